@@ -1,0 +1,164 @@
+"""Every exception a user of Telegrad can meet.
+
+    TelegradError (RuntimeError)
+    ├── UsageError                 the program asked for something that cannot be
+    │   ├── NotInitialized         no `init_rpc` yet, or already shut down
+    │   ├── AlreadyInitialized     `init_rpc` twice without `shutdown` between
+    │   ├── InvalidName            a worker name with forbidden characters
+    │   ├── UnknownWorker          no worker of that name or rank
+    │   └── DeviceError            a tensor on a device that cannot be sent
+    ├── RendezvousError            the group could not be formed
+    │   ├── StoreUnreachable       nobody answers at the store's address
+    │   ├── StorePortTaken         another program listens on the store's port
+    │   ├── WorkerTaken            a name or a rank is used twice
+    │   └── GroupIncomplete        not all workers came in time
+    ├── PeerError                  the other worker, or the way to it
+    │   ├── PeerLost               it died, or its connection broke
+    │   ├── PeerUnreachable        no connection could be made
+    │   ├── HandshakeError         it is not who it should be
+    │   │   ├── AuthenticationFailed
+    │   │   ├── VersionMismatch
+    │   │   └── ProtocolViolation
+    │   └── ShutDown               the call was cut off by a shutdown
+    ├── CallTimeout (TimeoutError) no answer in the call's time
+    ├── CodecError                 a value could not travel
+    │   ├── CannotEncode           an argument or a result cannot be pickled
+    │   ├── CannotDecode           it arrived, but cannot be rebuilt there
+    │   └── FunctionNotFound       the callee has no function of that name
+    └── RemoteError                a remote exception whose own type cannot be rebuilt here
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyInitialized",
+    "AuthenticationFailed",
+    "CallTimeout",
+    "CannotDecode",
+    "CannotEncode",
+    "CodecError",
+    "DeviceError",
+    "FunctionNotFound",
+    "GroupIncomplete",
+    "HandshakeError",
+    "InvalidName",
+    "NotInitialized",
+    "PeerError",
+    "PeerLost",
+    "PeerUnreachable",
+    "ProtocolViolation",
+    "RemoteError",
+    "RendezvousError",
+    "ShutDown",
+    "StorePortTaken",
+    "StoreUnreachable",
+    "TelegradError",
+    "UnknownWorker",
+    "UsageError",
+    "VersionMismatch",
+    "WorkerTaken",
+]
+
+
+class TelegradError(RuntimeError):
+    """The root: `except TelegradError` catches whatever this package raises itself."""
+
+
+class UsageError(TelegradError):
+    """The program asked for something that cannot be."""
+
+
+class NotInitialized(UsageError):
+    """A remote call before `init_rpc`, or after `shutdown`."""
+
+
+class AlreadyInitialized(UsageError):
+    """`init_rpc` was called twice without a `shutdown` between."""
+
+
+class InvalidName(UsageError, ValueError):
+    """A worker name may hold letters, digits, `_`, `:`, `-` and is shorter than 128 characters."""
+
+
+class UnknownWorker(UsageError, ValueError):
+    """No worker of that name or rank is in the group."""
+
+
+class DeviceError(UsageError):
+    """A tensor lives on a device from which it cannot be sent to that worker."""
+
+
+class RendezvousError(TelegradError):
+    """The group of workers could not be formed."""
+
+
+class StoreUnreachable(RendezvousError):
+    """Nobody answers at the store's address."""
+
+
+class StorePortTaken(RendezvousError):
+    """Another program listens on the port where this worker should serve the store."""
+
+
+class WorkerTaken(RendezvousError):
+    """Two workers claim one name or one rank."""
+
+
+class GroupIncomplete(RendezvousError):
+    """Not all workers of the group came in time."""
+
+
+class PeerError(TelegradError):
+    """The other worker failed, or the way to it."""
+
+
+class PeerLost(PeerError, ConnectionError):
+    """The worker died or its connection broke; calls in flight may or may not have run."""
+
+
+class PeerUnreachable(PeerError, ConnectionError):
+    """No connection to the worker could be made; the call has not run."""
+
+
+class HandshakeError(PeerError, ConnectionError):
+    """The other end of a connection is not a worker of this group."""
+
+
+class AuthenticationFailed(HandshakeError):
+    """It does not hold the group's key, or its certificate is not accepted."""
+
+
+class VersionMismatch(HandshakeError):
+    """It speaks another version of Telegrad's protocol."""
+
+
+class ProtocolViolation(HandshakeError):
+    """It sent something that is not Telegrad's protocol."""
+
+
+class ShutDown(PeerError):
+    """The call was cut off because this worker or the other one shut down."""
+
+
+class CallTimeout(TelegradError, TimeoutError):
+    """The call did not end in its time; it may still run on the other worker."""
+
+
+class CodecError(TelegradError):
+    """A value could not travel."""
+
+
+class CannotEncode(CodecError):
+    """An argument or a result cannot be pickled."""
+
+
+class CannotDecode(CodecError):
+    """A value arrived but could not be rebuilt."""
+
+
+class FunctionNotFound(CodecError, AttributeError):
+    """The callee cannot import the function by its name."""
+
+
+class RemoteError(TelegradError):
+    """A remote exception whose own type cannot be rebuilt on this worker."""
