@@ -1,31 +1,31 @@
 """Every exception a user of Telegrad can meet.
 
-    TelegradError (RuntimeError)
-    ├── UsageError                 the program asked for something that cannot be
-    │   ├── NotInitialized         no `init_rpc` yet, or already shut down
-    │   ├── AlreadyInitialized     `init_rpc` twice without `shutdown` between
-    │   ├── InvalidName            a worker name with forbidden characters
-    │   ├── UnknownWorker          no worker of that name or rank
-    │   └── DeviceError            a tensor on a device that cannot be sent
-    ├── RendezvousError            the group could not be formed
-    │   ├── StoreUnreachable       nobody answers at the store's address
-    │   ├── StorePortTaken         another program listens on the store's port
-    │   ├── WorkerTaken            a name or a rank is used twice
-    │   └── GroupIncomplete        not all workers came in time
-    ├── PeerError                  the other worker, or the way to it
-    │   ├── PeerLost               it died, or its connection broke
-    │   ├── PeerUnreachable        no connection could be made
-    │   ├── HandshakeError         it is not who it should be
-    │   │   ├── AuthenticationFailed
-    │   │   ├── VersionMismatch
-    │   │   └── ProtocolViolation
-    │   └── ShutDown               the call was cut off by a shutdown
-    ├── CallTimeout (TimeoutError) no answer in the call's time
-    ├── CodecError                 a value could not travel
-    │   ├── CannotEncode           an argument or a result cannot be pickled
-    │   ├── CannotDecode           it arrived, but cannot be rebuilt there
-    │   └── FunctionNotFound       the callee has no function of that name
-    └── RemoteError                a remote exception whose own type cannot be rebuilt here
+TelegradError (RuntimeError)
+├── UsageError                 the program asked for something that cannot be
+│   ├── NotInitialized         no `init_rpc` yet, or already shut down
+│   ├── AlreadyInitialized     `init_rpc` twice without `shutdown` between
+│   ├── InvalidName            a worker name with forbidden characters
+│   ├── UnknownWorker          no worker of that name or rank
+│   └── DeviceError            a tensor on a device that cannot be sent
+├── RendezvousError            the group could not be formed
+│   ├── StoreUnreachable       nobody answers at the store's address
+│   ├── StorePortTaken         another program listens on the store's port
+│   ├── WorkerTaken            a name or a rank is used twice
+│   └── GroupIncomplete        not all workers came in time
+├── PeerError                  the other worker, or the way to it
+│   ├── PeerLost               it died, or its connection broke
+│   ├── PeerUnreachable        no connection could be made
+│   ├── HandshakeError         it is not who it should be
+│   │   ├── AuthenticationFailed
+│   │   ├── VersionMismatch
+│   │   └── ProtocolViolation
+│   └── ShutDown               the call was cut off by a shutdown
+├── CallTimeout (TimeoutError) no answer in the call's time
+├── CodecError                 a value could not travel
+│   ├── CannotEncode           an argument or a result cannot be pickled
+│   ├── CannotDecode           it arrived, but cannot be rebuilt there
+│   └── FunctionNotFound       the callee has no function of that name
+└── RemoteError                a remote exception whose own type cannot be rebuilt here
 """
 
 from __future__ import annotations

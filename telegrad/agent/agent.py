@@ -1,0 +1,380 @@
+"""One worker: what it offers to the rooms above, put together from the parts of this room.
+
+An agent is an object; several can live in one process. It is opened (it listens), then joins a group (it knows the
+others and can be called), and is closed in the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+
+from telegrad.agent.clock import Clock
+from telegrad.agent.deadlines import Deadlines
+from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.members import Member
+from telegrad.agent.peer import AnyLink, Peer, Pending
+from telegrad.agent.reactor import Reactor
+from telegrad.agent.server import Caller, Server
+from telegrad.errors import PeerError, PeerLost, ShutDown, UnknownWorker
+from telegrad.transport.connect import Wish, connect
+from telegrad.transport.handshake import Claim
+from telegrad.transport.link import Link
+from telegrad.transport.listener import Listener
+from telegrad.transport.loopback import LoopEnd, loop
+from telegrad.transport.memory import Arena, SharedPool
+from telegrad.transport.tls import TlsFiles
+from telegrad.wire.failures import rebuild
+from telegrad.wire.functions import name_of, program
+from telegrad.wire.messages import BYE, CALL, FAILURE, INFERENCE, NO_GRAD
+from telegrad.wire.pickling import decode, encode
+from telegrad.wire.tensors import pack, unpack
+
+DEFAULT = -1.0  # a call's timeout: take the agent's
+IDLE_TICK = 1.0
+BUSY_TICK = 0.02
+
+log = logging.getLogger("telegrad")
+
+
+class Directory(Protocol):
+    """Who is in the group."""
+
+    def find(self, to: str | int) -> Member: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be chosen about an agent; see `telegrad.rpc.options` for the meaning."""
+
+    threads: int = 16
+    timeout: float = 60.0
+    transport: str = "auto"  # or "unix", "tcp"
+    shared_memory: int = 1 << 30
+    connect_timeout: float = 10.0
+    silence: float = 10.0
+    tls: TlsFiles | None = None
+
+
+class Agent:
+    """A worker's calls to others, and its service to their calls."""
+
+    def __init__(self, name: str, settings: Settings, entered: Callable[[], None] = lambda: None) -> None:
+        """`entered` is called first on each thread that will run user code."""
+        self.name = name
+        self.settings = settings
+        self.timeout = settings.timeout
+        self.incarnation = secrets.token_hex(8)
+        self.program = program()
+        self.lost: list[Callable[[str, PeerError], None]] = []  # called when the connection to a worker ended
+        self._clock = Clock(self._tick)
+        self._reactor = Reactor(settings.threads, entered, self._clock.wake)
+        self._server = Server(name, self._reactor, entered, self._take_notice)
+        self._arena = Arena(settings.shared_memory)
+        self._pool = SharedPool(settings.shared_memory)
+        self._handlers: dict[type, Callable[[str, Any], None]] = {}
+        self._lock = threading.Lock()  # guards _peers, _accepted, _deadlines and _closed
+        self._peers: dict[str, Peer] = {}  # by incarnation
+        self._accepted: set[Link] = set()
+        self._deadlines = Deadlines()
+        self._closed = False
+        self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
+        self._started = 0
+
+    # Life
+
+    def open(self, address: str) -> None:
+        """Listen, on the Unix socket of this host where there are such and on a free TCP port of `address`."""
+        self._listener = Listener(
+            address,
+            self.settings.tls,
+            self.settings.transport,
+            self.settings.silence,
+            self._reactor.poller,
+            self._accept,
+        )
+        self._clock.start(self._reactor)
+        self._reactor.start()
+
+    def describe(self, id_: int, host: str) -> Member:
+        """What others must know to reach this worker."""
+        return Member(self.name, id_, self.incarnation, self.program, host, self._listener.unix, self._listener.tcp)
+
+    def join(self, me: Member, key: bytes, directory: Directory) -> None:
+        """Take part in a group: from now on calls are accepted."""
+        self.me = me
+        self._key = key
+        self._directory = directory
+        self._claim = Claim(me.name, me.id, me.incarnation, me.program)
+        self._listener.serve(key, self._claim)
+
+    def close(self, reason: PeerError | None = None) -> None:
+        """Leave: calls in flight fail, here and at those who called."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers, accepted = list(self._peers.values()), list(self._accepted)
+        reason = reason or ShutDown(f"worker {self.name!r} shut down")
+        self._listener.close()
+        for peer in peers:
+            peer.close(reason)
+        for link in accepted:
+            try:
+                link.send(BYE)
+            except PeerError:
+                pass
+            link.close(reason)
+        self._server.close()
+        self._reactor.close()
+        self._clock.close()
+        self._pool.close()
+
+    def abandon(self) -> None:
+        """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""
+        self._closed = True
+        for link in [*self._accepted, *(peer.link for peer in self._peers.values())]:
+            if isinstance(link, Link):
+                link.abandon()
+        self._listener.abandon()
+        self._reactor.poller.abandon()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call of this worker is in flight, and none runs here."""
+        return self._server.idle and not any(peer.outstanding for peer in list(self._peers.values()))
+
+    @property
+    def started(self) -> int:
+        """How many calls this worker has begun."""
+        return self._started
+
+    # Calls
+
+    def call(self, to: str | int | Member, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT) -> Any:
+        """Run `function(*args, **kwargs)` on another worker and wait for its value."""
+        peer = self._peer(to)
+        pending = Pending(function, self.timeout if timeout < 0 else timeout)
+        peer.call(pending, self._call_parts(peer, function, args, kwargs))
+        try:
+            if not peer.wait(pending):
+                raise peer.timed_out(pending)
+        finally:
+            if not pending.done:
+                peer.forget(pending)
+        return self._open(pending)
+
+    def call_async(
+        self, to: str | int | Member, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT
+    ) -> Future[Any]:
+        """Run `function(*args, **kwargs)` on another worker; a future of its value."""
+        peer = self._peer(to)
+        future: Future[Any] = Future()
+
+        def finish(pending: Pending) -> None:
+            future._help = None
+            if pending.timeout:
+                with self._lock:
+                    self._deadlines.remove((peer, pending.id), pending.timeout)
+            try:
+                value = self._open(pending)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        def help_(_: Future[Any]) -> None:
+            try:
+                peer.wait(pending)
+            finally:
+                if pending.left:
+                    pending.left = False
+                    finish(pending)
+            if not future.done():
+                self._wait_for(future)
+
+        pending = Pending(function, self.timeout if timeout < 0 else timeout, finish)
+        future._help = help_
+        peer.call(pending, self._call_parts(peer, function, args, kwargs))
+        if pending.timeout and not pending.done:
+            with self._lock:
+                self._deadlines.add((peer, pending.id), pending.timeout, monotonic())
+            self._clock.before(pending.deadline)
+        return future
+
+    def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        self._started += 1
+        same = peer.program == self.program != ""
+        name = name_of(function, same)
+        args, kwargs = args or (), kwargs or {}
+        body, tensors = encode((args, kwargs) if name else (function, args, kwargs), same)
+        parts: dict[str, Any] = {"kind": CALL, "body": body}
+        if name:
+            parts["head"] = name.encode()
+        if tensors:
+            parts["meta"], parts["blobs"] = pack(tensors)
+        if not torch.is_grad_enabled():
+            parts["flags"] = NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        return parts
+
+    def _open(self, pending: Pending) -> Any:
+        """The value of a call that is done, or its error raised."""
+        if pending.error is not None:
+            raise pending.error
+        frame = pending.frame
+        assert frame is not None
+        if frame.kind == FAILURE:
+            raise rebuild(bytes(frame.body))
+        return decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [])
+
+    def _wait_for(self, future: torch.futures.Future[Any]) -> None:
+        if self._reactor.on_worker():
+            with self._reactor.waiting():
+                wait_for(future)
+        else:
+            wait_for(future)
+
+    def find(self, to: str | int) -> Member:
+        """The member of that name or rank."""
+        return self._directory.find(to)
+
+    # Control messages of the rooms above
+
+    def on(self, message: type, handler: Callable[[str, Any], None]) -> None:
+        """Have `handler(sender, message)` called for every control message of that class."""
+        self._handlers[message] = handler
+
+    def notify(self, to: str | int | Member, message: object) -> None:
+        """Send a control message; if it cannot be delivered, those in `lost` are told."""
+        self._peer(to).notify(encode(message, False).body)
+
+    def _take_notice(self, sender: str, message: object) -> None:
+        self._handlers[type(message)](sender, message)
+
+    # Connections
+
+    def _peer(self, to: str | int | Member) -> Peer:
+        if isinstance(to, Member):
+            to = to.name
+        peer = self._names.get(to)
+        if peer is None:
+            member = self._directory.find(to)
+            with self._lock:
+                if self._closed:
+                    raise ShutDown(f"worker {self.name!r} shut down")
+                peer = self._peers.get(member.incarnation)
+                if peer is None:
+                    peer = Peer(
+                        member.name,
+                        member.program,
+                        self._reactor,
+                        lambda peer: self._connect(peer, member),
+                        self._peer_lost,
+                    )
+                    self._peers[member.incarnation] = peer
+            self._names[to] = peer
+        return peer
+
+    def _connect(self, peer: Peer, member: Member) -> AnyLink:
+        if member.incarnation == self.incarnation:
+            return self._loop(peer)
+        sock, shared, leftover = connect(
+            Wish(
+                member.name,
+                member.incarnation,
+                member.unix if member.host == self.me.host else "",
+                member.tcp,
+            ),
+            self._key,
+            self._claim,
+            self.settings.tls,
+            self.settings.transport,
+            self.settings.connect_timeout,
+            self.settings.silence,
+        )
+        link = Link(
+            sock,
+            member.name,
+            self._reactor.poller,
+            self._arena,
+            self._pool if shared else None,
+            peer.on_frames,
+            peer.on_closed,
+        )
+        link.feed(leftover)
+        return link
+
+    def _loop(self, peer: Peer) -> LoopEnd:
+        caller = Caller(self.name, self.program != "")
+        near = LoopEnd(self.name, peer.on_frames, peer.on_closed)
+        far = LoopEnd(self.name, lambda _, frames: self._server.on_frames(caller, frames), lambda *_: None)
+        loop(near, far)
+        caller.link = far
+        return near
+
+    def _accept(self, sock: Any, claim: Claim, shared: bool, leftover: bytes) -> None:
+        """A worker has connected and has proved who it is."""
+        caller = Caller(claim.name, claim.program == self.program != "")
+        link = Link(
+            sock,
+            claim.name,
+            self._reactor.poller,
+            self._arena,
+            self._pool if shared else None,
+            lambda _, frames: self._server.on_frames(caller, frames),
+            self._caller_gone,
+        )
+        caller.link = link
+        with self._lock:
+            closed = self._closed
+            self._accepted.add(link)
+        if closed:
+            link.close(ShutDown(f"worker {self.name!r} shut down"))
+            return
+        link.feed(leftover)
+        self._reactor.poller.watch(link, read=True)
+
+    def _caller_gone(self, link: Link, reason: PeerError) -> None:
+        with self._lock:
+            self._accepted.discard(link)
+        if isinstance(reason, PeerLost):
+            log.info("telegrad: %s", reason)
+
+    def _peer_lost(self, peer: Peer, reason: PeerError) -> None:
+        self._names.clear()  # in a dynamic group its name may now be another's
+        if not self._closed:
+            if isinstance(reason, PeerLost):
+                log.info("telegrad: %s", reason)
+            for told in self.lost:
+                told(peer.name, reason)
+
+    # Time
+
+    def _tick(self, now: float) -> float:
+        with self._lock:
+            expired = self._deadlines.due(now)
+            upcoming = self._deadlines.next()
+            peers, accepted = list(self._peers.values()), list(self._accepted)
+        for peer, call_id in expired:  # type: ignore[misc]
+            peer.expire(call_id)
+        for peer in peers:
+            peer.tick()
+        for link in accepted:
+            link.release()
+        self._listener.tick(now)
+        self._arena.trim(now)
+        retired = self._pool.trim(now)
+        if retired:
+            for holder in [*peers, *accepted]:
+                holder.retire(retired)
+        return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))
+
+
+__all__ = ["DEFAULT", "Agent", "Directory", "Settings", "UnknownWorker"]

@@ -1,0 +1,69 @@
+"""The one thread of a worker that knows the time: it watches the leader, and ends what ran out of time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from time import monotonic, perf_counter
+
+from telegrad.agent.reactor import Reactor
+
+WATCH_EVERY = 5e-3
+QUIET_AFTER = 40  # looks without new work, then the watch sleeps
+
+log = logging.getLogger("telegrad")
+
+
+class Clock:
+    """Calls `reactor.unstick` while there is work, and `tick(now)` when the time comes that it last returned."""
+
+    def __init__(self, tick: Callable[[float], float]) -> None:
+        self._tick = tick
+        self._alarm = threading.Lock()  # held while the thread may sleep; released to wake it
+        self._alarm.acquire()
+        self._due = 0.0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, reactor: Reactor) -> None:
+        self._thread = threading.Thread(target=self._main, args=(reactor,), name="telegrad-clock", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # awake already
+            self._alarm.release()
+
+    def before(self, when: float) -> None:
+        """Have `tick` called at `when` at the latest."""
+        if when < self._due:
+            self._due = when
+            self.wake()
+
+    def close(self) -> None:
+        self._closed = True
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _main(self, reactor: Reactor) -> None:
+        quiet, runs = 0, -1
+        while not self._closed:
+            now = monotonic()
+            if now >= self._due:
+                self._due = now + 1.0  # so that `before` can bring it forward while the tick runs
+                self._due = min(self._due, self._safe_tick(now))
+            reactor.unstick(perf_counter())
+            quiet = quiet + 1 if reactor.runs == runs else 0
+            runs = reactor.runs
+            reactor.watched = quiet < QUIET_AFTER
+            pause = max(0.0, self._due - monotonic())
+            self._alarm.acquire(timeout=min(pause, WATCH_EVERY) if reactor.watched else pause)
+
+    def _safe_tick(self, now: float) -> float:
+        try:
+            return self._tick(now)
+        except Exception:
+            log.exception("telegrad: the agent's tick failed")
+            return now + 1.0

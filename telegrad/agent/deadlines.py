@@ -1,0 +1,49 @@
+"""Which calls run out of time, and when: a table that costs two dictionary operations per call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from math import inf
+
+
+class Deadlines:
+    """Keys with a deadline each. Those of one timeout expire in the order they were added."""
+
+    def __init__(self) -> None:
+        self._by_timeout: dict[float, dict[Hashable, float]] = {}
+
+    def add(self, key: Hashable, timeout: float, now: float) -> None:
+        self._by_timeout.setdefault(timeout, {})[key] = now + timeout
+
+    def remove(self, key: Hashable, timeout: float) -> None:
+        """Forget `key`, if it is still there."""
+        self._by_timeout.get(timeout, {}).pop(key, None)
+
+    def next(self) -> float:
+        """When the first key expires; infinity where there is none."""
+        return min((when for table in self._tables() for when in _first(table)), default=inf)
+
+    def due(self, now: float) -> list[Hashable]:
+        """Take out the keys that have expired."""
+        expired: list[Hashable] = []
+        for timeout, table in list(self._by_timeout.items()):
+            while any(when <= now for when in _first(table)):
+                expired.append(_pop_first(table))
+            if not table:
+                del self._by_timeout[timeout]
+        return expired
+
+    def _tables(self) -> list[dict[Hashable, float]]:
+        return list(self._by_timeout.values())
+
+
+def _first(table: dict[Hashable, float]) -> Iterator[float]:
+    for when in table.values():
+        yield when
+        return
+
+
+def _pop_first(table: dict[Hashable, float]) -> Hashable:
+    key = next(iter(table))
+    del table[key]
+    return key

@@ -1,0 +1,164 @@
+"""When may a group shut down? When every worker wants to, and no call is left anywhere.
+
+One living worker leads (the one with the smallest id). It asks all in rounds; each answers as soon as it is quiet,
+with the number of calls it has begun so far. Two rounds with equal answers mean that nothing happened between them,
+so nothing is in flight: the leader says Leave, each confirms with Left, and the leader leaves last.
+
+    worker                      leader
+      | -- Entered --------------> |      (shutdown was called here)
+      | <------------- Ask(round) - |     once all have entered, again and again
+      | -- Quiet(round, begun) ---> |
+      | <------------------ Leave - |     after two equal rounds
+      | -- Left ------------------> |
+
+A worker that dies is taken out; if it led, the others enter anew with the next leader.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Entered(NamedTuple):
+    """The sender wants to shut down; from a leader: it is the one to tell."""
+
+
+class Ask(NamedTuple):
+    """Say when you are quiet."""
+
+    round: int
+
+
+class Quiet(NamedTuple):
+    """The sender has no call in flight and runs none; it has begun so many since its start."""
+
+    round: int
+    begun: int
+
+
+class Leave(NamedTuple):
+    """Nothing is in flight anywhere."""
+
+
+class Left(NamedTuple):
+    """The sender has taken note of Leave."""
+
+
+Message = Entered | Ask | Quiet | Leave | Left
+Letter = tuple[int, Message]  # to whom, what
+
+WAITING, LEAVING, DONE = "WAITING", "LEAVING", "DONE"
+
+
+class Farewell:
+    """One worker's part. Feed it what happens; it returns the letters to be sent."""
+
+    def __init__(self, me: int, members: set[int]) -> None:
+        self.state = WAITING
+        self._me = me
+        self._alive = set(members)
+        self._entered: set[int] = set()
+        self.inside = False  # this worker has called shutdown
+        self._round = 0
+        self._asked: int | None = None  # the leader's round that waits for this worker's quiet
+        self._answers: dict[int, int] = {}
+        self._before: dict[int, int] | None = None
+        self._left: set[int] = set()
+
+    @property
+    def leader(self) -> int:
+        return min(self._alive)
+
+    @property
+    def missing(self) -> set[int]:
+        """Who has not called shutdown yet, as far as the leader knows."""
+        return self._alive - self._entered if self.leader == self._me else set()
+
+    def enter(self) -> list[Letter]:
+        """This worker has called shutdown."""
+        self.inside = True
+        if self.leader != self._me:
+            return [(self.leader, Entered())]
+        self._entered.add(self._me)
+        # Its greeting opens the connections by whose end it learns of a death.
+        return [(other, Entered()) for other in sorted(self._alive - {self._me})] + self._ask_all()
+
+    def receive(self, sender: int, message: Message) -> list[Letter]:
+        """A letter has come."""
+        if sender not in self._alive or self.state == DONE:
+            return []
+        if isinstance(message, Entered):
+            return self._on_entered(sender)
+        if isinstance(message, Ask):
+            self._asked = message.round
+            return []
+        if isinstance(message, Quiet):
+            return self._on_quiet(sender, message)
+        if isinstance(message, Leave):
+            self.state = DONE
+            return [(sender, Left())]
+        self._left.add(sender)
+        self._check_left()
+        return []
+
+    def quiet(self, begun: int) -> list[Letter]:
+        """This worker has no call in flight and runs none, just now."""
+        if self._asked is None or self.state != WAITING:
+            return []
+        number, self._asked = self._asked, None
+        if self.leader == self._me:
+            return self._on_quiet(self._me, Quiet(number, begun))
+        return [(self.leader, Quiet(number, begun))]
+
+    def lost(self, other: int) -> list[Letter]:
+        """A worker has died or left."""
+        if other not in self._alive or self.state == DONE:
+            return []
+        led = other == self.leader
+        self._alive.discard(other)
+        self._answers.pop(other, None)
+        if self.state == LEAVING:
+            self._check_left()
+            return []
+        if not self.inside:
+            return []
+        if led:
+            return self.enter()
+        if self.leader != self._me:
+            return []
+        self._before = None
+        return self._conclude() if self._round else self._ask_all()
+
+    def _on_entered(self, sender: int) -> list[Letter]:
+        if self.leader != self._me:
+            return []
+        self._entered.add(sender)
+        return self._ask_all()
+
+    def _ask_all(self) -> list[Letter]:
+        if not self._alive <= self._entered:
+            return []
+        self._round += 1
+        self._answers = {}
+        self._asked = self._round
+        return [(other, Ask(self._round)) for other in sorted(self._alive - {self._me})]
+
+    def _on_quiet(self, sender: int, message: Quiet) -> list[Letter]:
+        if message.round != self._round or self.leader != self._me:
+            return []
+        self._answers[sender] = message.begun
+        return self._conclude()
+
+    def _conclude(self) -> list[Letter]:
+        if self._answers.keys() != self._alive:
+            return []
+        if self._answers != self._before:
+            self._before = self._answers
+            return self._ask_all()
+        self.state = LEAVING
+        self._check_left()
+        return [(other, Leave()) for other in sorted(self._alive - {self._me})]
+
+    def _check_left(self) -> None:
+        if self.state == LEAVING and self._alive - {self._me} <= self._left:
+            self.state = DONE

@@ -1,0 +1,71 @@
+"""The future that an asynchronous call returns: torch's own, which can also be interrupted and awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(torch.futures.Future[T]):
+    """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await."""
+
+    _help: Callable[[Future[Any]], None] | None = None
+
+    def wait(self) -> T:
+        """Wait for the value; raises the call's error."""
+        if not self.done():
+            if self._help is not None:
+                self._help(self)  # the waiting thread fetches the answer by itself, where it can
+            else:
+                wait_for(self)
+        return cast("T", super().wait())
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:  # type: ignore[override]
+        """A future of what `callback` returns when it is given this one, done."""
+        child: Future[S] = Future()
+
+        def run(done: torch.futures.Future[T]) -> None:
+            try:
+                value = callback(done)
+            except BaseException as error:
+                child.set_exception(error)
+            else:
+                child.set_result(value)
+
+        self.add_done_callback(run)
+        return child
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[T] = loop.create_future()
+
+        def pass_on() -> None:
+            if not waiter.cancelled():
+                try:
+                    waiter.set_result(self.value())
+                except BaseException as error:
+                    waiter.set_exception(error)
+
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(pass_on))
+        return waiter.__await__()
+
+    def value(self) -> T:
+        """The value of a future that is done."""
+        return super().wait() if self.done() else super().value()
+
+
+def wait_for(future: torch.futures.Future[Any], timeout: float = -1) -> bool:
+    """Wait until `future` is done, interruptibly; whether it is."""
+    if not future.done():
+        told = threading.Lock()
+        told.acquire()
+        future.add_done_callback(lambda _: told.release())
+        return told.acquire(timeout=timeout)
+    return True

@@ -1,0 +1,325 @@
+"""This worker's calls to one other worker, and the connection that carries them.
+
+A connection is made at the first call and again after it broke; calls that were on their way when it broke fail,
+since they may have run. Answers are read by the thread that waits for them, where it can have the right to read;
+else by the reactor's leader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from copy import copy
+from math import inf
+from time import monotonic, perf_counter
+from typing import Any
+
+from telegrad.agent.reactor import INSTANT, Reactor, Work
+from telegrad.errors import CallTimeout, PeerError
+from telegrad.transport.link import Link
+from telegrad.transport.loopback import LoopEnd
+from telegrad.wire.messages import BYE, NOTICE, Frame
+
+SPIN = 50e-6  # as in the reactor: look again for this long before sleeping
+SPIN_WITHIN = 300e-6  # only where the last answer came within this time
+LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
+
+AnyLink = Link | LoopEnd
+_yield = getattr(os, "sched_yield", lambda: None)
+
+
+class Pending:
+    """A call that was not answered yet."""
+
+    __slots__ = (
+        "awaited",
+        "deadline",
+        "done",
+        "error",
+        "finish",
+        "frame",
+        "function",
+        "id",
+        "left",
+        "timeout",
+        "told",
+    )
+
+    def __init__(self, function: Any, timeout: float, finish: Callable[[Pending], None] | None = None) -> None:
+        """`finish` completes the call of an asynchronous caller; who waits in place needs none."""
+        self.function = function
+        self.timeout = timeout
+        self.deadline = monotonic() + timeout if timeout else inf
+        self.finish = finish
+        self.id = 0
+        self.frame: Frame | None = None
+        self.error: BaseException | None = None
+        self.done = False
+        self.awaited = False  # the thread that reads the connection waits for this very call
+        self.left = False  # and so `finish` was left to it
+        self.told = threading.Lock()  # held until the call is done
+        self.told.acquire()
+
+
+class Peer:
+    """The calling side of one connection."""
+
+    def __init__(
+        self,
+        name: str,
+        program: str,
+        reactor: Reactor,
+        connect: Callable[[Peer], AnyLink],
+        on_lost: Callable[[Peer, PeerError], None],
+    ) -> None:
+        self.name = name
+        self.program = program
+        self._reactor = reactor
+        self._connect = connect
+        self._on_lost = on_lost
+        self._lock = threading.Lock()  # guards all below
+        self._ids = 0
+        self._pending: dict[int, Pending] = {}
+        self._link: AnyLink | None = None
+        self._connecting = False
+        self._backlog: list[tuple[int, dict[str, Any]]] = []  # frames for a connection that is being made
+        self._closed: PeerError | None = None
+        self._arming = threading.Lock()  # guards _armed: whether the leader reads the connection
+        self._armed = False
+        self._prompt = False  # the last answer came soon
+
+    # Calls
+
+    def call(self, pending: Pending, parts: dict[str, Any]) -> None:
+        """Send a call; `pending` will be done."""
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            self._ids += 1
+            pending.id = self._ids
+            self._pending[pending.id] = pending
+        self._send(pending.id, parts)
+        if pending.finish is not None and not self._armed:
+            self._arm()
+
+    def notify(self, body: bytes) -> None:
+        """Send a control message; where it cannot be delivered, `on_lost` is told."""
+        self._send(0, {"kind": NOTICE, "body": body})
+
+    def _send(self, id_: int, parts: dict[str, Any]) -> None:
+        while True:
+            with self._lock:
+                link = self._link
+                if link is None:
+                    if self._closed is not None:
+                        return
+                    self._backlog.append((id_, parts))
+                    if self._connecting:
+                        return
+                    self._connecting = True
+            if link is None:
+                threading.Thread(target=self._make_link, name="telegrad-connect", daemon=True).start()
+                return
+            try:
+                link.send(id=id_, **parts)
+            except PeerError:
+                # It had ended before this frame was written, so that the frame can go over a new one.
+                with self._lock:
+                    if self._link is link:
+                        self._link = None
+                    if id_ and id_ not in self._pending:
+                        return
+            else:
+                return
+
+    def forget(self, pending: Pending) -> None:
+        """The caller gave up; a late answer is ignored."""
+        with self._lock:
+            self._pending.pop(pending.id, None)
+
+    def expire(self, call_id: int) -> None:
+        """The time of an asynchronous call is over."""
+        with self._lock:
+            pending = self._pending.pop(call_id, None)
+        if pending is not None:
+            pending.error = self.timed_out(pending)
+            self._done(pending)
+
+    def timed_out(self, pending: Pending) -> CallTimeout:
+        return CallTimeout(
+            f"RPC ran for more than set timeout ({pending.timeout:g} s): "
+            f"{getattr(pending.function, '__qualname__', pending.function)} on worker {self.name!r}. "
+            "It may still be running there. Give a longer timeout (rpc_timeout in the options, or timeout=... per call)"
+        )
+
+    @property
+    def link(self) -> AnyLink | None:
+        return self._link
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._pending)
+
+    # Waiting
+
+    def wait(self, pending: Pending) -> bool:
+        """Wait until `pending` is done; False where its deadline passed before."""
+        if self._reactor.on_worker():
+            with self._reactor.waiting():
+                return self._wait(pending)
+        return self._wait(pending)
+
+    def _wait(self, pending: Pending) -> bool:
+        while not pending.done:
+            remaining = pending.deadline - monotonic()
+            if remaining <= 0:
+                return False
+            link = self._link
+            if isinstance(link, Link) and link.reading.acquire(blocking=False):
+                try:
+                    self._read(link, pending)
+                finally:
+                    link.stop_reading()
+                    if self._pending:
+                        self._arm()
+            elif link is None and not self._connecting and not pending.done:
+                pending.told.acquire(timeout=0.01)  # between the end of a connection and the word of it
+            elif pending.told.acquire(timeout=min(remaining, LONGEST_WAIT)):
+                pending.told.release()
+        return True
+
+    def _read(self, link: Link, pending: Pending) -> None:
+        if self._armed:
+            self._disarm(link)
+        pending.awaited = True
+        start = perf_counter()
+        until = start + SPIN if self._prompt else 0.0
+        try:
+            while not pending.done and link.closed is None:
+                if link.read():
+                    continue
+                if perf_counter() < until:
+                    _yield()
+                    continue
+                remaining = pending.deadline - monotonic()
+                if remaining <= 0:
+                    return
+                link.wait_readable(min(remaining, LONGEST_WAIT))
+        finally:
+            pending.awaited = False
+            self._prompt = perf_counter() - start < SPIN_WITHIN
+
+    def _arm(self) -> None:
+        """Have the leader read the connection, unless somebody does already (who will call this in his turn)."""
+        with self._arming:
+            link = self._link
+            if isinstance(link, Link) and not link.reading.locked():
+                self._armed = True
+                self._reactor.poller.watch(link, read=True)
+
+    def _disarm(self, link: Link) -> None:
+        with self._arming:
+            self._armed = False
+            self._reactor.poller.watch(link, read=False)
+
+    def tick(self) -> None:
+        """Now and then: hear of the end of an idle connection, and give back what was lent over it."""
+        link = self._link
+        if link is not None:
+            link.release()
+            if not self._armed:
+                self._arm()
+
+    def retire(self, numbers: list[int]) -> None:
+        link = self._link
+        if link is not None:
+            link.retire(numbers)
+
+    # What the connection brings
+
+    def on_frames(self, link: AnyLink, frames: list[Frame]) -> None:
+        for frame in frames:
+            with self._lock:
+                pending = self._pending.pop(frame.id, None)
+            if pending is not None:  # else its caller gave up
+                pending.frame = frame
+                pending.left = pending.awaited
+                self._done(pending)
+
+    def _done(self, pending: Pending) -> None:
+        pending.done = True
+        if pending.finish is not None and not pending.left:
+            self._reactor.submit(Work(pending.finish, pending, INSTANT))
+        pending.told.release()
+
+    def on_closed(self, link: AnyLink, reason: PeerError) -> None:
+        with self._lock:
+            if self._link is link:
+                self._link = None
+            waiting = {id_ for id_, _ in self._backlog}
+            failed = [self._pending.pop(id_) for id_ in list(self._pending) if id_ not in waiting]
+        with self._arming:
+            self._armed = False
+        self._fail(failed, reason)
+        self._on_lost(self, reason)
+
+    def _fail(self, failed: list[Pending], reason: BaseException) -> None:
+        for pending in failed:
+            pending.error = copy(reason)  # each is raised by itself, with a traceback of its own
+            self._done(pending)
+
+    # Making the connection
+
+    def _make_link(self) -> None:
+        try:
+            link = self._connect(self)
+        except Exception as error:
+            with self._lock:
+                self._connecting = False
+                backlog, self._backlog = self._backlog, []
+                failed = [p for id_, _ in backlog if (p := self._pending.pop(id_, None)) is not None]
+            self._fail(failed, error)
+            self._on_lost(self, error if isinstance(error, PeerError) else PeerError(str(error)))
+            return
+        while True:
+            with self._lock:
+                backlog, self._backlog = self._backlog, []
+                if not backlog:
+                    self._connecting = False
+                    self._link = link
+                    closed = self._closed
+                    break
+            for at, (id_, parts) in enumerate(backlog):
+                try:
+                    link.send(id=id_, **parts)
+                except PeerError:  # gone already: the rest of the backlog fails with it
+                    with self._lock:
+                        self._backlog = backlog[at:] + self._backlog
+                        backlog, self._backlog = self._backlog, []
+                        self._connecting = False
+                        failed = [p for i, _ in backlog if (p := self._pending.pop(i, None)) is not None]
+                    self._fail(failed, link.closed or PeerError("the connection ended"))
+                    return
+        if closed is not None:
+            link.close(closed)
+        elif link.closed is not None:
+            self.on_closed(link, link.closed)
+        else:
+            self._arm()
+
+    def close(self, reason: PeerError) -> None:
+        """End the connection and every call on it."""
+        with self._lock:
+            self._closed = reason
+            link = self._link
+            failed = list(self._pending.values()) if link is None else []
+            if link is None:
+                self._pending.clear()
+                self._backlog.clear()
+        if link is not None:
+            with contextlib.suppress(PeerError):
+                link.send(BYE)
+            link.close(reason)
+        self._fail(failed, reason)

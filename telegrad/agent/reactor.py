@@ -1,0 +1,327 @@
+"""The threads of one worker: who reads, who runs, and how they take turns.
+
+One thread leads: it waits for the connections, reads frames, and starts the work that they bring. Handing work to
+another thread costs more than most functions take, so the leader runs by itself what is expected to be short. It
+gives the lead away
+
+    before    work that is known to be long, or not known yet;
+    at        any wait of this package (`waiting()`), however deep in the work;
+    after     a few milliseconds at the latest: the watch takes it from a leader that is stuck in its work.
+
+So no connection waits for user code, whatever it does, and short calls cross no thread. Calls are counted: at most
+`slots` of them run at once. A call that waits does not count, so nested calls cannot use up the threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from telegrad.transport.poller import READ, WRITE, Poller, Source
+
+INSTANT, QUICK, LONG = range(3)  # not counted and short; counted and short; counted, and the lead goes first
+
+SPIN = 50e-6  # how long to look again before sleeping: waking from sleep costs as much
+SPIN_WITHIN = 200e-6  # spin only where the last wait was shorter than this
+STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
+STANDBY = 4  # idle threads that are kept
+
+log = logging.getLogger("telegrad")
+_yield = getattr(os, "sched_yield", lambda: None)
+
+
+class Work(NamedTuple):
+    """Something to be run once: `run(argument)`."""
+
+    run: Callable[[Any], None]
+    argument: Any
+    cost: int
+
+
+class _Worker:
+    __slots__ = ("counted", "since", "wakeup")
+
+    def __init__(self) -> None:
+        self.wakeup = threading.Lock()  # held while the worker stands by; released to wake it
+        self.wakeup.acquire()
+        self.since = 0.0  # when the leader began the work it runs by itself
+        self.counted = False  # runs a call
+
+
+class Reactor:
+    """Reads connections and runs work, on threads of its own."""
+
+    def __init__(self, slots: int, entered: Callable[[], None], watch: Callable[[], None]) -> None:
+        """`entered` is called first on each new thread, `watch` whenever `unstick` must soon be called regularly."""
+        self.poller = Poller()
+        self._entered = entered
+        self._start_watch = watch
+        self._slots = slots
+        self._lock = threading.Lock()  # guards _leader, _standby, _busy, _queued, _threads and _Worker.since
+        self._leader: _Worker | None = None
+        self._standby: list[_Worker] = []
+        self._threads: dict[_Worker, threading.Thread] = {}
+        self._busy = 0
+        self._queued: deque[Work] = deque()  # calls for which no slot was free
+        self._ready: deque[Work] = deque()
+        self._asleep = False  # the leader waits in the poller
+        self._spinning = False
+        self._recent: Source | None = None  # the source that was ready last
+        self._unsent: set[Source] = set()  # sources with answers that wait for the batch to end
+        self._closed = False
+        self._local = threading.local()
+        self.watched = False  # somebody calls `unstick`
+        self.runs = 0
+
+    # What others ask for
+
+    def start(self) -> None:
+        with self._lock:
+            leader = self._leader = _Worker()
+        self._spawn(leader)
+
+    def submit(self, work: Work) -> None:
+        """Have `work` run soon, from any thread."""
+        self._ready.append(work)
+        if self._asleep:
+            self.poller.wake()
+
+    def send_later(self, source: Source) -> bool:
+        """Whether the leader will call `on_writable` of `source` when its batch of work ends: only on its thread."""
+        if self._leader is None or getattr(self._local, "worker", None) is not self._leader or not self._ready:
+            return False
+        self._unsent.add(source)
+        return True
+
+    def on_worker(self) -> bool:
+        """Whether this thread is one of the reactor's."""
+        return hasattr(self._local, "worker")
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around every wait: the thread gives up the lead and its slot meanwhile."""
+        worker: _Worker | None = getattr(self._local, "worker", None)
+        if worker is None:
+            yield
+            return
+        counted = worker.counted
+        with self._lock:
+            leads = self._leader is worker
+            if counted:
+                self._busy -= 1
+                worker.counted = False
+            started = self._release_queued()
+        if leads:
+            self._send_unsent()
+            self._pass_lead(worker)
+        elif started:
+            self.poller.wake()
+        try:
+            yield
+        finally:
+            if counted:
+                with self._lock:
+                    self._busy += 1
+                worker.counted = True
+
+    def unstick(self, now: float) -> None:
+        """Take the lead from a leader that is stuck in its work."""
+        leader = self._leader
+        if leader is not None and leader.since and now - leader.since > STUCK_AFTER:
+            self._pass_lead(leader, leader.since)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs or waits for its turn."""
+        return not (self._busy or self._queued or self._ready)
+
+    def close(self) -> None:
+        """End the threads; work that was not begun is dropped, work that runs is left to end."""
+        with self._lock:
+            self._closed = True
+            for worker in self._standby:
+                worker.wakeup.release()
+            self._standby.clear()
+            threads = list(self._threads.values())
+        self.poller.wake()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(0.2)  # a thread in user code ends when that code does
+        self._ready.clear()
+        self._queued.clear()
+
+    # The threads
+
+    def _spawn(self, worker: _Worker) -> None:
+        thread = threading.Thread(target=self._main, args=(worker,), name="telegrad-worker", daemon=True)
+        with self._lock:
+            self._threads[worker] = thread
+        thread.start()
+
+    def _main(self, worker: _Worker) -> None:
+        self._local.worker = worker
+        try:
+            self._entered()
+            while self._leader is worker or self._stand_by(worker):
+                self._lead(worker)
+        finally:
+            with self._lock:
+                del self._threads[worker]
+                last = self._closed and not self._threads
+            if last:
+                self.poller.close()
+
+    def _stand_by(self, worker: _Worker) -> bool:
+        """Wait to be given the lead; False where the thread shall end."""
+        with self._lock:
+            if self._leader is worker:
+                return True
+            if self._closed or len(self._standby) >= STANDBY:
+                return False
+            self._standby.append(worker)
+        worker.wakeup.acquire()
+        return not self._closed
+
+    def _pass_lead(self, worker: _Worker, since: float | None = None) -> None:
+        """Make another thread lead, if `worker` does still (and is still in the work it began at `since`)."""
+        with self._lock:
+            if self._leader is not worker or self._closed or (since is not None and worker.since != since):
+                return
+            new = None
+            if self._standby:
+                self._leader = self._standby.pop()
+                self._leader.wakeup.release()
+            else:
+                new = self._leader = _Worker()
+        if new is not None:
+            self._spawn(new)
+
+    def _lead(self, worker: _Worker) -> None:
+        ready = self._ready
+        self._send_unsent()
+        while self._leader is worker and not self._closed:
+            if not ready:
+                if self._unsent:
+                    self._send_unsent()
+                self._poll()
+                continue
+            work = ready.popleft()
+            if work.cost != INSTANT and not self._take_slot(worker, work):
+                continue
+            if work.cost == LONG:
+                self._send_unsent()
+                self._pass_lead(worker)
+                self._run(worker, work)
+            else:
+                self._run_leading(worker, work)
+
+    def _take_slot(self, worker: _Worker, work: Work) -> bool:
+        with self._lock:
+            if self._busy >= self._slots:
+                self._queued.append(work)
+                return False
+            self._busy += 1
+        worker.counted = True
+        return True
+
+    def _run_leading(self, worker: _Worker, work: Work) -> None:
+        """Run short work without giving the lead away, watched."""
+        worker.since = perf_counter()
+        self.runs += 1
+        if not self.watched:
+            self._start_watch()
+        try:
+            work.run(work.argument)
+        except Exception:
+            log.exception("telegrad: work of the agent failed")
+        with self._lock:
+            worker.since = 0.0
+            still = self._leader is worker
+            if still and worker.counted:
+                self._busy -= 1
+                worker.counted = False
+                self._release_queued()
+        if not still:
+            self._run_queued(worker)
+
+    def _run(self, worker: _Worker, work: Work) -> None:
+        try:
+            work.run(work.argument)
+        except Exception:
+            log.exception("telegrad: work of the agent failed")
+        self._run_queued(worker)
+
+    def _run_queued(self, worker: _Worker) -> None:
+        """A thread that does not lead has ended a call: its slot goes to the calls that wait for one."""
+        while worker.counted:
+            with self._lock:
+                if not self._queued or self._busy > self._slots:
+                    self._busy -= 1
+                    worker.counted = False
+                    return
+                work = self._queued.popleft()
+            try:
+                work.run(work.argument)
+            except Exception:
+                log.exception("telegrad: work of the agent failed")
+
+    def _release_queued(self) -> bool:
+        """With the lock held: let the leader start calls for which there are slots now."""
+        count = min(self._slots - self._busy, len(self._queued))
+        if count <= 0:
+            return False
+        self._ready.extendleft([self._queued.popleft() for _ in range(count)][::-1])
+        return True
+
+    def _send_unsent(self) -> None:
+        with contextlib.suppress(KeyError):  # emptied by two threads at once
+            while self._unsent:
+                self._unsent.pop().on_writable()
+
+    # Waiting for the connections
+
+    def _poll(self) -> None:
+        start = perf_counter()
+        events = self._spin(start) if self._spinning else []
+        if events is None:
+            return
+        if not events:
+            self._asleep = True
+            try:
+                events = self.poller.poll(0 if self._ready or self._closed else None)
+            finally:
+                self._asleep = False
+        self._spinning = perf_counter() - start < SPIN_WITHIN
+        for source, mask in events:
+            if mask & WRITE:
+                source.on_writable()
+            if mask & READ:
+                _read(source)
+                self._recent = source
+
+    def _spin(self, start: float) -> list[tuple[Source, int]] | None:
+        """Look again for a short while; None where work came meanwhile."""
+        until = start + SPIN
+        recent = self._recent
+        while True:
+            if (recent is not None and _read(recent)) or self._ready:
+                return None
+            events = self.poller.poll(0)
+            if events or perf_counter() > until:
+                return events
+            _yield()
+
+
+def _read(source: Source) -> bool:
+    """A source that fails must not take the leader with it."""
+    try:
+        return source.on_readable()
+    except Exception:
+        log.exception("telegrad: reading a connection failed")
+        return False

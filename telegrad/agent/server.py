@@ -1,0 +1,224 @@
+"""Runs the calls that arrive: finds the function, sets the scene, sends the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from time import perf_counter
+from types import CoroutineType, coroutine
+from typing import Any
+
+import torch
+
+from telegrad.agent.peer import AnyLink
+from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
+from telegrad.errors import CannotEncode, PeerError
+from telegrad.wire.failures import describe
+from telegrad.wire.functions import resolve
+from telegrad.wire.messages import CALL, FAILURE, INFERENCE, NO_GRAD, NOTICE, RESULT, Frame
+from telegrad.wire.pickling import decode, encode
+from telegrad.wire.tensors import pack, unpack
+
+SHORT = 100e-6  # a function that took less last time is expected to be short again
+ASYNC_MARK = "_telegrad_async_execution"
+
+log = logging.getLogger("telegrad")
+
+
+class Caller:
+    """Who is at the other end of an accepted connection."""
+
+    __slots__ = ("link", "name", "same_program")
+
+    def __init__(self, name: str, same_program: bool) -> None:
+        self.name = name
+        self.same_program = same_program
+        self.link: AnyLink | None = None
+
+
+class Server:
+    """The callee's side of an agent."""
+
+    def __init__(
+        self, name: str, reactor: Reactor, entered: Callable[[], None], on_notice: Callable[[str, Any], None]
+    ) -> None:
+        """`entered` is called on each new thread that runs user code; `on_notice` gets the caller and its message."""
+        self._name = name
+        self._reactor = reactor
+        self._entered = entered
+        self._on_notice = on_notice
+        self._short: dict[bytes, bool] = {}  # by the function's name
+        self._lock = threading.Lock()  # guards _loop and _running
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running = 0  # calls whose functions returned a future or a coroutine
+
+    @property
+    def idle(self) -> bool:
+        return not self._running and self._reactor.idle
+
+    def on_frames(self, caller: Caller, frames: list[Frame]) -> None:
+        for frame in frames:
+            if frame.kind == CALL:
+                cost = QUICK if frame.head and self._short.get(frame.head) else LONG
+                self._reactor.submit(Work(self._run, (caller, frame), cost))
+            elif frame.kind == NOTICE:
+                self._reactor.submit(Work(self._notice, (caller, frame), INSTANT))
+
+    def _notice(self, work: tuple[Caller, Frame]) -> None:
+        caller, frame = work
+        self._on_notice(caller.name, decode(frame.body, []))
+
+    def _run(self, work: tuple[Caller, Frame]) -> None:
+        caller, frame = work
+        start = perf_counter()
+        try:
+            function, args, kwargs = open_call(frame)
+            if frame.flags:
+                with grad_mode(frame.flags):
+                    result = function(*args, **kwargs)
+            else:
+                result = function(*args, **kwargs)
+        except BaseException as error:
+            self._fail(caller, frame.id, error)
+        else:
+            if type(result) is CoroutineType:
+                self._await(caller, frame, result)
+            elif hasattr(function, ASYNC_MARK):
+                self._when_done(caller, frame.id, function, result)
+            else:
+                self._answer(caller, frame.id, result)
+        if frame.head:
+            self._short[frame.head] = perf_counter() - start < SHORT
+
+    def _answer(self, caller: Caller, call_id: int, result: Any) -> None:
+        try:
+            body, tensors = encode(result, caller.same_program)
+            meta, blobs = pack(tensors) if tensors else (b"", ())
+        except BaseException as error:
+            self._fail(caller, call_id, _about_result(error))
+            return
+        self._send(caller, RESULT, call_id, meta=meta, body=body, blobs=blobs)
+
+    def _fail(self, caller: Caller, call_id: int, error: BaseException) -> None:
+        self._send(caller, FAILURE, call_id, body=describe(error, self._name))
+        if not isinstance(error, Exception):
+            log.warning("telegrad: a call from worker %r ended with %r", caller.name, error)
+
+    def _send(self, caller: Caller, kind: int, call_id: int, **parts: Any) -> None:
+        link = caller.link
+        assert link is not None
+        later = self._reactor.send_later(link)
+        with contextlib.suppress(PeerError):  # the caller has gone: nobody waits for the answer
+            link.send(kind, call_id, later=later, **parts)
+
+    # Functions that go on after they returned
+
+    def _when_done(self, caller: Caller, call_id: int, function: Any, future: Any) -> None:
+        if not isinstance(future, torch._C.Future):
+            name = getattr(function, "__qualname__", repr(function))
+            error = TypeError(
+                f"{name} is marked with async_execution and must return a torch.futures.Future, not {type(future).__name__}"
+            )
+            self._fail(caller, call_id, error)
+            return
+        self._count(1)
+
+        def done(future: Any) -> None:
+            try:
+                result = future.wait()
+            except BaseException as error:
+                self._fail(caller, call_id, error)
+            else:
+                self._answer(caller, call_id, result)
+            finally:
+                self._count(-1)
+
+        future.add_done_callback(done)
+
+    def _await(self, caller: Caller, frame: Frame, awaitable: Coroutine[Any, Any, Any]) -> None:
+        self._count(1)
+
+        async def run() -> None:
+            try:
+                result = await (_in_grad_mode(awaitable, frame.flags) if frame.flags else awaitable)
+            except BaseException as error:
+                self._fail(caller, frame.id, error)
+            else:
+                self._answer(caller, frame.id, result)
+            finally:
+                self._count(-1)
+
+        asyncio.run_coroutine_threadsafe(run(), self._event_loop())
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._running += change
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._run_loop, args=(self._loop,), name="telegrad-asyncio", daemon=True
+                ).start()
+            return self._loop
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._entered()
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    def close(self) -> None:
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+def open_call(frame: Frame) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function and the arguments of a CALL."""
+    value = decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [])
+    if frame.head:
+        args, kwargs = value
+        return resolve(frame.head.decode()), args, kwargs
+    function, args, kwargs = value
+    return function, args, kwargs
+
+
+def _about_result(error: BaseException) -> BaseException:
+    if isinstance(error, CannotEncode):
+        said = CannotEncode(f"the function returned, but its result cannot be sent: {error}")
+        said.__cause__ = error.__cause__
+        return said
+    return error
+
+
+@contextlib.contextmanager
+def grad_mode(flags: int) -> Generator[None, None, None]:
+    """The grad mode that the caller was in."""
+    with torch.inference_mode(bool(flags & INFERENCE)), torch.set_grad_enabled(not flags & NO_GRAD):
+        yield
+
+
+@coroutine
+def _in_grad_mode(inner: Coroutine[Any, Any, Any], flags: int) -> Generator[Any, Any, Any]:
+    """Drive `inner` with the grad mode set in each of its steps, and not in those of others between them."""
+    step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
+    while True:
+        try:
+            with grad_mode(flags):
+                waited = step()
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield waited
+            step = lambda sent=sent: inner.send(sent)  # type: ignore[misc]  # noqa: E731
+        except BaseException as error:
+            step = lambda error=error: inner.throw(error)  # type: ignore[misc]  # noqa: E731

@@ -1,0 +1,32 @@
+"""Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results."""
+
+from telegrad.agent.futures import Future
+from telegrad.rpc import functions
+from telegrad.rpc.api import (
+    UNSET_RPC_TIMEOUT,
+    WorkerInfo,
+    get_worker_info,
+    init_rpc,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
+from telegrad.transport.tls import TlsFiles
+
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "BackendType",
+    "Future",
+    "RpcBackendOptions",
+    "TelegradOptions",
+    "TensorPipeRpcBackendOptions",
+    "TlsFiles",
+    "WorkerInfo",
+    "functions",
+    "get_worker_info",
+    "init_rpc",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

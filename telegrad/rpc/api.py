@@ -1,0 +1,158 @@
+"""What users call: the functions of `telegrad.rpc`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from telegrad.agent.agent import DEFAULT, Agent
+from telegrad.agent.futures import Future
+from telegrad.errors import AlreadyInitialized, NotInitialized, UsageError
+from telegrad.rpc.cluster import Worker, start
+from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
+
+UNSET_RPC_TIMEOUT = DEFAULT
+
+
+class WorkerInfo(NamedTuple):
+    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
+
+    name: str
+    id: int
+
+
+_lock = threading.Lock()  # guards _worker and _generation, one init or shutdown at a time
+_worker: Worker | None = None
+_generation = 0
+_here = threading.local()  # .agent: whose thread this is; in a process with several agents the calls go out from it
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Join the group under `name`; returns once every worker of it can be called.
+
+    Without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
+
+    Raises:
+        AlreadyInitialized: this process is in a group already.
+        InvalidName: `name` has forbidden characters or is too long.
+        RendezvousError: the group could not be formed; its subclasses say why.
+    """
+    global _worker, _generation
+    if backend is not None and not isinstance(backend, BackendType):
+        raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
+    options = _options(rpc_backend_options)
+    with _lock:
+        if _worker is not None:
+            raise AlreadyInitialized(
+                f"this process is worker {_worker.agent.name!r} already; call shutdown() before init_rpc again"
+            )
+        _generation += 1
+        _worker = start(name, rank, world_size, options, _generation, _enter)
+
+
+def _options(given: RpcBackendOptions | None) -> TelegradOptions:
+    if given is None:
+        return TelegradOptions()
+    if isinstance(given, TelegradOptions):
+        return given
+    if isinstance(given, RpcBackendOptions):
+        return TelegradOptions(rpc_timeout=given.rpc_timeout, init_method=given.init_method)
+    raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {type(given).__name__}")
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave the group.
+
+    Graceful: wait until every worker has called it and no call is in flight anywhere (at most `timeout` seconds; 0 for
+    no limit). Else leave at once; the calls of others to this worker fail.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        CallTimeout: the others did not come in time; this worker has left all the same.
+    """
+    global _worker
+    worker = _worker
+    if worker is None:
+        raise NotInitialized("this process is in no group: call init_rpc first")
+    try:
+        worker.shutdown(graceful, timeout)
+    finally:
+        _worker = None
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run `func(*args, **kwargs)` on the worker `to` and return its value.
+
+    Raises what the function raised there; a subclass of `TelegradError` where the call itself failed.
+    """
+    return _agent().call(to.name if isinstance(to, WorkerInfo) else to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Begin to run `func(*args, **kwargs)` on the worker `to`; a future of its value.
+
+    The tensors among the arguments must not be written to until the future is done.
+    """
+    return _agent().call_async(to.name if isinstance(to, WorkerInfo) else to, func, args, kwargs, timeout)
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """The worker of that name, or this one."""
+    agent = _agent()
+    member = agent.me if worker_name is None else agent.find(worker_name)
+    return WorkerInfo(member.name, member.id)
+
+
+def _agent() -> Agent:
+    agent: Agent | None = getattr(_here, "agent", None)
+    if agent is not None:
+        return agent
+    if _worker is None:
+        raise NotInitialized("this process is in no group: call init_rpc first")
+    return _worker.agent
+
+
+def _enter(agent: Agent) -> None:
+    _here.agent = agent
+
+
+def _leave_at_exit() -> None:
+    """A program that forgot `shutdown` ends without it."""
+    if _worker is not None:
+        _worker.agent.close()
+
+
+def _forget_after_fork() -> None:
+    """A forked child is not the worker that its parent is."""
+    global _worker, _lock
+    _lock = threading.Lock()
+    if _worker is not None:
+        _worker.agent.abandon()
+        _worker = None
+    _here.__dict__.clear()
+
+
+atexit.register(_leave_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

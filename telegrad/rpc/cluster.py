@@ -1,0 +1,155 @@
+"""Where a worker is put together: the one file that knows every part. Read it first.
+
+    options -> store -> agent listens -> rendezvous -> the group's directory and key -> agent joins -> farewell
+
+Everything below is told what it needs here; nothing below knows of this room.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from telegrad.agent.address import host_identity, own_address
+from telegrad.agent.agent import Agent, Settings
+from telegrad.agent.farewell import DONE, Ask, Entered, Farewell, Leave, Left, Letter, Message, Quiet
+from telegrad.agent.members import Members, check_name
+from telegrad.agent.rendezvous import DynamicGroup, join_static
+from telegrad.agent.stores import open_store
+from telegrad.errors import CallTimeout, PeerError, PeerLost
+from telegrad.rpc.options import TelegradOptions
+
+KEY_VARIABLE = "TELEGRAD_KEY"
+QUIET_CHECK = 0.002  # seconds between looks whether this worker is quiet, while the group says farewell
+
+log = logging.getLogger("telegrad")
+
+
+class Worker:
+    """An agent in its group."""
+
+    def __init__(self, agent: Agent, directory: Members | DynamicGroup) -> None:
+        self.agent = agent
+        self.directory = directory
+        self._lock = threading.Lock()  # guards _farewell
+        self._farewell: Farewell | None = None
+        self._changed = threading.Event()
+        if isinstance(directory, Members):
+            self._farewell = Farewell(agent.me.id, {member.id for member in directory})
+            for message in (Entered, Ask, Quiet, Leave, Left):
+                agent.on(message, self._on_message)
+            agent.lost.append(self._on_lost)
+
+    def shutdown(self, graceful: bool, timeout: float) -> None:
+        """Leave the group; graceful: once nothing is in flight, for a group of fixed size anywhere in it.
+
+        Raises:
+            CallTimeout: the others did not want to shut down in time; this worker has left all the same.
+        """
+        deadline = monotonic() + timeout if timeout > 0 else float("inf")
+        try:
+            if graceful:
+                self._say_farewell(deadline, timeout)
+        finally:
+            if isinstance(self.directory, DynamicGroup):
+                self.directory.leave()
+            self.agent.close()
+
+    def _say_farewell(self, deadline: float, timeout: float) -> None:
+        if self._farewell is not None:
+            self._post(self._step(self._farewell.enter))
+        while not self._done():
+            if monotonic() > deadline:
+                missing = self._missing()
+                raise CallTimeout(
+                    f"shutdown waited {timeout:g} s for the others"
+                    + (f"; {', '.join(missing)} did not call shutdown" if missing else "")
+                    + ". Use graceful=False to leave without them"
+                )
+            self._changed.wait(QUIET_CHECK)
+            self._changed.clear()
+
+    def _done(self) -> bool:
+        idle = self.agent.idle
+        if self._farewell is None:
+            return idle
+        if idle:
+            self._post(self._step(lambda: self._farewell.quiet(self.agent.started)))  # type: ignore[union-attr]
+        return self._farewell.state == DONE
+
+    def _missing(self) -> list[str]:
+        if self._farewell is None or not isinstance(self.directory, Members):
+            return []
+        return [repr(member.name) for member in self.directory if member.id in self._farewell.missing]
+
+    # The farewell's rim: a lock around the machine, the letters sent outside of it
+
+    def _step(self, event: Callable[[], list[Letter]]) -> list[Letter]:
+        with self._lock:
+            return event()
+
+    def _post(self, letters: list[Letter]) -> None:
+        for to, message in letters:
+            try:
+                self.agent.notify(to, message)
+            except PeerError:
+                log.debug("telegrad: %r has gone already", to)
+
+    def _on_message(self, sender: str, message: Message) -> None:
+        farewell, id_ = self._farewell, self.directory.find(sender).id
+        assert farewell is not None
+        self._post(self._step(lambda: farewell.receive(id_, message)))
+        self._changed.set()
+
+    def _on_lost(self, name: str, reason: PeerError) -> None:
+        farewell, id_ = self._farewell, self.directory.find(name).id
+        assert farewell is not None
+        if isinstance(reason, PeerLost) and farewell.inside:
+            self._post([(id_, Entered())])  # a connection that broke is no death: that no new one can be made is
+        elif not isinstance(reason, PeerLost):
+            self._post(self._step(lambda: farewell.lost(id_)))
+            self._changed.set()
+
+
+def start(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: TelegradOptions,
+    generation: int,
+    entered: Callable[[Agent], None],
+) -> Worker:
+    """Make a worker and bring it into its group. `entered` is called on each thread that will run user code."""
+    check_name(name)
+    timeout = options.rpc_timeout or float("inf")
+    meeting = open_store(options.init_method, rank, world_size, timeout)
+    agent = Agent(
+        name,
+        Settings(
+            threads=options.num_worker_threads,
+            timeout=options.rpc_timeout,
+            transport=options.transport,
+            shared_memory=options.shared_memory,
+            silence=options.silence,
+            tls=options.tls,
+        ),
+        lambda: entered(agent),
+    )
+    try:
+        agent.open(own_address(options.address, meeting.host))
+        me = agent.describe(meeting.rank, host_identity())
+        key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
+        if meeting.world_size is None:
+            group = DynamicGroup(meeting.store)
+            me, key = group.join(me, key)
+            agent.join(me, key, group)
+            return Worker(agent, group)
+        roster = join_static(meeting.store, me, meeting.world_size, key, timeout, generation)
+        agent.join(me, roster.key, roster.members)
+        return Worker(agent, roster.members)
+    except BaseException:
+        agent.close()
+        raise

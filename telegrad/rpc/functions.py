@@ -1,0 +1,26 @@
+"""Decorators that say how the callee runs a function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from telegrad.agent.server import ASYNC_MARK
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def async_execution(fn: F) -> F:
+    """Mark a function that returns a `torch.futures.Future`: the caller gets its value once it is done.
+
+    The callee's thread is free meanwhile. With `@staticmethod` or `@classmethod` this decorator is the inner one, with
+    `@torch.jit.script` the outer one.
+    """
+
+    @functools.wraps(fn)
+    def marked(*args: object, **kwargs: object) -> object:
+        return fn(*args, **kwargs)
+
+    setattr(marked, ASYNC_MARK, True)
+    return marked  # type: ignore[return-value]

@@ -1,0 +1,135 @@
+"""Options of `init_rpc`: those of the documented API, and Telegrad's own."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from telegrad.errors import UsageError
+from telegrad.transport.tls import TlsFiles
+
+DEFAULT_RPC_TIMEOUT = 60.0
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_SHARED_MEMORY = 4 << 30
+
+TRANSPORTS = ("auto", "unix", "tcp")
+# Names of the reference's transports that say which way the bytes go; its channels say nothing that applies here.
+_HINTS = {"uv": "tcp", "ibv": "tcp", "shm": "unix"}
+
+DeviceMap = Mapping[Any, Any]
+
+
+class BackendType(enum.Enum):
+    """The backends that `init_rpc` accepts; there is one, under the name that programs use."""
+
+    TENSORPIPE = "TENSORPIPE"
+
+
+class RpcBackendOptions:
+    """What every backend has."""
+
+    def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD) -> None:
+        if rpc_timeout < 0:
+            raise UsageError(f"rpc_timeout must be 0 (no limit) or positive seconds, not {rpc_timeout}")
+        self.rpc_timeout = float(rpc_timeout)
+        self.init_method = init_method
+
+
+class TelegradOptions(RpcBackendOptions):
+    """How this worker meets the others, and how bytes cross."""
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, DeviceMap] | None = None,
+        devices: Sequence[int | str | torch.device] | None = None,
+        transport: str = "auto",
+        address: str | None = None,
+        key: str | bytes | None = None,
+        tls: TlsFiles | None = None,
+        shared_memory: int = DEFAULT_SHARED_MEMORY,
+        silence: float = 10.0,
+    ) -> None:
+        """
+        Args:
+            num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
+            rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
+            init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`.
+            device_maps: for each callee, from this worker's devices to that worker's.
+            devices: the CUDA devices that calls use.
+            transport: "auto", or "unix" or "tcp" to force one.
+            address: the address of this host under which others reach it; else the one that reaches the store.
+            key: the secret of the group; else `TELEGRAD_KEY`, else one is made when the workers meet.
+            tls: certificate files, for encrypted and mutually authenticated TCP.
+            shared_memory: bytes of memory files that this worker may lend to others of its host.
+            silence: seconds without a sign of life from another host after which it is taken for lost.
+        """
+        super().__init__(rpc_timeout, init_method)
+        if num_worker_threads < 1:
+            raise UsageError(f"num_worker_threads must be at least 1, not {num_worker_threads}")
+        if transport not in TRANSPORTS:
+            raise UsageError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = {to: as_devices(map_) for to, map_ in (device_maps or {}).items()}
+        self.devices = [as_device(device) for device in devices or ()]
+        self.transport = transport
+        self.address = address
+        self.key = key.encode() if isinstance(key, str) else key
+        self.tls = tls
+        self.shared_memory = shared_memory
+        self.silence = silence
+
+    def set_device_map(self, to: str, device_map: DeviceMap) -> None:
+        """Add to the map from this worker's devices to those of the worker `to`; it must stay invertible."""
+        joined = {**self.device_maps.get(to, {}), **as_devices(device_map)}
+        if len(set(joined.values())) != len(joined):
+            raise UsageError(f"the device map to {to!r} sends two devices to one, so that results could not come back")
+        self.device_maps[to] = joined
+
+    def set_devices(self, devices: Sequence[int | str | torch.device]) -> None:
+        """Name the CUDA devices that calls use."""
+        self.devices = [as_device(device) for device in devices]
+
+
+class TensorPipeRpcBackendOptions(TelegradOptions):
+    """The options under the name and with the arguments that existing programs use."""
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, DeviceMap] | None = None,
+        devices: Sequence[int | str | torch.device] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+        **own: Any,
+    ) -> None:
+        """As `TelegradOptions`; `_transports` is a hint which way bytes cross, `_channels` needs no heeding."""
+        hinted = [_HINTS[name] for name in _transports or () if name in _HINTS]
+        own.setdefault("transport", hinted[0] if len(set(hinted)) == 1 else "auto")
+        super().__init__(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            device_maps=device_maps,
+            devices=devices,
+            **own,
+        )
+
+
+def as_device(device: int | str | torch.device) -> torch.device:
+    """A device as the API names it: an index is a CUDA device."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def as_devices(device_map: DeviceMap) -> dict[torch.device, torch.device]:
+    return {as_device(here): as_device(there) for here, there in device_map.items()}

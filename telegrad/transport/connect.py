@@ -1,0 +1,105 @@
+"""Makes a connection to another worker: the best way there is, then the handshake."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import NamedTuple
+
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation
+from telegrad.transport.handshake import Claim, Initiator
+from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
+from telegrad.transport.tls import TlsFiles, client_context
+
+
+class Wish(NamedTuple):
+    """Whom to reach, and where: `unix` is empty where it lives on another host."""
+
+    name: str
+    incarnation: str
+    unix: str
+    tcp: tuple[str, int]
+
+
+def connect(
+    wish: Wish,
+    key: bytes,
+    mine: Claim,
+    tls: TlsFiles | None,
+    transport: str,
+    timeout: float,
+    silence: float,
+) -> tuple[socket.socket, bool, bytes]:
+    """A connection past its handshake, whether it can share memory, and bytes that came behind the handshake.
+
+    Raises:
+        PeerUnreachable: nobody answers there, or another worker does.
+        HandshakeError: who answers is not of this group.
+    """
+    sock, shared = _reach(wish, tls, transport, timeout, silence)
+    try:
+        return sock, shared, _shake_hands(sock, Initiator(key, mine, wish.incarnation))
+    except (HandshakeError, PeerUnreachable) as error:
+        sock.close()
+        raise type(error)(f"worker {wish.name!r}: {error}") from error.__cause__
+    except OSError as error:
+        sock.close()
+        raise PeerUnreachable(
+            f"worker {wish.name!r} broke off the handshake ({error}); the call has not run"
+        ) from error
+
+
+def _reach(
+    wish: Wish, tls: TlsFiles | None, transport: str, timeout: float, silence: float
+) -> tuple[socket.socket, bool]:
+    if wish.unix and HAS_UNIX and transport != "tcp":
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(unix_address(wish.unix))
+        except OSError as error:
+            sock.close()
+            if isinstance(error, ConnectionRefusedError) or transport == "unix":
+                raise PeerUnreachable(
+                    f"worker {wish.name!r} does not answer on this host ({error}): it has ended; the call has not run"
+                ) from error
+        else:
+            tune_unix(sock)
+            return sock, True
+    elif transport == "unix":
+        raise PeerUnreachable(f'worker {wish.name!r} lives on another host; transport="unix" does not reach it')
+    try:
+        sock = socket.create_connection(wish.tcp, timeout)
+    except OSError as error:
+        host, port = wish.tcp
+        raise PeerUnreachable(
+            f"worker {wish.name!r} does not answer at {host}:{port} ({error}): it has ended or cannot be reached from "
+            "here; the call has not run"
+        ) from error
+    tune_tcp(sock, silence)
+    if tls is not None:
+        try:
+            return client_context(tls).wrap_socket(sock), False
+        except ssl.SSLError as error:
+            sock.close()
+            raise AuthenticationFailed(
+                f"worker {wish.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
+            ) from error
+    return sock, False
+
+
+def _shake_hands(sock: socket.socket, end: Initiator) -> bytes:
+    sock.sendall(end.start())
+    while not end.done:
+        data = sock.recv(4096)
+        if not data:
+            raise ProtocolViolation("the connection was closed during the handshake")
+        try:
+            answer = end.receive(data)
+        except (HandshakeError, PeerUnreachable):
+            if end.parting:
+                sock.sendall(end.parting)
+            raise
+        if answer:
+            sock.sendall(answer)
+    return end.leftover

@@ -1,0 +1,191 @@
+"""Two ends of a new connection prove to each other that they hold the group's key; nothing else is read before.
+
+    initiator                                   acceptor
+      | -- HELLO  version, nonce ----------------> |
+      | <- CHALLENGE version, nonce -------------- |
+      | -- PROOF  claim, whom it wants, mac -----> |      the mac covers all that was said, and the role
+      | <- PROOF  claim, mac --------------------- |
+
+A claim (who I am) is believed only with its mac. Fresh nonces from both sides make a recording worthless, the roles in
+the macs a reflection. A refusal is a message too, so that both ends know why. Every message is a length of two bytes
+and at most LONGEST bytes, so that a stranger can make this end keep no more than that; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import struct
+from typing import NamedTuple
+
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
+
+PROTOCOL = 1
+MAGIC = b"TGRD"
+LONGEST = 2048
+NONCE = 32
+MAC = 32
+
+_OPENING = struct.Struct(f"<4sH{NONCE}s")
+_HELLO, _CHALLENGE, _PROOF, _REFUSAL = b"H", b"C", b"P", b"R"
+_REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
+    "version": (VersionMismatch, "it speaks another version of the protocol: install the same telegrad on all workers"),
+    "key": (
+        AuthenticationFailed,
+        "the keys differ: give all workers the same key (TELEGRAD_KEY, or key=... in the options)",
+    ),
+    "stranger": (ProtocolViolation, "it does not take this for a worker's connection"),
+    "other": (PeerUnreachable, "another worker listens there now: the one that was wanted has ended or was restarted"),
+}
+
+
+class Claim(NamedTuple):
+    """Who a worker says it is."""
+
+    name: str
+    id: int
+    incarnation: str
+    program: str
+
+
+class _End:
+    """What both ends share: cutting the stream into messages, and refusing."""
+
+    def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None) -> None:
+        self.done = False
+        self.peer: Claim | None = None
+        self.parting = b""  # after an error: worth sending before the connection is closed
+        self._key = key
+        self._mine = mine
+        self._nonce = nonce or secrets.token_bytes(NONCE)
+        self._buffer = b""
+        self._said = hashlib.sha256()  # everything that crossed, both ways
+
+    @property
+    def leftover(self) -> bytes:
+        """Bytes that came behind the handshake: they are frames."""
+        return self._buffer
+
+    def receive(self, data: bytes) -> bytes:
+        """Take in bytes; the bytes to send in answer.
+
+        Raises:
+            HandshakeError: the other end is not what it should be.
+            PeerUnreachable: it is a worker of this group, but not the wanted one.
+        """
+        self._buffer += data
+        answer = b""
+        while not self.done and (message := self._next()) is not None:
+            answer += self._take(message[:1], message[1:])
+        return answer
+
+    def _next(self) -> bytes | None:
+        if len(self._buffer) < 2:
+            return None
+        size = int.from_bytes(self._buffer[:2], "little")
+        if not 1 <= size <= LONGEST:
+            raise self._refuse("stranger", "it sent what is no message of this protocol")
+        if self._buffer[2:3] not in (self._awaits(), _REFUSAL, b""):
+            raise self._refuse("stranger", "it sent what does not belong here")
+        if len(self._buffer) < 2 + size:
+            return None
+        message, self._buffer = self._buffer[2 : 2 + size], self._buffer[2 + size :]
+        if message[:1] == _REFUSAL:
+            raise self._refused(message[1:])
+        return message
+
+    def _awaits(self) -> bytes:
+        raise NotImplementedError
+
+    def _take(self, kind: bytes, body: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _say(self, kind: bytes, body: bytes) -> bytes:
+        self._said.update(kind + body)
+        return (1 + len(body)).to_bytes(2, "little") + kind + body
+
+    def _opening(self) -> bytes:
+        return _OPENING.pack(MAGIC, PROTOCOL, self._nonce)
+
+    def _open(self, kind: bytes, body: bytes) -> None:
+        if len(body) != _OPENING.size or body[:4] != MAGIC:
+            raise self._refuse("stranger", "it sent what is no greeting of this protocol")
+        _, version, _ = _OPENING.unpack(body)
+        if version != PROTOCOL:
+            raise self._refuse("version", f"it speaks version {version} of the protocol, this worker {PROTOCOL}")
+        self._said.update(kind + body)
+
+    def _mac(self, role: bytes, fields: bytes) -> bytes:
+        return hmac.new(self._key, b"telegrad " + role + self._said.digest() + fields, hashlib.sha256).digest()
+
+    def _prove(self, role: bytes, fields: object) -> bytes:
+        text = json.dumps(fields).encode()
+        return self._say(_PROOF, self._mac(role, text) + text)
+
+    def _check(self, role: bytes, body: bytes) -> list[object]:
+        mac, text = body[:MAC], body[MAC:]
+        if not hmac.compare_digest(mac, self._mac(role, text)):
+            raise self._refuse("key", _REASONS["key"][1])
+        self._said.update(_PROOF + body)
+        fields: list[object] = json.loads(text)
+        return fields
+
+    def _refuse(self, reason: str, why: str) -> HandshakeError | PeerUnreachable:
+        text = reason.encode()
+        self.parting = (1 + len(text)).to_bytes(2, "little") + _REFUSAL + text
+        return _REASONS[reason][0](why)
+
+    def _refused(self, reason: bytes) -> HandshakeError | PeerUnreachable:
+        kind, why = _REASONS.get(reason.decode("ascii", "replace"), _REASONS["stranger"])
+        return kind(f"the other end refused: {why}")
+
+
+class Initiator(_End):
+    """The end that connected, to reach the worker of this incarnation."""
+
+    def __init__(self, key: bytes, mine: Claim, wanted: str, nonce: bytes | None = None) -> None:
+        super().__init__(key, mine, nonce)
+        self._wanted = wanted
+        self._state = _CHALLENGE
+
+    def start(self) -> bytes:
+        """The first bytes to send."""
+        return self._say(_HELLO, self._opening())
+
+    def _awaits(self) -> bytes:
+        return self._state
+
+    def _take(self, kind: bytes, body: bytes) -> bytes:
+        if kind == _CHALLENGE:
+            self._open(kind, body)
+            self._state = _PROOF
+            return self._prove(b"initiator", [*self._mine, self._wanted])
+        name, id_, incarnation, program = self._check(b"acceptor", body)
+        self.peer = Claim(str(name), int(str(id_)), str(incarnation), str(program))
+        self.done = True
+        return b""
+
+
+class Acceptor(_End):
+    """The end that was connected to."""
+
+    def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None) -> None:
+        super().__init__(key, mine, nonce)
+        self._state = _HELLO
+
+    def _awaits(self) -> bytes:
+        return self._state
+
+    def _take(self, kind: bytes, body: bytes) -> bytes:
+        if kind == _HELLO:
+            self._open(kind, body)
+            self._state = _PROOF
+            return self._say(_CHALLENGE, self._opening())
+        name, id_, incarnation, program, wanted = self._check(b"initiator", body)
+        if wanted != self._mine.incarnation:
+            raise self._refuse("other", f"worker {name!r} looks for a worker that is not here any more")
+        self.peer = Claim(str(name), int(str(id_)), str(incarnation), str(program))
+        self.done = True
+        return self._prove(b"acceptor", list(self._mine))

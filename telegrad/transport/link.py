@@ -1,0 +1,370 @@
+"""One connection after its handshake: frames go out, frames come in.
+
+Sending never blocks: what the socket does not take stays in the outbox, and the poller sends it on. Whoever holds
+`reading` may read; everything else is for any thread.
+
+Blobs travel in one of two ways. On a Unix socket between two processes of one host a large one is copied once, into
+a warm memory file whose descriptor the socket carries, and used there by the receiver. Else it goes through the
+stream, from the sender's tensor into the receiver's.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from telegrad.errors import PeerError, PeerLost, ShutDown
+from telegrad.transport.memory import Arena, SharedMaps, SharedPool
+from telegrad.transport.poller import Poller
+from telegrad.wire.frames import FrameReader
+from telegrad.wire.messages import (
+    ENTRY,
+    IN_STREAM,
+    RELEASE,
+    RETIRE,
+    Frame,
+    encode,
+    pack_numbers,
+    unpack_numbers,
+)
+from telegrad.wire.tensors import memory
+
+SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is shared
+READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
+BUFFERS_AT_ONCE = 32
+FDS_AT_ONCE = 64
+_ANCILLARY = socket.CMSG_SPACE(FDS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class _Chunk(NamedTuple):
+    """One buffer to be sent; descriptors go with its first byte; `keeper` owns the memory."""
+
+    data: bytes | memoryview
+    fds: tuple[int, ...]
+    keeper: Tensor | None
+
+
+class Link:
+    """A connection to the worker named `peer`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        poller: Poller,
+        arena: Arena,
+        pool: SharedPool | None,
+        on_frames: Callable[[Link, list[Frame]], None],
+        on_closed: Callable[[Link, PeerError], None],
+    ) -> None:
+        """`pool` is given where both ends share a host; `on_frames` runs on the reading thread."""
+        sock.setblocking(False)
+        self.peer = peer
+        self.reading = threading.Lock()  # the right to read this connection
+        self.closed: PeerError | None = None
+        self._sock = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # TLS state is one for both sides
+        self._poller = poller
+        self._pool = pool
+        self._on_frames = on_frames
+        self._on_closed = on_closed
+        self._maps = SharedMaps()
+        self._reader = FrameReader(arena.allocate, self._maps.attach)
+        self._lock = threading.Lock()  # guards all below, and writing to the socket
+        self._outbox: deque[_Chunk] = deque()
+        self._write_waits = False
+        self._known: set[int] = set()  # blocks whose descriptor the peer has
+        self._lent: set[int] = set()  # blocks that the peer uses
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    # Sending
+
+    def send(
+        self,
+        kind: int,
+        id: int = 0,  # noqa: A002
+        *,
+        flags: int = 0,
+        head: bytes = b"",
+        meta: bytes = b"",
+        body: bytes = b"",
+        blobs: Sequence[Tensor] = (),
+        later: bool = False,
+    ) -> None:
+        """Send a frame; with `later`, leave it in the outbox until `on_writable`.
+
+        Raises:
+            PeerError: the connection has ended.
+        """
+        if blobs:
+            self._send_with_blobs(kind, id, flags, head, meta, body, blobs)
+            return
+        data = encode(kind, id, flags=flags, head=head, meta=meta, body=body)
+        with self._lock:
+            if self.closed is not None:
+                raise self.closed
+            if self._maps.released:
+                self._queue_release()
+            self._outbox.append(_Chunk(data, (), None))
+            if not later and not self._write_waits:
+                self._flush()
+
+    def _send_with_blobs(
+        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Sequence[Tensor]
+    ) -> None:
+        placed = [self._place(blob) for blob in blobs]
+        with self._lock:
+            if self.closed is not None:
+                self._reclaim([number for number, _, _ in placed])
+                raise self.closed
+            if self._maps.released:
+                self._queue_release()
+            table, fds = b"", []
+            for number, blob, fd in placed:
+                table += ENTRY.pack(number, blob.numel())
+                if number != IN_STREAM:
+                    self._lent.add(number)
+                    if number not in self._known:
+                        self._known.add(number)
+                        fds.append(fd)
+            data = encode(kind, id_, flags=flags, head=head, meta=meta, table=table, body=body)
+            for at in range(FDS_AT_ONCE, len(fds), FDS_AT_ONCE):  # more than one write may carry go ahead
+                self._outbox.append(_Chunk(encode(RELEASE), tuple(fds[at : at + FDS_AT_ONCE]), None))
+            self._outbox.append(_Chunk(data, tuple(fds[:FDS_AT_ONCE]), None))
+            self._outbox.extend(
+                _Chunk(memory(blob), (), blob) for number, blob, _ in placed if number == IN_STREAM and blob.numel()
+            )
+            if not self._write_waits:
+                self._flush()
+
+    def _place(self, blob: Tensor) -> tuple[int, Tensor, int]:
+        """Where a blob travels: the number and descriptor of the shared block it was copied to, or the stream."""
+        if self._pool is not None and blob.numel() >= SHARE_FROM:
+            block = self._pool.take(blob.numel())
+            if block is not None:
+                block.fill(blob)
+                return block.number, blob, block.fd
+        return IN_STREAM, blob, -1
+
+    def _reclaim(self, numbers: list[int]) -> None:
+        if self._pool is not None:
+            self._pool.give_back(numbers)
+
+    def _queue_release(self) -> None:
+        numbers: list[int] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                numbers.append(self._maps.released.popleft())
+        self._outbox.append(_Chunk(encode(RELEASE, body=pack_numbers(numbers)), (), None))
+
+    def release(self) -> None:
+        """Tell the peer which of its blocks are free again, where any are."""
+        if self._maps.released:
+            with self._lock:
+                if self.closed is None:
+                    self._queue_release()
+                    if not self._write_waits:
+                        self._flush()
+
+    def retire(self, numbers: list[int]) -> None:
+        """Tell the peer which blocks this worker gave up."""
+        with self._lock:
+            known = [number for number in numbers if number in self._known]
+            self._known.difference_update(known)
+            if known and self.closed is None:
+                self._outbox.append(_Chunk(encode(RETIRE, body=pack_numbers(known)), (), None))
+                if not self._write_waits:
+                    self._flush()
+
+    def on_writable(self) -> None:
+        with self._lock:
+            if self.closed is None:
+                self._flush()
+
+    def _flush(self) -> None:
+        """With the lock held: write what the socket takes; leave the rest to the poller."""
+        outbox = self._outbox
+        waits = False
+        try:
+            while outbox:
+                sent = self._write()
+                while outbox and sent >= len(outbox[0].data):
+                    sent -= len(outbox.popleft().data)
+                if sent:
+                    chunk = outbox[0]
+                    outbox[0] = _Chunk(memoryview(chunk.data)[sent:], (), chunk.keeper)
+        except _NOT_NOW:
+            waits = True
+        except OSError:
+            outbox.clear()  # the reading side meets the same end and reports it
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        if waits != self._write_waits:
+            self._write_waits = waits
+            self._poller.watch(self, write=waits)
+
+    def _write(self) -> int:
+        first = self._outbox[0]
+        if self._tls:
+            with self._tls_lock:
+                return self._sock.send(first.data)
+        if len(self._outbox) == 1 and not first.fds:
+            return self._sock.send(first.data)
+        buffers = [first.data]
+        for chunk in itertools.islice(self._outbox, 1, BUFFERS_AT_ONCE):
+            if chunk.fds:
+                break
+            buffers.append(chunk.data)
+        if first.fds:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.fds))
+            return self._sock.sendmsg(buffers, [rights])
+        return self._sock.sendmsg(buffers)
+
+    # Receiving
+
+    def feed(self, data: bytes) -> None:
+        """Take in bytes that came with the end of the handshake."""
+        frames = []
+        view = memoryview(data)
+        while view:
+            buffer = self._reader.buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            frames += self._reader.advance(count)
+            view = view[count:]
+        self._deliver(frames)
+
+    def on_readable(self) -> bool:
+        """Read what is there, unless another thread does."""
+        if not self.reading.acquire(blocking=False):
+            return False
+        try:
+            return self.read()
+        finally:
+            self.stop_reading()
+
+    def stop_reading(self) -> None:
+        """Give `reading` back."""
+        self.reading.release()
+        if self.closed is not None:
+            self._finish()
+
+    def wait_readable(self, timeout: float | None) -> None:
+        """With `reading` held: sleep until bytes come, the connection ends, or the time is over."""
+        if hasattr(select, "poll"):
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
+        else:
+            select.select([self._sock], [], [], timeout)
+
+    def read(self) -> bool:
+        """With `reading` held: take what has come and hand the frames on; whether there was anything."""
+        if self.closed is not None:
+            return False
+        came = False
+        for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS keeps bytes that no poller sees
+            buffer = self._reader.buffer()
+            try:
+                count = self._read(buffer)
+            except _NOT_NOW:
+                return came
+            except OSError as error:
+                self.close(self._lost(f"the connection broke ({error})"))
+                return came
+            if not count:
+                self.close(self._lost("the connection ended"))
+                return came
+            came = True
+            try:
+                frames = self._reader.advance(count)
+            except Exception as error:  # what it says cannot be understood from here on
+                self.close(self._lost(f"it sent what is no frame ({error})"))
+                return came
+            if frames:
+                self._deliver(frames)
+            if count < len(buffer) and not self._tls:
+                return True
+        return came
+
+    def _read(self, buffer: memoryview) -> int:
+        if self._pool is None:
+            if self._tls:
+                with self._tls_lock:
+                    return self._sock.recv_into(buffer)
+            return self._sock.recv_into(buffer)
+        count, ancillary, _, _ = self._sock.recvmsg_into([buffer], _ANCILLARY)
+        for _, _, data in ancillary:
+            fds = array.array("i")
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+            self._maps.arrived.extend(fds)
+        return count
+
+    def _deliver(self, frames: list[Frame]) -> None:
+        wanted = []
+        for frame in frames:
+            if frame.kind == RELEASE:
+                with self._lock:
+                    numbers = self._lent.intersection(unpack_numbers(frame.body))
+                    self._lent -= numbers
+                self._reclaim(list(numbers))
+            elif frame.kind == RETIRE:
+                self._maps.retire(unpack_numbers(frame.body))
+            else:
+                wanted.append(frame)
+        over = bool(wanted) and wanted[-1].kind == BYE
+        if over:
+            wanted.pop()
+        if wanted:
+            self._on_frames(self, wanted)
+        if over:
+            self.close(ShutDown(f"worker {self.peer!r} shut down; calls in flight to it may or may not have run"))
+
+    # The end
+
+    def _lost(self, why: str) -> PeerLost:
+        return PeerLost(
+            f"worker {self.peer!r} was lost: {why}; calls in flight to it may or may not have run. "
+            "If that worker still lives, the next call connects anew"
+        )
+
+    def close(self, reason: PeerError) -> None:
+        """End the connection; `on_closed` is told once."""
+        with self._lock:
+            if self.closed is not None:
+                return
+            self.closed = reason
+            self._outbox.clear()
+            if self._pool is not None:
+                self._pool.abandon(self._lent)
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        self._poller.forget(self)
+        if self.reading.acquire(blocking=False):  # else its holder finishes
+            self.reading.release()
+            self._finish()
+        self._on_closed(self, reason)
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptor without a word to the peer, who talks with the parent."""
+        self._sock.close()
+
+    def _finish(self) -> None:
+        """Give the descriptor back; only once nobody reads."""
+        with self._lock:
+            self._maps.close()
+            self._sock.close()

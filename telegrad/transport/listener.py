@@ -1,0 +1,205 @@
+"""Accepts connections, and lets none through that has not proved to be of the group."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from time import monotonic
+
+from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation
+from telegrad.transport.handshake import Acceptor, Claim
+from telegrad.transport.poller import Poller
+from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
+from telegrad.transport.tls import TlsFiles, server_context
+
+PATIENCE = 5.0  # seconds that a handshake may take
+MOST_STRANGERS = 256  # connections in their handshake at once; further ones wait in the kernel's queue
+BACKLOG = 512
+
+Accepted = Callable[[socket.socket, Claim, bool, bytes], None]
+
+log = logging.getLogger("telegrad")
+_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Listener:
+    """The doors of a worker: a Unix socket where hosts have them, and a TCP port."""
+
+    def __init__(
+        self,
+        address: str,
+        tls: TlsFiles | None,
+        transport: str,
+        silence: float,
+        poller: Poller,
+        accepted: Accepted,
+    ) -> None:
+        self._poller = poller
+        self._accepted = accepted
+        self._silence = silence
+        self._tls = server_context(tls) if tls is not None else None
+        self._lock = threading.Lock()  # guards _strangers
+        self._strangers: set[_Stranger] = set()
+        self._doors: list[_Door] = []
+        self.unix = ""
+        if HAS_UNIX and transport != "tcp":
+            self.unix = f"telegrad-{secrets.token_hex(8)}"
+            door = socket.socket(socket.AF_UNIX)
+            door.bind(unix_address(self.unix))
+            self._doors.append(_Door(door, self, True))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        door = socket.socket(family)
+        door.bind((address, 0))
+        self.tcp: tuple[str, int] = (address, door.getsockname()[1])
+        self._doors.append(_Door(door, self, False))
+        for each in self._doors:
+            each.sock.setblocking(False)
+            each.sock.listen(BACKLOG)
+
+    def serve(self, key: bytes, mine: Claim) -> None:
+        """Let in who proves to hold `key`; until now connections waited."""
+        self._key, self._mine = key, mine
+        for door in self._doors:
+            self._poller.watch(door, read=True)
+
+    def greet(self, sock: socket.socket, origin: str, shared: bool) -> None:
+        sock.setblocking(False)
+        if shared:
+            tune_unix(sock)
+        else:
+            tune_tcp(sock, self._silence)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        stranger = _Stranger(sock, self, Acceptor(self._key, self._mine), origin, shared)
+        with self._lock:
+            self._strangers.add(stranger)
+            full = len(self._strangers) >= MOST_STRANGERS
+        if full:
+            self._watch_doors(False)
+        self._poller.watch(stranger, read=True)
+
+    def known(self, stranger: _Stranger) -> None:
+        """It has proved who it is."""
+        self._dismiss(stranger)
+        assert stranger.end.peer is not None
+        self._accepted(stranger.sock, stranger.end.peer, stranger.shared, stranger.end.leftover)
+
+    def turn_away(self, stranger: _Stranger, why: Exception) -> None:
+        """It is not of the group: one line in the log, and the door."""
+        self._dismiss(stranger)
+        with contextlib.suppress(OSError, ValueError):
+            if stranger.end.parting:
+                stranger.sock.send(stranger.end.parting)
+        stranger.sock.close()
+        log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
+
+    def _dismiss(self, stranger: _Stranger) -> None:
+        self._poller.forget(stranger)
+        stranger.dismissed = True
+        with self._lock:
+            full = len(self._strangers) >= MOST_STRANGERS
+            self._strangers.discard(stranger)
+        if full:
+            self._watch_doors(True)
+
+    def _watch_doors(self, open_: bool) -> None:
+        for door in self._doors:
+            self._poller.watch(door, read=open_)
+
+    def tick(self, now: float) -> None:
+        """Turn away who connected and stayed silent."""
+        with self._lock:
+            late = [stranger for stranger in self._strangers if now - stranger.since > PATIENCE]
+        for stranger in late:
+            self.turn_away(stranger, ProtocolViolation(f"it has not introduced itself within {PATIENCE:g} s"))
+
+    def close(self) -> None:
+        for door in self._doors:
+            self._poller.forget(door)
+        with self._lock:
+            strangers = list(self._strangers)
+        for stranger in strangers:
+            self._dismiss(stranger)
+        self.abandon(strangers)
+
+    def abandon(self, strangers: Iterable[_Stranger] = ()) -> None:
+        """Close the descriptors, and nothing else."""
+        for source in (*self._doors, *(strangers or self._strangers)):
+            source.sock.close()
+
+
+class _Door:
+    """A listening socket."""
+
+    def __init__(self, sock: socket.socket, listener: Listener, shared: bool) -> None:
+        self.sock = sock
+        self._listener = listener
+        self._shared = shared
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def on_readable(self) -> bool:
+        try:
+            sock, address = self.sock.accept()
+        except _NOT_NOW:
+            return False
+        except OSError as error:
+            if self.sock.fileno() >= 0:
+                log.warning("telegrad: a connection could not be accepted: %s", error)
+            return False
+        try:
+            self._listener.greet(sock, "this host" if self._shared else f"{address[0]}:{address[1]}", self._shared)
+        except OSError:
+            sock.close()  # it has gone again
+        return True
+
+    def on_writable(self) -> None:
+        """A door sends nothing."""
+
+
+class _Stranger:
+    """A connection in its handshake."""
+
+    def __init__(self, sock: socket.socket, listener: Listener, end: Acceptor, origin: str, shared: bool) -> None:
+        self.sock = sock
+        self.end = end
+        self.shared = shared
+        self.since = monotonic()
+        self.dismissed = False
+        self._listener = listener
+        self._tls_done = not isinstance(sock, ssl.SSLSocket)
+        self.origin = origin
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def on_readable(self) -> bool:
+        if self.dismissed:
+            return False
+        try:
+            if not self._tls_done:
+                self.sock.do_handshake()  # type: ignore[attr-defined]
+                self._tls_done = True
+            data = self.sock.recv(4096)
+            if not data:
+                raise ProtocolViolation("it closed the connection during the handshake")
+            answer = self.end.receive(data)
+            if answer:
+                self.sock.send(answer)  # fits the empty buffer of a new connection
+        except _NOT_NOW:
+            return False
+        except (HandshakeError, PeerUnreachable, OSError, ValueError) as error:
+            self._listener.turn_away(self, error)
+            return False
+        if self.end.done:
+            self._listener.known(self)
+        return True
+
+    def on_writable(self) -> None:
+        """Nothing waits to be sent."""

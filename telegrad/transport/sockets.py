@@ -1,0 +1,34 @@
+"""Sockets set up alike wherever they are made."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+HAS_UNIX = hasattr(socket, "AF_UNIX") and sys.platform == "linux"  # with names that are on no file system
+BUFFER = 1 << 20  # of a Unix socket: large enough that blobs below the sharing threshold pass in one go
+
+
+def unix_address(name: str) -> str:
+    return f"\0{name}"
+
+
+def tune_unix(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+
+
+def tune_tcp(sock: socket.socket, silence: float) -> None:
+    """Small frames go at once; a host that is silent for `silence` seconds is found out by the kernels, not by the
+    processes, so that one whose interpreter is busy is not taken for dead."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe = max(1, round(silence / 4))
+    for option, value in (
+        ("TCP_KEEPIDLE", probe),
+        ("TCP_KEEPALIVE", probe),  # the name that macOS has for it
+        ("TCP_KEEPINTVL", probe),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", round(silence * 1000)),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

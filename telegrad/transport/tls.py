@@ -1,0 +1,51 @@
+"""TLS between workers: both ends show a certificate that the group's authority has signed."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+
+from telegrad.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Paths of PEM files: this worker's certificate and its private key, and the authority that signed all workers'."""
+
+    certificate: str
+    private_key: str
+    authority: str
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """For accepted connections.
+
+    Raises:
+        UsageError: a file is missing or is no certificate or key.
+    """
+    return _context(ssl.PROTOCOL_TLS_SERVER, files)
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """For connections that this worker makes; the name is not checked, since the handshake proves who it is.
+
+    Raises:
+        UsageError: a file is missing or is no certificate or key.
+    """
+    return _context(ssl.PROTOCOL_TLS_CLIENT, files)
+
+
+def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    for what, load in (
+        ("certificate or private key", lambda: context.load_cert_chain(files.certificate, files.private_key)),
+        ("authority", lambda: context.load_verify_locations(files.authority)),
+    ):
+        try:
+            load()
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(f"the TLS {what} of {files} cannot be used: {error}") from error
+    return context

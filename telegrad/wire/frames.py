@@ -1,0 +1,125 @@
+"""Cuts a stream of bytes into frames, asking for memory where large parts shall land.
+
+The driver asks `buffer()` where to put the next bytes and tells `advance(n)` how many came. Small frames pass
+through one scratch buffer, many per read; a large part is received straight into the memory it will live in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.wire.messages import ENTRY, IN_STREAM, PREFIX, Frame
+
+SCRATCH = 1 << 16
+
+Allocate = Callable[[int], tuple[Any, memoryview]]  # size -> a blob, and its memory to write into
+Attach = Callable[[int, int], Any]  # number of a shared block, size -> the blob that lies there
+
+
+class FrameReader:
+    """One direction of one connection. Not thread-safe: one reader at a time."""
+
+    def __init__(self, allocate: Allocate, attach: Attach) -> None:
+        self._allocate = allocate
+        self._attach = attach
+        self._scratch = memoryview(bytearray(SCRATCH))
+        self._start = self._end = 0  # the unread part of the scratch buffer
+        self._target: memoryview | None = None  # a large part that is being received into its place
+        self._filled = 0
+        self._large: memoryview | None = None  # the parts of one frame when they do not fit the scratch
+        self._frame: Frame | None = None  # complete but for its blobs
+        self._sizes: list[tuple[int, int]] = []  # table entries of the blobs still to come
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        if self._target is not None:
+            return self._target[self._filled :]
+        return self._scratch[self._end :]
+
+    def advance(self, count: int) -> list[Frame]:
+        """Take note of `count` bytes written to `buffer()`; the frames that they complete."""
+        if self._target is None:
+            self._end += count
+        else:
+            self._filled += count
+            if self._filled < len(self._target):
+                return []
+            self._target = None
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        self._compact()
+        return frames
+
+    def _next(self) -> Frame | None:
+        if self._frame is not None:
+            return self._receive_blobs()
+        if self._large is not None:
+            return self._parse(self._large, 0)
+        available = self._end - self._start
+        if available < PREFIX.size:
+            return None
+        _, _, head, meta, blobs, body, _ = PREFIX.unpack_from(self._scratch, self._start)
+        size = PREFIX.size + head + meta + blobs * ENTRY.size + body
+        if available >= size:
+            start = self._start
+            self._start += size
+            return self._parse(self._scratch, start)
+        if size > SCRATCH:
+            self._large = memoryview(bytearray(size))
+            self._land(self._large)
+        return None
+
+    def _parse(self, source: memoryview, start: int) -> Frame | None:
+        kind, flags, head, meta, blobs, body, id_ = PREFIX.unpack_from(source, start)
+        at_meta = start + PREFIX.size + head
+        at_table = at_meta + meta
+        at_body = at_table + blobs * ENTRY.size
+        text = source[at_body : at_body + body]
+        frame = Frame(
+            kind,
+            flags,
+            id_,
+            bytes(source[start + PREFIX.size : at_meta]),
+            bytes(source[at_meta:at_table]),
+            bytes(text) if source is self._scratch else text,
+            [],
+        )
+        if blobs:
+            self._sizes = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
+            self._frame = frame
+        self._large = None
+        return self._receive_blobs() if blobs else frame
+
+    def _receive_blobs(self) -> Frame | None:
+        frame = self._frame
+        assert frame is not None
+        while self._sizes:
+            block, size = self._sizes.pop()
+            if block != IN_STREAM:
+                frame.blobs.append(self._attach(block, size))
+                continue
+            blob, memory = self._allocate(size)
+            frame.blobs.append(blob)
+            if not self._land(memory):
+                return None
+        self._frame = None
+        return frame
+
+    def _land(self, memory: memoryview) -> bool:
+        """Fill `memory` from the scratch buffer, then from the stream; whether it is full already."""
+        here = min(len(memory), self._end - self._start)
+        memory[:here] = self._scratch[self._start : self._start + here]
+        self._start += here
+        if here == len(memory):
+            return True
+        self._target, self._filled = memory, here
+        return False
+
+    def _compact(self) -> None:
+        """Make room behind the unread bytes."""
+        unread = self._end - self._start
+        if unread and self._start:
+            self._scratch[:unread] = bytes(self._scratch[self._start : self._end])
+        self._start, self._end = 0, unread

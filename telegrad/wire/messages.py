@@ -1,0 +1,65 @@
+"""What two workers say to each other: the kinds of frame, and the fields of each.
+
+A frame is a prefix of fixed size, then its parts in order: `head` (names), `meta` (descriptions of tensors),
+`table` (one entry per blob), `body` (a pickle), and the memory of those blobs that travel in the stream.
+
+    CALL      run `head` (or the function inside `body`) with the arguments in `body`; answered under the same id
+    RESULT    the value that call `id` returned
+    FAILURE   call `id` raised: `body` is a description of the exception
+    REFUSAL   call `id` was not run: `head` says why
+    NOTICE    a control message of an upper room; no answer of its own
+    RELEASE   `body` lists shared blocks that the other end may use again
+    RETIRE    `body` lists shared blocks that will not be used again: forget their mappings
+    BYE       an orderly end: nothing more follows
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE = range(1, 9)
+
+# Flags of a CALL: the caller's grad mode, as the function would find it in a local call.
+NO_GRAD = 1
+INFERENCE = 2
+
+PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
+ENTRY = struct.Struct("<QQ")  # of the table: number of the shared block (IN_STREAM for none), bytes
+IN_STREAM = 0
+
+
+class Frame(NamedTuple):
+    """One message as it stands on the wire, its memory already in place."""
+
+    kind: int
+    flags: int
+    id: int
+    head: bytes
+    meta: bytes
+    body: bytes | memoryview
+    blobs: list[Any]
+
+
+def encode(
+    kind: int,
+    id: int = 0,  # noqa: A002 - the field's name
+    *,
+    flags: int = 0,
+    head: bytes = b"",
+    meta: bytes = b"",
+    table: bytes = b"",
+    body: bytes = b"",
+) -> bytes:
+    """Everything of a frame except the memory of its blobs, ready for one write."""
+    prefix = PREFIX.pack(kind, flags, len(head), len(meta), len(table) // ENTRY.size, len(body), id)
+    return b"".join((prefix, head, meta, table, body))
+
+
+def pack_numbers(numbers: list[int]) -> bytes:
+    """The body of RELEASE and RETIRE."""
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def unpack_numbers(body: bytes | memoryview) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(body) // 8}Q", body)
