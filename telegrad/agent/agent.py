@@ -18,7 +18,7 @@ import torch
 
 from telegrad.agent.clock import Clock
 from telegrad.agent.deadlines import Deadlines
-from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.futures import Future
 from telegrad.agent.members import Member
 from telegrad.agent.peer import AnyLink, Peer, Pending
 from telegrad.agent.reactor import Reactor
@@ -83,7 +83,7 @@ class Agent:
         self._lock = threading.Lock()  # guards _peers, _accepted, _deadlines and _closed
         self._peers: dict[str, Peer] = {}  # by incarnation
         self._accepted: set[Link] = set()
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines[Pending] = Deadlines()
         self._closed = False
         self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
         self._started = 0
@@ -161,7 +161,7 @@ class Agent:
     def call(self, to: str | int | Member, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT) -> Any:
         """Run `function(*args, **kwargs)` on another worker and wait for its value."""
         peer = self._peer(to)
-        pending = Pending(function, self.timeout if timeout < 0 else timeout)
+        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout)
         peer.call(pending, self._call_parts(peer, function, args, kwargs))
         try:
             if not peer.wait(pending):
@@ -177,37 +177,30 @@ class Agent:
         """Run `function(*args, **kwargs)` on another worker; a future of its value."""
         peer = self._peer(to)
         future: Future[Any] = Future()
-
-        def finish(pending: Pending) -> None:
-            future._help = None
-            if pending.timeout:
-                with self._lock:
-                    self._deadlines.remove((peer, pending.id), pending.timeout)
-            try:
-                value = self._open(pending)
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(value)
-
-        def help_(_: Future[Any]) -> None:
-            try:
-                peer.wait(pending)
-            finally:
-                if pending.left:
-                    pending.left = False
-                    finish(pending)
-            if not future.done():
-                self._wait_for(future)
-
-        pending = Pending(function, self.timeout if timeout < 0 else timeout, finish)
-        future._help = help_
-        peer.call(pending, self._call_parts(peer, function, args, kwargs))
-        if pending.timeout and not pending.done:
+        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, future)
+        future.call = pending
+        parts = self._call_parts(peer, function, args, kwargs)
+        if pending.timeout:
             with self._lock:
-                self._deadlines.add((peer, pending.id), pending.timeout, monotonic())
+                self._deadlines.add(pending, pending.timeout, monotonic())
             self._clock.before(pending.deadline)
+        peer.call(pending, parts)
         return future
+
+    def _complete(self, pending: Pending) -> None:
+        """Give a call's outcome to its future, and so to whoever has callbacks there."""
+        future = pending.future
+        assert future is not None
+        future.call = pending.future = None
+        if pending.timeout:
+            with self._lock:
+                self._deadlines.remove(pending, pending.timeout)
+        try:
+            value = self._open(pending)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
 
     def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         self._started += 1
@@ -234,12 +227,7 @@ class Agent:
             raise rebuild(bytes(frame.body))
         return decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [])
 
-    def _wait_for(self, future: torch.futures.Future[Any]) -> None:
-        if self._reactor.on_worker():
-            with self._reactor.waiting():
-                wait_for(future)
-        else:
-            wait_for(future)
+    # The group
 
     def find(self, to: str | int) -> Member:
         """The member of that name or rank."""
@@ -276,6 +264,7 @@ class Agent:
                         member.program,
                         self._reactor,
                         lambda peer: self._connect(peer, member),
+                        self._complete,
                         self._peer_lost,
                     )
                     self._peers[member.incarnation] = peer
@@ -307,6 +296,7 @@ class Agent:
             self._pool if shared else None,
             peer.on_frames,
             peer.on_closed,
+            prompt=False,
         )
         link.feed(leftover)
         return link
@@ -330,6 +320,7 @@ class Agent:
             self._pool if shared else None,
             lambda _, frames: self._server.on_frames(caller, frames),
             self._caller_gone,
+            prompt=True,
         )
         caller.link = link
         with self._lock:
@@ -362,8 +353,8 @@ class Agent:
             expired = self._deadlines.due(now)
             upcoming = self._deadlines.next()
             peers, accepted = list(self._peers.values()), list(self._accepted)
-        for peer, call_id in expired:  # type: ignore[misc]
-            peer.expire(call_id)
+        for pending in expired:
+            pending.peer.expire(pending)
         for peer in peers:
             peer.tick()
         for link in accepted:

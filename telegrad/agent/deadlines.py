@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from math import inf
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
-class Deadlines:
+class Deadlines(Generic[K]):
     """Keys with a deadline each. Those of one timeout expire in the order they were added."""
 
     def __init__(self) -> None:
-        self._by_timeout: dict[float, dict[Hashable, float]] = {}
+        self._by_timeout: dict[float, dict[K, float]] = {}
 
-    def add(self, key: Hashable, timeout: float, now: float) -> None:
+    def add(self, key: K, timeout: float, now: float) -> None:
         self._by_timeout.setdefault(timeout, {})[key] = now + timeout
 
-    def remove(self, key: Hashable, timeout: float) -> None:
+    def remove(self, key: K, timeout: float) -> None:
         """Forget `key`, if it is still there."""
         self._by_timeout.get(timeout, {}).pop(key, None)
 
@@ -23,9 +26,9 @@ class Deadlines:
         """When the first key expires; infinity where there is none."""
         return min((when for table in self._tables() for when in _first(table)), default=inf)
 
-    def due(self, now: float) -> list[Hashable]:
+    def due(self, now: float) -> list[K]:
         """Take out the keys that have expired."""
-        expired: list[Hashable] = []
+        expired: list[K] = []
         for timeout, table in list(self._by_timeout.items()):
             while any(when <= now for when in _first(table)):
                 expired.append(_pop_first(table))
@@ -33,17 +36,17 @@ class Deadlines:
                 del self._by_timeout[timeout]
         return expired
 
-    def _tables(self) -> list[dict[Hashable, float]]:
+    def _tables(self) -> list[dict[K, float]]:
         return list(self._by_timeout.values())
 
 
-def _first(table: dict[Hashable, float]) -> Iterator[float]:
+def _first(table: dict[K, float]) -> Iterator[float]:
     for when in table.values():
         yield when
         return
 
 
-def _pop_first(table: dict[Hashable, float]) -> Hashable:
+def _pop_first(table: dict[K, float]) -> K:
     key = next(iter(table))
     del table[key]
     return key

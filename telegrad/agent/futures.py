@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -13,16 +13,23 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+class Helper(Protocol):
+    """Whose work a waiting thread can do."""
+
+    def help(self) -> None:
+        """Wait until the future is done."""
+
+
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await."""
 
-    _help: Callable[[Future[Any]], None] | None = None
+    call: Helper | None = None  # while the call is under way
 
     def wait(self) -> T:
         """Wait for the value; raises the call's error."""
         if not self.done():
-            if self._help is not None:
-                self._help(self)  # the waiting thread fetches the answer by itself, where it can
+            if self.call is not None:
+                self.call.help()  # the waiting thread fetches the answer by itself, where it can
             else:
                 wait_for(self)
         return cast("T", super().wait())

@@ -16,6 +16,7 @@ from math import inf
 from time import monotonic, perf_counter
 from typing import Any
 
+from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.errors import CallTimeout, PeerError
 from telegrad.transport.link import Link
@@ -31,36 +32,53 @@ _yield = getattr(os, "sched_yield", lambda: None)
 
 
 class Pending:
-    """A call that was not answered yet."""
+    """A call that was not answered yet.
+
+    Many may be in flight, and the garbage collector visits each object of each: so it is one object, and its future.
+    """
 
     __slots__ = (
         "awaited",
         "deadline",
         "done",
         "error",
-        "finish",
         "frame",
         "function",
+        "future",
         "id",
         "left",
+        "peer",
         "timeout",
         "told",
     )
 
-    def __init__(self, function: Any, timeout: float, finish: Callable[[Pending], None] | None = None) -> None:
-        """`finish` completes the call of an asynchronous caller; who waits in place needs none."""
+    def __init__(self, peer: Peer, function: Any, timeout: float, future: Future[Any] | None = None) -> None:
+        """`future` belongs to an asynchronous caller; who waits in place needs none."""
+        self.peer = peer
         self.function = function
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else inf
-        self.finish = finish
+        self.future = future
         self.id = 0
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self.done = False
         self.awaited = False  # the thread that reads the connection waits for this very call
-        self.left = False  # and so `finish` was left to it
+        self.left = False  # and so completing the future was left to it
         self.told = threading.Lock()  # held until the call is done
         self.told.acquire()
+
+    def help(self) -> None:
+        """Wait until the future is done, reading the answer by this thread where it can."""
+        try:
+            self.peer.wait(self)
+        finally:
+            if self.left:
+                self.left = False
+                self.peer.complete(self)
+        future = self.future
+        if future is not None and not future.done():
+            self.peer.wait_for(future)
 
 
 class Peer:
@@ -72,12 +90,15 @@ class Peer:
         program: str,
         reactor: Reactor,
         connect: Callable[[Peer], AnyLink],
+        complete: Callable[[Pending], None],
         on_lost: Callable[[Peer, PeerError], None],
     ) -> None:
+        """`complete` is called once for each call that has a future, when it is done."""
         self.name = name
         self.program = program
         self._reactor = reactor
         self._connect = connect
+        self.complete = complete
         self._on_lost = on_lost
         self._lock = threading.Lock()  # guards all below
         self._ids = 0
@@ -101,7 +122,7 @@ class Peer:
             pending.id = self._ids
             self._pending[pending.id] = pending
         self._send(pending.id, parts)
-        if pending.finish is not None and not self._armed:
+        if pending.future is not None and not self._armed:
             self._arm()
 
     def notify(self, body: bytes) -> None:
@@ -139,11 +160,11 @@ class Peer:
         with self._lock:
             self._pending.pop(pending.id, None)
 
-    def expire(self, call_id: int) -> None:
+    def expire(self, pending: Pending) -> None:
         """The time of an asynchronous call is over."""
         with self._lock:
-            pending = self._pending.pop(call_id, None)
-        if pending is not None:
+            found = self._pending.pop(pending.id, None)
+        if found is not None:
             pending.error = self.timed_out(pending)
             self._done(pending)
 
@@ -170,6 +191,14 @@ class Peer:
             with self._reactor.waiting():
                 return self._wait(pending)
         return self._wait(pending)
+
+    def wait_for(self, future: Future[Any]) -> None:
+        """Wait until another thread has completed `future`."""
+        if self._reactor.on_worker():
+            with self._reactor.waiting():
+                wait_for(future)
+        else:
+            wait_for(future)
 
     def _wait(self, pending: Pending) -> bool:
         while not pending.done:
@@ -250,8 +279,8 @@ class Peer:
 
     def _done(self, pending: Pending) -> None:
         pending.done = True
-        if pending.finish is not None and not pending.left:
-            self._reactor.submit(Work(pending.finish, pending, INSTANT))
+        if pending.future is not None and not pending.left:
+            self._reactor.submit(Work(self.complete, pending, INSTANT))
         pending.told.release()
 
     def on_closed(self, link: AnyLink, reason: PeerError) -> None:

@@ -297,13 +297,15 @@ class Reactor:
                 events = self.poller.poll(0 if self._ready or self._closed else None)
             finally:
                 self._asleep = False
-        self._spinning = perf_counter() - start < SPIN_WITHIN
+        soon = perf_counter() - start < SPIN_WITHIN
+        self._spinning = False
         for source, mask in events:
             if mask & WRITE:
                 source.on_writable()
             if mask & READ:
                 _read(source)
-                self._recent = source
+                if source.prompt:
+                    self._recent, self._spinning = source, soon
 
     def _spin(self, start: float) -> list[tuple[Source, int]] | None:
         """Look again for a short while; None where work came meanwhile."""

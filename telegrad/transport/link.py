@@ -28,6 +28,7 @@ from telegrad.transport.memory import Arena, SharedMaps, SharedPool
 from telegrad.transport.poller import Poller
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
+    BYE,
     ENTRY,
     IN_STREAM,
     RELEASE,
@@ -67,10 +68,15 @@ class Link:
         pool: SharedPool | None,
         on_frames: Callable[[Link, list[Frame]], None],
         on_closed: Callable[[Link, PeerError], None],
+        prompt: bool,
     ) -> None:
-        """`pool` is given where both ends share a host; `on_frames` runs on the reading thread."""
+        """`pool` is given where both ends share a host; `on_frames` runs on the reading thread.
+
+        `prompt`: the other end waits for answers, so that its next frame follows soon.
+        """
         sock.setblocking(False)
         self.peer = peer
+        self.prompt = prompt
         self.reading = threading.Lock()  # the right to read this connection
         self.closed: PeerError | None = None
         self._sock = sock

@@ -136,6 +136,8 @@ class Listener:
 class _Door:
     """A listening socket."""
 
+    prompt = False
+
     def __init__(self, sock: socket.socket, listener: Listener, shared: bool) -> None:
         self.sock = sock
         self._listener = listener
@@ -165,6 +167,8 @@ class _Door:
 
 class _Stranger:
     """A connection in its handshake."""
+
+    prompt = False
 
     def __init__(self, sock: socket.socket, listener: Listener, end: Acceptor, origin: str, shared: bool) -> None:
         self.sock = sock

@@ -15,6 +15,8 @@ WRITE = selectors.EVENT_WRITE
 class Source(Protocol):
     """What can be waited for."""
 
+    prompt: bool  # worth looking at again at once: more is likely to come soon
+
     def fileno(self) -> int: ...
 
     def on_readable(self) -> bool:
