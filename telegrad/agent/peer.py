@@ -23,7 +23,7 @@ from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.messages import BYE, NOTICE, Frame
 
-SPIN = 50e-6  # as in the reactor: look again for this long before sleeping
+SPIN = 100e-6  # as in the reactor: look again for this long before sleeping
 SPIN_WITHIN = 300e-6  # only where the last answer came within this time
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 

@@ -27,7 +27,7 @@ from telegrad.transport.poller import READ, WRITE, Poller, Source
 
 INSTANT, QUICK, LONG = range(3)  # not counted and short; counted and short; counted, and the lead goes first
 
-SPIN = 50e-6  # how long to look again before sleeping: waking from sleep costs as much
+SPIN = 100e-6  # how long to look again before sleeping: waking from sleep costs as much
 SPIN_WITHIN = 200e-6  # spin only where the last wait was shorter than this
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 STANDBY = 4  # idle threads that are kept
@@ -168,7 +168,7 @@ class Reactor:
         self._local.worker = worker
         try:
             self._entered()
-            while self._leader is worker or self._stand_by(worker):
+            while not self._closed and (self._leader is worker or self._stand_by(worker)):
                 self._lead(worker)
         finally:
             with self._lock:
@@ -209,7 +209,11 @@ class Reactor:
             if not ready:
                 if self._unsent:
                     self._send_unsent()
-                self._poll()
+                try:
+                    self._poll()
+                except OSError:
+                    if not self._closed:  # closed under its hands
+                        raise
                 continue
             work = ready.popleft()
             if work.cost != INSTANT and not self._take_slot(worker, work):

@@ -28,6 +28,7 @@ from telegrad.wire.functions import name_of, resolve
 LIFT_ARRAYS_FROM = 1 << 16
 
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+_UNNAMED = (type(None), type(NotImplemented), type(...))
 _NAMED = (FunctionType, BuiltinFunctionType, type)
 _NOTHING: Any = ((), {})
 _NOTHING_PICKLED = pickle.dumps(_NOTHING, 5)
@@ -195,10 +196,8 @@ def _unflatten(kind: Any, inner: dict[str, Tensor], context: Any, shape: Any, st
 def _reduce_named(obj: Any, same_program: bool) -> Any:
     name = name_of(obj, same_program)
     if name is None:
-        if isinstance(obj, BuiltinFunctionType) or obj is type(None):
+        if isinstance(obj, BuiltinFunctionType) or obj in _UNNAMED:
             return NotImplemented  # a method of an object, or a type that pickle knows
-        if isinstance(obj, type) and obj.__module__ == "builtins":
-            return NotImplemented
         raise _NeedsValue
     module, _, path = name.partition(":")
     if obj.__module__ == module and getattr(obj, "__qualname__", None) == path:

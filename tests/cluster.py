@@ -1,0 +1,174 @@
+"""Groups of workers for tests: in this process (milliseconds), and in processes forked from a warm parent."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+import socket
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cloudpickle
+
+from telegrad.rpc import api
+from telegrad.rpc.cluster import Worker, start
+from telegrad.rpc.options import TelegradOptions
+
+PATIENCE = 30.0  # seconds after which a test is taken to hang
+
+_generation = iter(range(1, 1 << 30))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def agents(count: int, **options: Any) -> Iterator[list[Worker]]:
+    """A group of `count` workers in this process; closed without ceremony."""
+    generation = next(_generation)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def begin(rank: int) -> Worker:
+            own = TelegradOptions(init_method=f"file://{folder}/store", **{"rpc_timeout": PATIENCE, **options})
+            return start(f"w{rank}", rank, count, own, generation, api._enter)
+
+        with ThreadPoolExecutor(count) as pool:
+            workers = list(pool.map(begin, range(count)))
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                worker.agent.close()
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """Run the jobs at once; their results, or the first error."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(PATIENCE) for future in [pool.submit(job) for job in jobs]]
+
+
+class Process:
+    """One worker process, told over a pipe what to run."""
+
+    def __init__(self, context: Any, name: str) -> None:
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        self._pipe.send_bytes(cloudpickle.dumps((function, args)))
+
+    def end(self, patience: float = PATIENCE) -> Any:
+        if not self._pipe.poll(patience):
+            raise TimeoutError(f"{self.name} did not answer within {patience} s")
+        worked, value = cloudpickle.loads(self._pipe.recv_bytes())
+        if worked:
+            return value
+        raise AssertionError(f"on {self.name}:\n{value}")
+
+    def run(self, function: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> Any:
+        self.begin(function, *args)
+        return self.end(patience)
+
+    def kill(self, how: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, how)
+
+    def join(self, patience: float = PATIENCE) -> int | None:
+        self._process.join(patience)
+        return self._process.exitcode
+
+    def stop(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Any) -> None:
+    while True:
+        try:
+            function, args = cloudpickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer = True, function(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(cloudpickle.dumps(answer))
+
+
+_context: Any = None
+_context_lock = threading.Lock()
+
+
+def context() -> Any:
+    """Processes are forked from a parent that has imported torch, which takes seconds."""
+    global _context
+    with _context_lock:
+        if _context is None:
+            _context = mp.get_context("forkserver")
+            _context.set_forkserver_preload(["torch", "telegrad.rpc", "torch.distributed.rpc"])
+        return _context
+
+
+@contextlib.contextmanager
+def processes(count: int) -> Iterator[list[Process]]:
+    """Fresh processes, not yet in a group."""
+    made = [Process(context(), f"worker{rank}") for rank in range(count)]
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.stop()
+
+
+def run_all(group: list[Process], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(rank, *args)` on all at once."""
+    for rank, process in enumerate(group):
+        process.begin(function, rank, *args)
+    return [process.end() for process in group]
+
+
+def init(rank: int, count: int, port: int, **options: Any) -> None:
+    """Join a group over a store on this host."""
+    import telegrad.rpc as rpc
+
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=count,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            **{"rpc_timeout": PATIENCE, "init_method": f"tcp://127.0.0.1:{port}", **options}
+        ),
+    )
+
+
+@contextlib.contextmanager
+def group(count: int, **options: Any) -> Iterator[list[Process]]:
+    """Fresh processes, joined."""
+    with processes(count) as made:
+        port = free_port()
+        for rank, process in enumerate(made):
+            process.begin(_init, rank, count, port, options)
+        for process in made:
+            process.end()
+        yield made
+
+
+def _init(rank: int, count: int, port: int, options: dict[str, Any]) -> None:
+    init(rank, count, port, **options)

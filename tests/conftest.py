@@ -1,0 +1,23 @@
+"""Fixtures: one group of worker processes serves all tests that do not break it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import Process, Worker, agents, group
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[list[Process]]:
+    """Four processes in one group, `worker0` to `worker3`."""
+    with group(4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Worker]]:
+    """Two agents in this process."""
+    with agents(2) as made:
+        yield made

@@ -1,0 +1,393 @@
+"""What can be called and sent, between agents of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import operator
+import threading
+
+import pytest
+import torch
+
+from telegrad import errors
+from telegrad.rpc import api, functions
+from tests.cluster import agents
+
+
+def echo(value):
+    return value
+
+
+def fail(kind, *args):
+    raise kind(*args)
+
+
+def who():
+    return api.get_worker_info().name
+
+
+def relay(path, function, *args):
+    """Call on along `path`."""
+    if not path:
+        return function(*args)
+    return api.rpc_sync(path[0], relay, (path[1:], function, *args))
+
+
+def fan_out(to, count):
+    return sum(future.wait() for future in [api.rpc_async(to, operator.add, (i, 1)) for i in range(count)])
+
+
+class Counter:
+    def __init__(self, start=0):
+        self.value = start
+
+    def add(self, n):
+        self.value += n
+        return self.value
+
+    def __call__(self, n):
+        return self.value * n
+
+    @staticmethod
+    def double(n):
+        return 2 * n
+
+    @classmethod
+    def named(cls, n):
+        return cls.__name__, n
+
+    @staticmethod
+    @functions.async_execution
+    def static_async(to, x, y, z):
+        return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
+
+    @classmethod
+    @functions.async_execution
+    def class_async(cls, to, x, y, z):
+        out = torch.futures.Future()
+        api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: out.set_result(future.wait() + z))
+        return out
+
+    @functions.async_execution
+    def bound_async(self, to, x, y, z):
+        return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z + self.value)
+
+
+@functions.async_execution
+def async_add(to, x, y, z):
+    return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
+
+
+@functions.async_execution
+def async_wrong():
+    return 3
+
+
+@functions.async_execution
+def async_fails():
+    future = torch.futures.Future()
+    future.set_exception(ValueError("later"))
+    return future
+
+
+async def coroutine_add(x, y):
+    await asyncio.sleep(0)
+    return x + y
+
+
+async def coroutine_calls(to, x, y):
+    return await api.rpc_async(to, operator.add, (x, y))
+
+
+async def coroutine_fails():
+    raise KeyError("lost")
+
+
+async def coroutine_grad_mode():
+    before = torch.is_grad_enabled()
+    await asyncio.sleep(0)
+    return before, torch.is_grad_enabled()
+
+
+def modes():
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, n: int):
+    return x + n
+
+
+@torch.compile(backend="eager")
+def compiled(x):
+    return x * 3
+
+
+def calls(worker, *args, **kwargs):
+    return worker.agent.call(*args, **kwargs)
+
+
+@pytest.mark.parametrize("to", ["w1", 1])
+def test_by_name_and_rank(pair, to):
+    assert pair[0].agent.call(to, operator.add, (1, 2), None) == 3
+
+
+def test_by_worker_info(pair):
+    def ask():
+        return api.rpc_sync(api.get_worker_info("w1"), who)
+
+    assert pair[0].agent.call("w0", ask, (), {}) == "w1"
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "result"),
+    [
+        (operator.add, (1, 2), {}, 3),
+        (min, (4, 2), {}, 2),
+        (echo, (), {"value": [1, {"a": (None, 2.5)}]}, [1, {"a": (None, 2.5)}]),
+        (Counter.double, (4,), {}, 8),
+        (Counter.named, (4,), {}, ("Counter", 4)),
+        (Counter(5).add, (2,), {}, 7),
+        (Counter(5), (3,), {}, 15),
+        (functools.partial(operator.sub, 10), (3,), {}, 7),
+        (lambda x: x + 1, (1,), {}, 2),
+        ((lambda y: lambda x: x * y)(3), (2,), {}, 6),
+        (coroutine_add, (1, 2), {}, 3),
+        (coroutine_calls, ("w0", 1, 2), {}, 3),
+        (str.upper, ("abc",), {}, "ABC"),
+    ],
+)
+def test_what_can_be_called(pair, function, args, kwargs, result):
+    assert pair[0].agent.call("w1", function, args, kwargs) == result
+    assert pair[0].agent.call_async("w1", function, args, kwargs).wait() == result
+
+
+def test_class_is_its_constructor(pair):
+    made = pair[0].agent.call("w1", Counter, (7,), None)
+    assert type(made) is Counter
+    assert made.value == 7
+
+
+@pytest.mark.parametrize("function", [torch.add, scripted, torch.ops.aten.add])
+def test_torch_functions(pair, function):
+    assert pair[0].agent.call("w1", function, (torch.ones(2), 3), None).tolist() == [4, 4]
+
+
+def test_compiled_function(pair):
+    assert pair[0].agent.call("w1", compiled, (torch.ones(2),), None).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "function", [async_add, Counter.static_async, Counter.class_async, Counter(0).bound_async], ids=str
+)
+@pytest.mark.parametrize("to", ["w0", "w1"])
+def test_async_execution(pair, function, to):
+    assert pair[0].agent.call("w1", function, (to, torch.ones(2), 1, 2), None).tolist() == [4, 4]
+
+
+def test_async_execution_must_return_a_future(pair):
+    with pytest.raises(TypeError, match=r"torch\.futures\.Future"):
+        pair[0].agent.call("w1", async_wrong, None, None)
+
+
+def test_async_execution_failure(pair):
+    with pytest.raises(ValueError, match="later"):
+        pair[0].agent.call("w1", async_fails, None, None)
+
+
+def test_coroutine_failure(pair):
+    with pytest.raises(KeyError, match="lost"):
+        pair[0].agent.call("w1", coroutine_fails, None, None)
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_nested_calls_both_ways(threads):
+    with agents(2, num_worker_threads=threads) as (a, _):
+        assert a.agent.call("w1", relay, (["w0", "w1"] * 20, who), None) == "w1"
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_many_calls_in_flight(threads):
+    with agents(2, num_worker_threads=threads) as (a, _):
+        futures = [a.agent.call_async("w1", operator.add, (i, 1), None) for i in range(10_000)]
+        assert [future.wait() for future in futures] == list(range(1, 10_001))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_nested_calls_in_flight(threads):
+    with agents(2, num_worker_threads=threads) as (a, _):
+        futures = [a.agent.call_async("w1", fan_out, ("w0", 10), None) for _ in range(50)]
+        assert {future.wait() for future in futures} == {55}
+
+
+def test_slots_bound_what_runs_at_once():
+    with agents(2, num_worker_threads=2) as (a, _):
+        futures = [a.agent.call_async("w1", crowd, None, None) for _ in range(6)]
+        crowd_opened.wait(10)
+        assert crowd_most == 2
+        crowd_gate.set()
+        for future in futures:
+            future.wait()
+        assert crowd_most == 2
+
+
+crowd_lock = threading.Lock()
+crowd_now = crowd_most = 0
+crowd_opened = threading.Event()
+crowd_gate = threading.Event()
+
+
+def crowd():
+    global crowd_now, crowd_most
+    with crowd_lock:
+        crowd_now += 1
+        crowd_most = max(crowd_most, crowd_now)
+        if crowd_now == 2:
+            crowd_opened.set()
+    crowd_gate.wait(10)
+    with crowd_lock:
+        crowd_now -= 1
+
+
+def test_to_oneself_by_value(pair):
+    sent = [1, torch.zeros(3)]
+    back = pair[0].agent.call("w0", echo, (sent,), None)
+    assert back is not sent
+    back[1].fill_(7)
+    assert sent[1].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 5_000_000])
+@pytest.mark.parametrize("to", ["w0", "w1"])
+def test_the_receiver_owns_what_it_got(pair, size, to):
+    sent = torch.arange(size)
+    back = pair[0].agent.call(to, echo, (sent,), None)
+    assert torch.equal(back, torch.arange(size))
+    back.zero_()
+    assert torch.equal(sent, torch.arange(size))
+    again = pair[0].agent.call(to, echo, (sent,), None)
+    assert torch.equal(again, sent)
+    assert not back.any()
+
+
+def test_shared_storage_stays_shared(pair):
+    base = torch.zeros(10)
+    head, tail = pair[0].agent.call("w1", echo, ([base[:6], base[4:]],), None)
+    head.fill_(1)
+    assert tail.tolist() == [1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_grad_mode_of_the_caller(pair, mode):
+    with mode():
+        assert pair[0].agent.call("w1", modes, None, None) == modes()
+        assert pair[0].agent.call("w1", coroutine_grad_mode, None, None) == (torch.is_grad_enabled(),) * 2
+    assert pair[0].agent.call("w1", modes, None, None) == (True, False)
+
+
+def test_requires_grad_travels(pair):
+    back = pair[0].agent.call("w1", echo, (torch.ones(2, requires_grad=True),), None)
+    assert back.requires_grad
+    assert back.is_leaf
+
+
+# Errors
+
+
+def test_remote_error_is_of_the_same_type_and_tells_where(pair):
+    with pytest.raises(ValueError, match="boom") as caught:
+        pair[0].agent.call("w1", fail, (ValueError, "boom"), None)
+    assert type(caught.value) is ValueError
+    assert caught.value.args == ("boom",)
+    assert "'w1'" in str(caught.value)
+    assert "in fail" in str(caught.value)
+
+
+def test_error_over_two_hops_names_both(pair):
+    with pytest.raises(ValueError, match="boom") as caught:
+        pair[0].agent.call("w1", relay, (["w0"], fail, ValueError, "boom"), None)
+    assert "'w1'" in str(caught.value)
+    assert "'w0'" in str(caught.value)
+
+
+def test_unknown_worker(pair):
+    with pytest.raises(errors.UnknownWorker, match="did you mean 'w1'"):
+        pair[0].agent.call("w11", echo, (1,), None)
+    with pytest.raises(errors.UnknownWorker, match="rank 7"):
+        pair[0].agent.call(7, echo, (1,), None)
+
+
+def test_argument_that_cannot_be_sent(pair):
+    with pytest.raises(errors.CannotEncode, match="lock"):
+        pair[0].agent.call("w1", echo, (threading.Lock(),), None)
+
+
+def test_result_that_cannot_be_sent(pair):
+    with pytest.raises(errors.CannotEncode, match="result"):
+        pair[0].agent.call("w1", threading.Lock, None, None)
+
+
+def test_timeout_names_function_and_worker():
+    gate = threading.Event()
+    waiting[0] = gate
+    with agents(2) as (a, _):
+        with pytest.raises(errors.CallTimeout, match="wait_gate on worker 'w1'"):
+            a.agent.call("w1", wait_gate, None, None, timeout=0.05)
+        future = a.agent.call_async("w1", wait_gate, None, None, timeout=0.05)
+        with pytest.raises(TimeoutError, match="RPC ran for more than set timeout"):
+            future.wait()
+        gate.set()
+        assert a.agent.call("w1", echo, (1,), None) == 1
+
+
+waiting = [threading.Event()]
+
+
+def wait_gate():
+    return waiting[0].wait(10)
+
+
+def test_a_stuck_short_function_does_not_hold_up_others():
+    """A function that was short before, and then waits for a later call of the same connection."""
+    with agents(2, num_worker_threads=4) as (a, _):
+        turnstile.set()
+        for _ in range(20):
+            a.agent.call("w1", pass_turnstile, None, None)
+        turnstile.clear()
+        futures = [a.agent.call_async("w1", pass_turnstile, None, None) for _ in range(3)]
+        opened = a.agent.call_async("w1", turnstile_set, None, None)
+        assert opened.wait() is None
+        assert all(future.wait() for future in futures)
+
+
+turnstile = threading.Event()
+
+
+def pass_turnstile():
+    return turnstile.wait(10)
+
+
+def turnstile_set():
+    turnstile.set()
+
+
+def test_closing_fails_calls_in_flight():
+    gate = threading.Event()
+    waiting[0] = gate
+    with agents(2) as (a, b):
+        future = a.agent.call_async("w1", wait_gate, None, None)
+        a.agent.call("w1", echo, (1,), None)
+        b.agent.close()
+        with pytest.raises(errors.PeerError, match="w1"):
+            future.wait()
+        with pytest.raises(errors.PeerError, match="w1"):
+            a.agent.call("w1", echo, (1,), None)
+        gate.set()
+
+
+def test_closed_agent_says_so():
+    with agents(2) as (a, _):
+        a.agent.close()
+        with pytest.raises(errors.ShutDown, match="w0"):
+            a.agent.call("w1", echo, (1,), None)
