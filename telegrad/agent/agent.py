@@ -363,8 +363,10 @@ class Agent:
         self._arena.trim(now)
         retired = self._pool.trim(now)
         if retired:
-            for holder in [*peers, *accepted]:
-                holder.retire(retired)
+            for peer in peers:
+                peer.retire(retired)
+            for link in accepted:
+                link.retire(retired)
         return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,17 +32,17 @@ class Future(torch.futures.Future[T]):
                 self.call.help()  # the waiting thread fetches the answer by itself, where it can
             else:
                 wait_for(self)
-        return cast("T", super().wait())
+        return super().wait()
 
-    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
         child: Future[S] = Future()
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
                 value = callback(done)
-            except BaseException as error:
-                child.set_exception(error)
+            except Exception as error:
+                child.set_exception(error)  # type: ignore[arg-type]
             else:
                 child.set_result(value)
 
@@ -60,7 +60,10 @@ class Future(torch.futures.Future[T]):
                 except BaseException as error:
                     waiter.set_exception(error)
 
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(pass_on))
+        def wake(_: torch.futures.Future[T]) -> None:
+            loop.call_soon_threadsafe(pass_on)
+
+        self.add_done_callback(wake)
         return waiter.__await__()
 
     def value(self) -> T:

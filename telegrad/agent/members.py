@@ -30,8 +30,8 @@ class Member(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        *fields, tcp = json.loads(text)
-        return cls(*fields, tcp=(tcp[0], tcp[1]))
+        name, id_, incarnation, program, host, unix, (address, port) = json.loads(text)
+        return cls(name, id_, incarnation, program, host, unix, (address, port))
 
     def __str__(self) -> str:
         return f"{self.name!r} (rank {self.id}, at {self.tcp[0]}:{self.tcp[1]})"
@@ -76,5 +76,6 @@ def check_name(name: str) -> None:
     """Raise InvalidName where `name` is none that a worker may have."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise InvalidName(
-            f"{name!r} cannot be a worker's name: use 1 to {LONGEST_NAME} letters, digits, underscores, colons and dashes"
+            f"{name!r} cannot be a worker's name: "
+            f"use 1 to {LONGEST_NAME} letters, digits, underscores, colons and dashes"
         )

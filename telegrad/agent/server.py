@@ -16,6 +16,7 @@ import torch
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.errors import CannotEncode, PeerError
+from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve
 from telegrad.wire.messages import CALL, FAILURE, INFERENCE, NO_GRAD, NOTICE, RESULT, Frame
@@ -110,7 +111,7 @@ class Server:
     def _send(self, caller: Caller, kind: int, call_id: int, **parts: Any) -> None:
         link = caller.link
         assert link is not None
-        later = self._reactor.send_later(link)
+        later = isinstance(link, Link) and self._reactor.send_later(link)
         with contextlib.suppress(PeerError):  # the caller has gone: nobody waits for the answer
             link.send(kind, call_id, later=later, **parts)
 
@@ -120,7 +121,8 @@ class Server:
         if not isinstance(future, torch._C.Future):
             name = getattr(function, "__qualname__", repr(function))
             error = TypeError(
-                f"{name} is marked with async_execution and must return a torch.futures.Future, not {type(future).__name__}"
+                f"{name} is marked with async_execution and must return a torch.futures.Future, "
+                f"not {type(future).__name__}"
             )
             self._fail(caller, call_id, error)
             return

@@ -67,7 +67,7 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float) -
     """A URL scheme that a program taught torch."""
     try:
         store, rank, found = next(
-            dist.rendezvous(  # type: ignore[attr-defined]
+            dist.rendezvous(
                 init_method, rank, size if size is not None else -1, timeout=datetime.timedelta(seconds=timeout)
             )
         )

@@ -129,8 +129,8 @@ class Listener:
 
     def abandon(self, strangers: Iterable[_Stranger] = ()) -> None:
         """Close the descriptors, and nothing else."""
-        for source in (*self._doors, *(strangers or self._strangers)):
-            source.sock.close()
+        for sock in [door.sock for door in self._doors] + [each.sock for each in strangers or self._strangers]:
+            sock.close()
 
 
 class _Door:

@@ -40,12 +40,14 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.check_hostname = False
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
-    for what, load in (
-        ("certificate or private key", lambda: context.load_cert_chain(files.certificate, files.private_key)),
-        ("authority", lambda: context.load_verify_locations(files.authority)),
-    ):
-        try:
-            load()
-        except (OSError, ssl.SSLError) as error:
-            raise UsageError(f"the TLS {what} of {files} cannot be used: {error}") from error
+    try:
+        context.load_cert_chain(files.certificate, files.private_key)
+    except OSError as error:  # SSLError is one
+        raise UsageError(
+            f"the TLS certificate {files.certificate!r} with key {files.private_key!r} cannot be used: {error}"
+        ) from error
+    try:
+        context.load_verify_locations(files.authority)
+    except OSError as error:
+        raise UsageError(f"the TLS authority {files.authority!r} cannot be used: {error}") from error
     return context

@@ -73,16 +73,11 @@ def _find_name(function: Any) -> str | None:
         *modules, path = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
         module_name = ".".join(modules) or MAIN
     else:
-        path = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-        module_name = getattr(function, "__module__", None)
-        if not isinstance(path, str):
+        found = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+        if not isinstance(found, str):
             return None
-        if isinstance(getattr(function, "__self__", None), type) and isinstance(module_name, str):
-            named = _verified(function, module_name, path)  # a class method
-            if named is not None:
-                return named
-        if not isinstance(module_name, str):
-            module_name = pickle.whichmodule(function, path)  # type: ignore[attr-defined]
+        path = found
+        module_name = str(pickle.whichmodule(function, path))  # type: ignore[attr-defined]
     return _verified(function, module_name, path) or _other_global(function, module_name)
 
 

@@ -167,7 +167,7 @@ def _reduce_tensor(tensors: list[Tensor], tensor: Tensor) -> Any:
     if kind.__reduce_ex__ is not Tensor.__reduce_ex__:
         return NotImplemented
     if hasattr(kind, "__tensor_flatten__") and not tensor.is_nested:
-        names, context = tensor.__tensor_flatten__()
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: getattr(tensor, name) for name in names}
         return _unflatten, (kind, inner, context, tensor.shape, tensor.stride())
     if tensor.is_nested:
@@ -180,7 +180,7 @@ def _without_attributes(tensor: Tensor) -> Tensor:
 
 
 def _rebuild_module_tensor(kind: type, plain: Tensor, extra: bool) -> Tensor:
-    return kind(plain, extra) if kind is Parameter else kind(plain, persistent=extra)  # type: ignore[no-any-return]
+    return kind(plain, extra) if kind is Parameter else kind(plain, persistent=extra)
 
 
 def _rebuild_subclass(kind: type[Tensor], plain: Tensor, attributes: dict[str, Any]) -> Tensor:
@@ -244,7 +244,7 @@ def _save_script(obj: Any) -> bytes:
 
 
 def _load_script(data: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(data))
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
 _compiled: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

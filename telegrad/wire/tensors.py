@@ -35,6 +35,9 @@ _COMPRESSED_PARTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
 
+_coo: Any = torch.sparse_coo_tensor
+_compressed: Any = torch.sparse_compressed_tensor
+
 Spec = tuple[Any, ...]
 
 
@@ -95,8 +98,8 @@ class _Packer:
         if part is None and tensor.is_contiguous():
             if size < SMALL:
                 return _BYTES, dtype, shape, flags, ctypes.string_at(tensor.data_ptr(), size)
-            offset = tensor.storage_offset() * tensor.itemsize
-            return _VIEW, self._carry(_bytes_of(tensor, offset, size)), dtype, 0, shape, None, flags
+            start, _ = _extent(tensor)
+            return _VIEW, self._carry(_bytes_of(tensor, start, size)), dtype, 0, shape, None, flags
         if part is None:
             start, end = _extent(tensor)
             if end - start > 2 * size:
@@ -177,7 +180,7 @@ def _dtype(tensor: Tensor) -> str:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The range of bytes in its storage that a tensor looks at."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     end = start + 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.itemsize, (end if tensor.numel() else start) * tensor.itemsize
 
@@ -195,10 +198,7 @@ def _restore(spec: Spec, blobs: Sequence[Tensor], small: dict[int, Tensor]) -> T
         _, carried, dtype, offset, shape, stride, flags = spec
         storage = _memory(carried, blobs, small).untyped_storage()
         tensor = torch.empty(0, dtype=getattr(torch, dtype))
-        if stride is None:
-            tensor.set_(storage, offset, shape)
-        else:
-            tensor.set_(storage, offset, shape, stride)
+        tensor.set_(storage, offset, shape, stride if stride is not None else ())
     elif kind == _SPREAD:
         _, carried, dtype, shape, stride, flags = spec
         dense = _memory(carried, blobs, small).view(getattr(torch, dtype)).view(shape)
@@ -222,10 +222,9 @@ def _restore_special(spec: Spec, blobs: Sequence[Tensor], small: dict[int, Tenso
     parts = [_restore(part, blobs, small) for part in spec[1]]
     if kind == _COO:
         _, _, shape, coalesced, _ = spec
-        return torch.sparse_coo_tensor(*parts, shape, is_coalesced=coalesced, check_invariants=False), flags
+        return _coo(*parts, shape, is_coalesced=coalesced, check_invariants=False), flags
     _, _, shape, layout, _ = spec
-    made = torch.sparse_compressed_tensor(*parts, shape, layout=getattr(torch, layout), check_invariants=False)
-    return made, flags
+    return _compressed(*parts, shape, layout=getattr(torch, layout), check_invariants=False), flags
 
 
 def _memory(carried: int | tuple[int, bytes], blobs: Sequence[Tensor], small: dict[int, Tensor]) -> Tensor:

@@ -1,0 +1,32 @@
+# Every target makes what it needs on a machine with Python 3.10 or newer and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint nightly bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/first_calls.py
+
+test: lint
+	$(BIN)/pytest -m "not nightly and not cuda"
+
+nightly: lint
+	$(BIN)/pytest -m "not cuda"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+
+$(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

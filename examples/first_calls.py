@@ -1,0 +1,103 @@
+"""Four workers on this machine call one another: at once, in the background, nested, and with large tensors."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import sys
+import time
+
+import torch
+
+import telegrad.rpc as rpc
+
+WORKERS = 4
+CALLS = 4000
+BIG = 16 << 20  # bytes
+
+
+def nothing() -> None:
+    """An empty call."""
+
+
+def echo(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def around(path: list[str]) -> list[str]:
+    """Call on along a path of workers; who was met on the way back."""
+    met = rpc.rpc_sync(path[0], around, (path[1:],)) if path else []
+    return [*met, rpc.get_worker_info().name]
+
+
+@rpc.functions.async_execution
+def add_there(to: str, x: torch.Tensor, y: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Let another worker add; no thread waits here meanwhile."""
+    return rpc.rpc_async(to, torch.add, (x, y))
+
+
+def show(done: int, total: int, what: str) -> None:
+    if sys.stdout.isatty():
+        bar = "#" * (30 * done // total)
+        print(f"\r[{bar:30}] {what:44}", end="\n" if done == total else "", flush=True)
+    elif done == total:
+        print(f"{what}: done")
+
+
+def measure(what: str, others: list[str], rounds: int, call: object) -> float:
+    """Seconds per round of `call(other)`, over all others in turn."""
+    start = time.perf_counter()
+    for i in range(rounds):
+        call(others[i % len(others)])  # type: ignore[operator]
+        if i % (rounds // 20 or 1) == 0:
+            show(i, rounds, what)
+    show(rounds, rounds, what)
+    return (time.perf_counter() - start) / rounds
+
+
+def drive() -> None:
+    """What worker 0 does."""
+    others = [f"worker{rank}" for rank in range(1, WORKERS)]
+    path = others + ["worker0"] + others
+    assert rpc.rpc_sync("worker0", around, (path,)) == [*path[::-1], "worker0"]
+    show(1, 1, f"a call through {len(path)} workers and back")
+    assert rpc.rpc_sync("worker1", add_there, ("worker2", torch.ones(2), torch.ones(2))).tolist() == [2, 2]
+    show(1, 1, "worker1 let worker2 add")
+
+    empty = measure("empty calls, one after the other", others, CALLS, lambda to: rpc.rpc_sync(to, nothing))
+    start = time.perf_counter()
+    torch.futures.wait_all([rpc.rpc_async(others[i % 3], nothing) for i in range(CALLS)])
+    flood = (time.perf_counter() - start) / CALLS
+    show(1, 1, f"{CALLS} calls in flight at once")
+    tensor = torch.ones(BIG // 4)
+    big = measure("16 MB tensor, there and back", others, 60, lambda to: rpc.rpc_sync(to, echo, (tensor,)))
+
+    print()
+    print(f"{'empty call':32}{empty * 1e6:10.0f} µs")
+    print(f"{'calls in flight at once':32}{1 / flood:10,.0f} per second")
+    print(f"{'16 MB tensor, both ways':32}{2 * BIG / big / 1e9:10.1f} GB/s")
+
+
+def work(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS)
+    if rank == 0:
+        drive()
+    rpc.shutdown()
+
+
+def main() -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    workers = [mp.get_context("spawn").Process(target=work, args=(rank, port)) for rank in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
+
+
+if __name__ == "__main__":
+    main()
