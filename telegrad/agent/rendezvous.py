@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable
-from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from telegrad.agent.members import Member, Members, unknown
-from telegrad.agent.stores import wait
+from telegrad.agent.stores import SHORTEST_PAUSE, wait
 from telegrad.errors import AuthenticationFailed, GroupIncomplete, RendezvousError, WorkerTaken
 
-T = TypeVar("T")
+LINGER = 2.0  # seconds that the store outlives a rendezvous that failed, so that all hear of it
 
 
 class Roster(NamedTuple):
@@ -50,6 +50,17 @@ class _Static:
         self._until = monotonic() + timeout
 
     def join(self, key: bytes | None) -> Roster:
+        self._store.add("here", 1)
+        try:
+            return self._join(key)
+        except (WorkerTaken, AuthenticationFailed):
+            self._store.add("told", 1)
+            until = monotonic() + LINGER
+            while self._me.id == 0 and self._store.add("told", 0) < self._store.add("here", 0) and monotonic() < until:
+                sleep(SHORTEST_PAUSE)  # whoever serves the store goes last
+            raise
+
+    def _join(self, key: bytes | None) -> Roster:
         self._claim(
             "size",
             str(self._size),

@@ -6,7 +6,8 @@ import datetime
 import errno
 import os
 import socket
-from time import monotonic
+import threading
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,7 +17,8 @@ from telegrad.errors import RendezvousError, StorePortTaken, StoreUnreachable, U
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 FIRST_TRY = 0.25
-GENTLE = datetime.timedelta(seconds=0.25)  # a wait in C++ that Ctrl-C does not interrupt
+PATIENCE = 5.0  # seconds for a store to answer that accepted a connection
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks into the store
 
 
 class Meeting(NamedTuple):
@@ -144,39 +146,49 @@ def _join(host: str, port: int, timeout: float) -> Any:
                     f"nobody serves the store at {host}:{port} ({error}) after {timeout:g} s: is the worker of rank 0 "
                     "running, and are MASTER_ADDR and MASTER_PORT the same on all workers?"
                 ) from error
-        _pause(pause)
+        sleep(pause)
         pause = min(2 * pause, FIRST_TRY)
-    try:
-        patience = datetime.timedelta(seconds=max(1.0, min(5.0, until - monotonic())))
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
-        store.set_timeout(datetime.timedelta(seconds=timeout))
-    except (RuntimeError, dist.DistError) as error:
-        raise StoreUnreachable(
-            f"what listens at {host}:{port} is not the group's store ({_short(error)}): "
-            "another program may have that port; choose another one on all workers"
-        ) from error
-    return store
+    found: list[Any] = []
 
+    def meet() -> None:
+        try:
+            found.append(
+                dist.TCPStore(
+                    host,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=datetime.timedelta(seconds=max(1.0, until - monotonic())),
+                )
+            )
+        except (RuntimeError, dist.DistError) as error:
+            found.append(error)
 
-def _pause(seconds: float) -> None:
-    """Sleep until the next try to connect; there is no event to wait for before a connection."""
-    import time
-
-    time.sleep(seconds)
+    # What listens there may never answer, and torch would wait for it without end.
+    meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
+    meeting.start()
+    meeting.join(min(PATIENCE, max(1.0, until - monotonic())))
+    if found and not isinstance(found[0], Exception):
+        return found[0]
+    raise StoreUnreachable(
+        f"what listens at {host}:{port} is not the group's store ({_short(found[0]) if found else 'it does not answer'}): "
+        "another program may have that port; choose another one on all workers"
+    )
 
 
 def wait(store: Any, keys: list[str], until: float) -> bool:
-    """Wait for all of `keys`, in bites that Ctrl-C can come between; whether they are there."""
+    """Look for `keys` until all are there; whether they are. A wait inside of torch could not be interrupted."""
+    pause = SHORTEST_PAUSE
     while True:
         try:
-            store.wait(keys, min(GENTLE, datetime.timedelta(seconds=max(0.001, until - monotonic()))))
-        except dist.DistStoreError:
-            if monotonic() >= until:
-                return False
+            if store.check(keys):
+                return True
         except RuntimeError as error:
             raise RendezvousError(f"the store was lost while the workers met: {_short(error)}") from error
-        else:
-            return True
+        if monotonic() >= until:
+            return False
+        sleep(pause)
+        pause = min(1.5 * pause, LONGEST_PAUSE)
 
 
 def _short(error: BaseException) -> str:

@@ -1,0 +1,355 @@
+"""Groups of processes: how they form, how they end, and what happens when they break."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from tests.cluster import PATIENCE, free_port, group, init, processes, run_all
+
+ONE_SECOND = 1.0
+
+
+def call(to, function, *args):
+    return rpc.rpc_sync(to, function, args)
+
+
+def leave(rank=0, graceful=True, timeout=0):
+    rpc.shutdown(graceful, timeout)
+
+
+def error_of(function, *args):
+    """The type and text of what a call raises, and how long it took."""
+    start = time.monotonic()
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - start
+    return None, "", time.monotonic() - start
+
+
+def test_all_call_all(workers):
+    def everyone(rank):
+        return [rpc.rpc_sync(f"worker{to}", operator.add, (rank, to)) for to in range(4)]
+
+    assert run_all(workers, everyone) == [[rank + to for to in range(4)] for rank in range(4)]
+
+
+def test_who_am_i(workers):
+    def me(rank):
+        return rpc.get_worker_info(), rpc.get_worker_info("worker3").id
+
+    assert run_all(workers, me) == [((f"worker{rank}", rank), 3) for rank in range(4)]
+
+
+def test_a_process_is_in_one_group(workers):
+    kind, text, _ = workers[0].run(error_of, rpc.init_rpc, "again")
+    assert kind is errors.AlreadyInitialized
+    assert "shutdown" in text
+
+
+def test_large_tensors_over_shared_memory(workers):
+    def exchange(rank):
+        for to in range(4):
+            sent = torch.full((1 << 20,), float(rank))
+            back = rpc.rpc_sync(f"worker{to}", torch.add, (sent, to))
+            assert (back == rank + to).all()
+        return True
+
+    for _ in range(3):
+        assert all(run_all(workers, exchange))
+
+
+@pytest.mark.parametrize("options", [{"transport": "tcp"}, {"transport": "unix"}, {"shared_memory": 0}], ids=str)
+def test_forced_ways(options):
+    with group(2, **options) as made:
+        for size in (10, 100_000, 3_000_000):
+            total = made[0].run(lambda n: float(rpc.rpc_sync("worker1", torch.add, (torch.ones(n), 1)).sum()), size)
+            assert total == 2 * size
+
+
+def test_shutdown_and_again():
+    def rounds(rank, port):
+        for generation in range(6):
+            init(rank, 2, port)
+            assert rpc.rpc_sync(f"worker{1 - rank}", operator.add, (generation, 1)) == generation + 1
+            rpc.shutdown()
+        return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+    with processes(2) as made:
+        port = free_port()
+        first = run_all(made, rounds, port)
+        assert run_all(made, rounds, port) == first  # nothing leaks
+
+
+def test_shutdown_waits_for_the_work_of_all():
+    def slow_start(rank, port):
+        init(rank, 3, port)
+        if rank == 0:  # leaves work behind at the others, and is first to want to leave
+            for to in (1, 2):
+                rpc.rpc_async(f"worker{to}", relay, (3 - to, 0.2))
+        rpc.shutdown()
+        return True
+
+    with processes(3) as made:
+        assert run_all(made, slow_start, free_port()) == [True] * 3
+
+
+def relay(to, pause):
+    time.sleep(pause)  # a function that takes a while
+    return rpc.rpc_sync(to, operator.add, (1, 1))
+
+
+def test_shutdown_timeout_names_who_is_missing():
+    with group(2) as made:
+        kind, text, took = made[0].run(error_of, leave, 0, True, 0.3)
+        assert kind is errors.CallTimeout
+        assert "'worker1'" in text
+        assert took < 3
+
+
+def test_shutdown_without_a_worker_that_died():
+    with group(3) as made:
+        made[2].kill()
+        for process in made[:2]:
+            process.begin(leave)
+        for process in made[:2]:
+            process.end()
+
+
+def test_shutdown_when_the_leader_died():
+    with group(3) as made:
+        made[0].kill()
+        for process in made[1:]:
+            process.begin(leave)
+        for process in made[1:]:
+            process.end()
+
+
+def test_calls_to_a_killed_worker_fail_at_once():
+    with group(3) as made:
+        made[0].begin(error_of, call, "worker1", time.sleep, PATIENCE)
+        made[1].run(int)
+        made[2].run(call, "worker0", int)
+        made[2].begin(in_flight)
+        made[2]._pipe.poll(1)
+        killed = time.monotonic()
+        made[1].kill()
+        for process in (made[0], made[2]):
+            kind, text, _ = process.end()
+            assert kind is errors.PeerLost
+            assert "'worker1'" in text
+        assert time.monotonic() - killed < ONE_SECOND
+        kind, text, took = made[0].run(error_of, call, "worker1", int)
+        assert kind is errors.PeerUnreachable
+        assert "'worker1'" in text
+        assert took < ONE_SECOND
+        assert made[0].run(call, "worker2", operator.add, 1, 2) == 3
+
+
+def in_flight():
+    return error_of(rpc.rpc_async("worker1", time.sleep, (PATIENCE,)).wait)
+
+
+def test_a_stopped_worker_times_out_and_comes_back():
+    with group(2) as made:
+        made[1].kill(signal.SIGSTOP)
+        kind, _, _ = made[0].run(error_of, lambda: rpc.rpc_sync("worker1", int, timeout=0.2))
+        assert kind is errors.CallTimeout
+        made[1].kill(signal.SIGCONT)
+        assert made[0].run(call, "worker1", operator.add, 1, 2) == 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"), [((0, 1, 1), ("a", "b", "c")), ((0, 1, 2), ("a", "b", "b"))], ids=["rank", "name"]
+)
+def test_taken_twice_is_an_error_at_both_ends(ranks, names):
+    def join(rank, port):
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=10)
+        return error_of(lambda: rpc.init_rpc(names[rank], rank=ranks[rank], world_size=3, rpc_backend_options=options))
+
+    with processes(3) as made:
+        for kind, text, _ in run_all(made, join, free_port())[1:]:
+            assert kind is errors.WorkerTaken
+            assert "'b'" in text
+
+
+def test_who_did_not_come_is_named():
+    kind, text, took = error_of(init_alone, 2, 0.3)
+    assert kind is errors.GroupIncomplete
+    assert "rank 1" in text
+    assert took < 3
+
+
+def init_alone(count, timeout, rank=0, port=None):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port or free_port()}", rpc_timeout=timeout)
+    rpc.init_rpc("alone", rank=rank, world_size=count, rpc_backend_options=options)
+
+
+def test_store_port_taken():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        kind, text, _ = error_of(init_alone, 2, 1, 0, other.getsockname()[1])
+        assert kind is errors.StorePortTaken
+        assert str(other.getsockname()[1]) in text
+
+
+def test_store_unreachable():
+    kind, text, took = error_of(init_alone, 2, 0.5, 1)
+    assert kind is errors.StoreUnreachable
+    assert "rank 0" in text
+    assert took < 3
+
+
+def test_a_stranger_in_the_stores_place():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        kind, _, took = error_of(init_alone, 2, 1, 1, other.getsockname()[1])
+        assert kind is errors.StoreUnreachable
+        assert took < 10
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 128, "a/b"])
+def test_names_that_cannot_be(name):
+    with pytest.raises(errors.InvalidName):
+        rpc.init_rpc(name, rank=0, world_size=1)
+
+
+def test_missing_environment_is_named(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(errors.UsageError, match="MASTER_ADDR"):
+        rpc.init_rpc("a", rank=0, world_size=1)
+
+
+def test_calls_before_init():
+    with pytest.raises(errors.NotInitialized, match="init_rpc"):
+        rpc.rpc_sync("a", int)
+    with pytest.raises(errors.NotInitialized, match="init_rpc"):
+        rpc.shutdown()
+
+
+@pytest.mark.parametrize("url", ["tcp://[::1]:{port}", "tcp://127.0.0.1:{port}", "file://{folder}/store"])
+def test_ways_to_meet(url, tmp_path):
+    def meet(rank, method):
+        options = rpc.TensorPipeRpcBackendOptions(init_method=method, transport="tcp", rpc_timeout=PATIENCE)
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        return rpc.rpc_sync(f"w{1 - rank}", operator.add, (1, 2)), rpc.shutdown()
+
+    with processes(2) as made:
+        assert run_all(made, meet, url.format(port=free_port(), folder=tmp_path)) == [(3, None)] * 2
+
+
+def test_different_keys_are_told_early():
+    def join(rank, port):
+        return error_of(lambda: init(rank, 2, port, key=f"key{rank}", rpc_timeout=10))
+
+    with processes(2) as made:
+        found = run_all(made, join, free_port())
+        assert [kind for kind, _, _ in found] == [errors.AuthenticationFailed] * 2
+
+
+# Dynamic groups
+
+
+def join_dynamic(name, port, rank=-1):
+    rpc.init_rpc(
+        name,
+        rank=rank,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE
+        ),
+    )
+    return rpc.get_worker_info().id
+
+
+def test_workers_join_and_leave_a_dynamic_group():
+    with processes(3) as made:
+        port = free_port()
+        assert made[0].run(join_dynamic, "first", port, 0) == 0
+        assert made[1].run(join_dynamic, "second", port) == 1
+        assert made[0].run(call, "second", operator.add, 1, 2) == 3
+        assert made[2].run(join_dynamic, "third", port) == 2
+        assert made[2].run(call, "first", operator.add, 1, 2) == 3
+        made[1].run(leave)
+        kind, _, _ = made[0].run(error_of, call, "second", int)
+        assert kind is errors.UnknownWorker
+        assert made[1].run(join_dynamic, "second", port) == 1  # a new one under the old name
+        assert made[0].run(call, "second", operator.add, 1, 2) == 3
+        assert made[2].run(call, 1, operator.add, 1, 2) == 3
+        kind, text, _ = made[1].run(error_of, join_again, port)
+        assert kind is errors.WorkerTaken
+        assert "'third'" in text
+
+
+def join_again(port):
+    rpc.shutdown()
+    join_dynamic("third", port)
+
+
+# Ends of programs
+
+PROGRAM = """
+import os, signal, sys, threading
+import telegrad.rpc as rpc
+options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://127.0.0.1:{port}")
+rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+rpc.rpc_async("only", threading.Event().wait if False else int)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("raise SystemExit(3)", 3),
+        ("rpc.rpc_async('only', threading.Thread.join, (threading.current_thread(),)) if False else None", 0),
+        (
+            "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+            "import time\n"
+            "try: rpc.rpc_async('only', time.sleep, (60,)).wait()\n"
+            "except KeyboardInterrupt: sys.exit(7)",
+            7,
+        ),
+        (
+            "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+            "import time\n"
+            "try: rpc.rpc_sync('only', time.sleep, (60,))\n"
+            "except KeyboardInterrupt: sys.exit(7)",
+            7,
+        ),
+    ],
+    ids=["forgets shutdown", "exits", "idle", "Ctrl-C in wait", "Ctrl-C in a call"],
+)
+def test_programs_end(end, code):
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(port=free_port(), end=end)], timeout=PATIENCE, capture_output=True
+    )
+    assert ran.returncode == code, ran.stderr.decode()
+
+
+def test_a_forked_child_is_in_no_group(workers):
+    def fork(rank):
+        pid = os.fork()
+        if not pid:
+            try:
+                rpc.get_worker_info()
+            except errors.NotInitialized:
+                os._exit(5)
+            os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status), rpc.rpc_sync("worker1", operator.add, (1, 1))
+
+    assert workers[0].run(fork, 0) == (5, 2)
