@@ -59,7 +59,7 @@ def measure(what: str, others: list[str], rounds: int, call: object) -> float:
 def drive() -> None:
     """What worker 0 does."""
     others = [f"worker{rank}" for rank in range(1, WORKERS)]
-    path = others + ["worker0"] + others
+    path = [*others, "worker0", *others]
     assert rpc.rpc_sync("worker0", around, (path,)) == [*path[::-1], "worker0"]
     show(1, 1, f"a call through {len(path)} workers and back")
     assert rpc.rpc_sync("worker1", add_there, ("worker2", torch.ones(2), torch.ones(2))).tolist() == [2, 2]

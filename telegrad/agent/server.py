@@ -23,7 +23,8 @@ from telegrad.wire.messages import CALL, FAILURE, INFERENCE, NO_GRAD, NOTICE, RE
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import pack, unpack
 
-SHORT = 100e-6  # a function that took less last time is expected to be short again
+SHORT = 150e-6  # a function that took less last time is expected to be short again
+HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
 ASYNC_MARK = "_telegrad_async_execution"
 
 log = logging.getLogger("telegrad")
@@ -92,7 +93,8 @@ class Server:
             else:
                 self._answer(caller, frame.id, result)
         if frame.head:
-            self._short[frame.head] = perf_counter() - start < SHORT
+            limit = SHORT if self._short.get(frame.head) else SHORT + HANDING_OVER
+            self._short[frame.head] = perf_counter() - start < limit
 
     def _answer(self, caller: Caller, call_id: int, result: Any) -> None:
         try:

@@ -170,8 +170,9 @@ def _join(host: str, port: int, timeout: float) -> Any:
     meeting.join(min(PATIENCE, max(1.0, until - monotonic())))
     if found and not isinstance(found[0], Exception):
         return found[0]
+    why = _short(found[0]) if found else "it does not answer"
     raise StoreUnreachable(
-        f"what listens at {host}:{port} is not the group's store ({_short(found[0]) if found else 'it does not answer'}): "
+        f"what listens at {host}:{port} is not the group's store ({why}): "
         "another program may have that port; choose another one on all workers"
     )
 

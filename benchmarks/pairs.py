@@ -1,0 +1,70 @@
+"""Pairs of workers of one library: started once, taking turns, idle while another pair is measured."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import socket
+import traceback
+import warnings
+from typing import Any
+
+from benchmarks.rows import ROWS
+
+TELEGRAD, TORCH = "telegrad.rpc", "torch.distributed.rpc"
+_TRANSPORTS = {"host": None, "tcp": ["uv"]}  # the reference's names; Telegrad takes them as hints
+
+
+class Pair:
+    """Two processes; the first runs rows when told to."""
+
+    def __init__(self, library: str, way: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self._pipes = []
+        self._processes = []
+        for rank in range(2):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, library, way, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            _answer(pipe)
+
+    def measure(self, row: int) -> float:
+        self._pipes[0].send(row)
+        return float(_answer(self._pipes[0]))
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def _answer(pipe: Any) -> Any:
+    worked, value = pipe.recv()
+    if not worked:
+        raise RuntimeError(value)
+    return value
+
+
+def _work(rank: int, library: str, way: str, port: int, pipe: Any) -> None:
+    warnings.simplefilter("ignore")
+    rpc = importlib.import_module(library)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}", _transports=_TRANSPORTS[way], rpc_timeout=300
+    )
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    pipe.send((True, None))
+    while (row := pipe.recv()) is not None:
+        try:
+            pipe.send((True, ROWS[row].measure(rpc)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    rpc.shutdown()

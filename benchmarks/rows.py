@@ -1,0 +1,112 @@
+"""What is measured: one function per row, run by worker 0 with the library's `rpc` module; each gives one figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+OTHER = "worker1"
+MB = 1 << 20
+SIZES = {"64 KB": MB // 16, "1 MB": MB, "16 MB": 16 * MB, "64 MB": 64 * MB, "256 MB": 256 * MB}
+
+_held: dict[int, torch.Tensor] = {}
+
+
+# What the other worker runs
+
+
+def nothing() -> None:
+    """An empty function."""
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def take(value: Any) -> None:
+    """Receive and forget."""
+
+
+def give(size: int) -> torch.Tensor:
+    """A tensor that is ready."""
+    if size not in _held:
+        _held.clear()
+        _held[size] = torch.ones(size // 4)
+    return _held[size]
+
+
+# The rows
+
+
+class Row(NamedTuple):
+    """A figure; `ways` are the transports it is measured over."""
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    measure: Callable[[Any], float]
+    ways: tuple[str, ...] = ("host",)
+
+
+def _times(count: int, call: Callable[[], Any]) -> list[float]:
+    for _ in range(max(3, count // 10)):
+        call()
+    times = []
+    for _ in range(count):
+        start = perf_counter()
+        call()
+        times.append(perf_counter() - start)
+    return sorted(times)
+
+
+def sync_empty(rpc: Any, at: float) -> float:
+    times = _times(2000, lambda: rpc.rpc_sync(OTHER, nothing))
+    return times[int(at * len(times))] * 1e6
+
+
+def sync_add(rpc: Any) -> float:
+    tensor = torch.ones(4)
+    return statistics.median(_times(1000, lambda: rpc.rpc_sync(OTHER, torch.add, (tensor, 1)))) * 1e6
+
+
+def sync_small_echo(rpc: Any) -> float:
+    tensor = torch.ones(256)
+    return statistics.median(_times(1000, lambda: rpc.rpc_sync(OTHER, echo, (tensor,)))) * 1e6
+
+
+def calls_per_second(rpc: Any, window: int, total: int) -> float:
+    start = perf_counter()
+    for _ in range(total // window):
+        torch.futures.wait_all([rpc.rpc_async(OTHER, nothing) for _ in range(window)])
+    return total / (perf_counter() - start)
+
+
+def bandwidth(rpc: Any, size: int, direction: str) -> float:
+    """Payload per second in GB/s; an echo counts its payload once."""
+    tensor = torch.ones(size // 4)
+    call = {
+        "to": lambda: rpc.rpc_sync(OTHER, take, (tensor,)),
+        "from": lambda: rpc.rpc_sync(OTHER, give, (size,)),
+        "echo": lambda: rpc.rpc_sync(OTHER, echo, (tensor,)),
+    }[direction]
+    return size / statistics.median(_times(max(4, min(100, 64 * MB // size)), call)) / 1e9
+
+
+ROWS = [
+    Row("empty rpc_sync, p50", "µs", False, partial(sync_empty, at=0.5), ("host", "tcp")),
+    Row("empty rpc_sync, p99", "µs", False, partial(sync_empty, at=0.99), ("host", "tcp")),
+    Row("rpc_sync torch.add", "µs", False, sync_add),
+    Row("1 KB tensor echo", "µs", False, sync_small_echo),
+    Row("rpc_async, 1000 in flight", "calls/s", True, partial(calls_per_second, window=1000, total=10_000)),
+    Row("rpc_async, 10000 in flight", "calls/s", True, partial(calls_per_second, window=10_000, total=10_000)),
+    *(
+        Row(f"{name} {direction}", "GB/s", True, partial(bandwidth, size=size, direction=direction), ("host", "tcp"))
+        for name, size in SIZES.items()
+        for direction in ("to", "from", "echo")
+    ),
+]
