@@ -297,6 +297,7 @@ class Agent:
             peer.on_frames,
             peer.on_closed,
             prompt=False,
+            given_back=peer.given_back,
         )
         link.feed(leftover)
         return link

@@ -211,8 +211,6 @@ class Peer:
                     self._read(link, pending)
                 finally:
                     link.stop_reading()
-                    if self._pending:
-                        self._arm()
             elif link is None and not self._connecting and not pending.done:
                 pending.told.acquire(timeout=0.01)  # between the end of a connection and the word of it
             elif pending.told.acquire(timeout=min(remaining, LONGEST_WAIT)):
@@ -240,8 +238,13 @@ class Peer:
             pending.awaited = False
             self._prompt = perf_counter() - start < SPIN_WITHIN
 
+    def given_back(self) -> None:
+        """Nobody reads the connection now: where answers are expected, the leader shall."""
+        if self._pending and not self._armed:
+            self._arm()
+
     def _arm(self) -> None:
-        """Have the leader read the connection, unless somebody does already (who will call this in his turn)."""
+        """Have the leader read the connection, unless somebody does already (and `given_back` follows)."""
         with self._arming:
             link = self._link
             if isinstance(link, Link) and not link.reading.locked():

@@ -69,14 +69,17 @@ class Link:
         on_frames: Callable[[Link, list[Frame]], None],
         on_closed: Callable[[Link, PeerError], None],
         prompt: bool,
+        given_back: Callable[[], None] = lambda: None,
     ) -> None:
         """`pool` is given where both ends share a host; `on_frames` runs on the reading thread.
 
-        `prompt`: the other end waits for answers, so that its next frame follows soon.
+        `prompt`: the other end waits for answers, so that its next frame follows soon. `given_back` is called each
+        time after a thread gave up reading.
         """
         sock.setblocking(False)
         self.peer = peer
         self.prompt = prompt
+        self._given_back = given_back
         self.reading = threading.Lock()  # the right to read this connection
         self.closed: PeerError | None = None
         self._sock = sock
@@ -264,8 +267,9 @@ class Link:
             self.stop_reading()
 
     def stop_reading(self) -> None:
-        """Give `reading` back."""
+        """Give `reading` back, and say so: who wanted it meanwhile does not try again."""
         self.reading.release()
+        self._given_back()
         if self.closed is not None:
             self._finish()
 

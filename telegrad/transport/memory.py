@@ -14,6 +14,7 @@ appends to a deque.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -30,6 +31,7 @@ from telegrad.errors import ProtocolViolation
 from telegrad.wire.tensors import memory
 
 WARM_FROM = 1 << 18  # smaller storages come from torch's own allocator
+PARALLEL_FROM = 1 << 21  # below, waking torch's other threads costs more than their help is worth
 KEEP = 10.0  # seconds that memory stays warm without use
 SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 
@@ -139,6 +141,9 @@ class Block:
             self.memory = torch.frombuffer(mmap.mmap(self.fd, capacity), dtype=torch.uint8)
 
     def fill(self, blob: Tensor) -> None:
+        if blob.numel() < PARALLEL_FROM:
+            ctypes.memmove(self.memory.data_ptr(), blob.data_ptr(), blob.numel())
+            return
         with torch.inference_mode(False), torch.no_grad():
             self.memory[: blob.numel()].copy_(blob)
 

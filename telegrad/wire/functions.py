@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable
+from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from telegrad.errors import FunctionNotFound
 
 MAIN = "__main__"
 _SPAWNED_MAIN = "__mp_main__"  # what multiprocessing calls the main module of a spawned child
+_MAIN_PREFIX = f"{MAIN}:"
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
+_REMADE = (MethodType, BuiltinFunctionType)  # a new object at each look, equal to the last one
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _CACHED = 4096
 
 _names: dict[Any, str] = {}  # verified before; holds the functions, so that their hashes stay theirs
@@ -35,63 +38,92 @@ def name_of(function: Any, same_program: bool) -> str | None:
     else:
         if name is None:
             name = _find_name(function)
-            if name is not None and len(_names) < _CACHED:
+            if name is not None and (type(function).__eq__ is object.__eq__ or isinstance(function, _REMADE)):
+                if len(_names) >= _CACHED:
+                    _names.clear()
                 _names[function] = name
-    if name is not None and name.startswith("__main__:") and not same_program:
+    if name is not None and not same_program and name.startswith(_MAIN_PREFIX):
         return None
     return name
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function of that name in this process.
+    """What has that name in this process now; its module is imported if need be.
 
     Raises:
         FunctionNotFound: there is none; nothing was run.
     """
     module_name, _, path = name.partition(":")
+    found: Any = sys.modules.get(module_name)
+    if found is not None:
+        try:
+            for part in path.split("."):
+                found = getattr(found, part)
+            return found  # type: ignore[no-any-return]
+        except AttributeError:
+            pass  # another thread may be in the midst of importing the module: wait for it below
     try:
-        found: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
+        found = importlib.import_module(module_name)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise FunctionNotFound(
-            f"this worker has no {path!r} in module {module_name!r} ({error}); {_advice(module_name)}"
-        ) from error
+    except Exception as error:
+        raise not_found(module_name, path, error) from error
     return found  # type: ignore[no-any-return]
 
 
-def _advice(module_name: str) -> str:
+def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
+    """The error that says what is missing and what helps."""
     if module_name == MAIN:
-        return "define it at the top level of the main program, outside of `if __name__ == '__main__'`"
-    return "make the same version of that module importable on all workers"
+        advice = "define it at the top level of the main program, outside of `if __name__ == '__main__'`"
+    else:
+        advice = "make the same version of that module importable on all workers"
+    return FunctionNotFound(f"this worker has no {path!r} in module {module_name!r} ({error}); {advice}")
 
 
 def _find_name(function: Any) -> str | None:
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(function, _OPERATORS):
         return _verified(function, "torch", f"ops.{function}")
     if isinstance(function, torch.jit.ScriptFunction):
         *modules, path = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
-        module_name = ".".join(modules) or MAIN
-    else:
-        found = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-        if not isinstance(found, str):
-            return None
-        path = found
-        module_name = str(pickle.whichmodule(function, path))  # type: ignore[attr-defined]
-    return _verified(function, module_name, path) or _other_global(function, module_name)
+        return _verified(function, ".".join(modules) or MAIN, path)
+    path = getattr(function, "__qualname__", None)
+    owner = getattr(function, "__self__", None)
+    if not isinstance(path, str) or not isinstance(owner, (type, ModuleType, type(None))):
+        return None
+    module_names = _modules_of(function)
+    if "<" in path:  # a lambda or a local function, which may be bound to a global once compiled
+        return _other_global(function, module_names[0]) if hasattr(function, "_torchdynamo_orig_callable") else None
+    for module_name in module_names:
+        for candidate in (path, getattr(function, "__name__", path)):
+            name = _verified(function, module_name, candidate)
+            if name is not None:
+                return name
+    return _other_global(function, module_names[0])
+
+
+def _modules_of(function: Any) -> tuple[str, ...]:
+    """Where a function may be found; built-in ones often do not tell."""
+    for teller in (function, getattr(function, "__objclass__", None)):
+        module_name = getattr(teller, "__module__", None)
+        if isinstance(module_name, str):
+            return (MAIN if module_name == _SPAWNED_MAIN else module_name,)
+    return "builtins", "torch"
 
 
 def _verified(function: Any, module_name: str, path: str) -> str | None:
-    if "<" in path:
-        return None
-    module_name = MAIN if module_name == _SPAWNED_MAIN else module_name
+    """The name, if it leads to this very object."""
+    if module_name == _SPAWNED_MAIN:
+        module_name = MAIN
+    while module_name not in sys.modules and "." in module_name:  # a namespace made by an extension
+        module_name, _, last = module_name.rpartition(".")
+        path = f"{last}.{path}"
+    found: Any = sys.modules.get(module_name)
     try:
-        found: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError):
+    except (AttributeError, RuntimeError):  # `torch.ops` raises the latter
         return None
-    same = found is function or (hasattr(function, "__func__") and found == function)
+    same = found is function or (isinstance(function, _REMADE) and found == function)
     return f"{module_name}:{path}" if same else None
 
 
@@ -100,7 +132,7 @@ def _other_global(function: Any, module_name: str) -> str | None:
     module = sys.modules.get(module_name)
     for name, value in list(vars(module).items()) if module is not None else ():
         if value is function:
-            return _verified(function, module_name, name)
+            return f"{module_name}:{name}"
     return None
 
 

@@ -3,6 +3,10 @@
 The description is a pickle of plain tuples. Memory is carried as blobs: one-dimensional tensors of bytes that alias the
 source where they can, so that nothing large is copied here. Only the part of a storage that is looked at travels;
 tensors whose parts overlap share a blob, and so a storage on arrival. Little memory travels inside the description.
+
+A tensor with memory of its own is a leaf; what is made of several tensors (the sparse layouts) is taken apart into
+leaves. A leaf is described by `(dtype, shape, flags, memory)`, and by `offset, stride` too where it is not dense:
+`memory` is the bytes themselves, the number of a blob, or `~number` of bytes that several leaves share.
 """
 
 from __future__ import annotations
@@ -16,29 +20,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.errors import DeviceError
+from telegrad.errors import CannotDecode, CannotEncode, CodecError, DeviceError
 
-SMALL = 4096  # bytes that travel inside the description
-ALIGNED = 16  # the largest element: blobs begin at a multiple, so that any type can view them
+SMALL = 4096  # fewer bytes than these travel inside the description
+ALIGNED = 16  # the largest element: a shared part begins at a multiple, so that any type can view it
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.restype = ctypes.py_object
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _WRITABLE = 0x200
 
-_GRAD, _CONJ = 1, 2
-_BYTES, _VIEW, _SPREAD, _META, _COO, _COMPRESSED, _MKLDNN, _SAVED = range(8)
-_COMPRESSED_PARTS = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+_STRIDED = torch.strided
+_CPU = torch.device("cpu")
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype not in _QUANTIZED
+}
+_REAL = {dtype: name for dtype, name in _NAMES.items() if not dtype.is_complex}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_empty: dict[str, Tensor] = {}  # of each type one, to make others like it
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 
-_coo: Any = torch.sparse_coo_tensor
-_compressed: Any = torch.sparse_compressed_tensor
+_GRAD, _CONJ, _NEG = 1, 2, 4  # flags of a leaf
 
 Spec = tuple[Any, ...]
+Memory = int | bytes
 
 
 def memory(blob: Tensor) -> memoryview:
@@ -47,199 +60,333 @@ def memory(blob: Tensor) -> memoryview:
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """Describe `tensors`; the description, and the blobs to carry with it.
+    """Describe `tensors`: the description, and the blobs to carry with it.
 
     Raises:
         DeviceError: a tensor lives on a device from which it cannot be sent.
+        CannotEncode: a tensor is of a kind that torch cannot take apart.
     """
-    packer = _Packer(tensors)
-    specs = [packer.describe(tensor) for tensor in tensors]
-    return pickle.dumps(specs, 5), packer.blobs
+    try:
+        return _pack_dense(tensors) or _pack_any(tensors)
+    except (CodecError, DeviceError):
+        raise
+    except Exception as error:
+        raise CannotEncode(f"a tensor cannot be sent: {error}; send its values as a plain tensor") from error
 
 
 def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that `pack` described, built upon the memory of `blobs`."""
-    small: dict[int, Tensor] = {}
-    return [_restore(spec, blobs, small) for spec in pickle.loads(meta)]
+    """The tensors that `pack` described, built in place upon the memory of `blobs`.
+
+    Raises:
+        CannotDecode: this version of torch cannot build one of them.
+    """
+    if torch.is_inference_mode_enabled():  # what arrives is usable outside as well
+        with torch.inference_mode(False):
+            return unpack(meta, blobs)
+    try:
+        described = pickle.loads(meta)
+        if type(described) is list:
+            return [_leaf(spec, blobs) for spec in described]
+        return _unpack_all(*described, blobs)
+    except Exception as error:
+        raise CannotDecode(
+            f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
+            "use the same version of torch on all workers"
+        ) from error
 
 
-class _Packer:
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.blobs: list[Tensor] = []
-        self._small = 0
-        # Only where one storage is seen twice need parts of storages be compared.
-        self._parts: dict[tuple[int, int], Any] = {}
-        if len(tensors) > 1:
-            self._find_shared(tensors)
-
-    def describe(self, tensor: Tensor) -> Spec:
-        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized:
-            if tensor.is_cpu:
-                return self._strided(tensor)
-            if tensor.is_meta:
-                return _META, _dtype(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.requires_grad)
-        if not tensor.is_cpu:
-            raise DeviceError(
-                f"a tensor on {tensor.device} cannot be sent: move it to the CPU first (tensor.cpu()), "
-                "and to the device you want on the other worker"
-            )
-        return self._special(tensor)
-
-    def _strided(self, tensor: Tensor) -> Spec:
-        flags = int(tensor.requires_grad)
-        if tensor.is_conj():
-            flags |= _CONJ
-            tensor = tensor.detach().conj()
-        if tensor.is_neg():
-            tensor = tensor.detach().resolve_neg()
-        dtype, shape = _dtype(tensor), tuple(tensor.shape)
-        part = self._parts.get(_key(tensor)) if self._parts else None
-        size = tensor.numel() * tensor.itemsize
-        if part is None and tensor.is_contiguous():
-            if size < SMALL:
-                return _BYTES, dtype, shape, flags, ctypes.string_at(tensor.data_ptr(), size)
-            start, _ = _extent(tensor)
-            return _VIEW, self._carry(_bytes_of(tensor, start, size)), dtype, 0, shape, None, flags
-        if part is None:
-            start, end = _extent(tensor)
-            if end - start > 2 * size:
-                dense = tensor.detach().contiguous()
-                return _SPREAD, self._carry(_bytes_of(dense, 0, size)), dtype, shape, tensor.stride(), flags
-            part = _Part(start // ALIGNED * ALIGNED, end)
-        if part.carried is None:
-            part.carried = self._carry(_bytes_of(tensor, part.start, part.end - part.start))
-        offset = (tensor.storage_offset() * tensor.itemsize - part.start) // tensor.itemsize
-        return _VIEW, part.carried, dtype, offset, shape, tensor.stride(), flags
-
-    def _carry(self, blob: Tensor) -> int | tuple[int, bytes]:
-        """How a description names its memory: a number, or the bytes and a number that tells them from equal ones."""
-        if blob.numel() < SMALL:
-            self._small += 1
-            return self._small, ctypes.string_at(blob.data_ptr(), blob.numel())
-        self.blobs.append(blob)
-        return len(self.blobs) - 1
-
-    def _special(self, tensor: Tensor) -> Spec:
-        flags = int(tensor.requires_grad)
-        plain = tensor.detach()
-        if tensor.layout is torch.sparse_coo:
-            parts = [self.describe(plain._indices()), self.describe(plain._values())]
-            return _COO, parts, tuple(tensor.shape), tensor.is_coalesced(), flags
-        if tensor.layout in _COMPRESSED_PARTS:
-            names = _COMPRESSED_PARTS[tensor.layout]
-            parts = [self.describe(getattr(plain, name)()) for name in (*names, "values")]
-            return _COMPRESSED, parts, tuple(tensor.shape), str(tensor.layout).removeprefix("torch."), flags
-        if tensor.is_mkldnn:
-            return _MKLDNN, self.describe(plain.to_dense()), flags
-        file = io.BytesIO()
-        torch.save(plain, file)
-        saved = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        return _SAVED, self.describe(saved), flags
-
-    def _find_shared(self, tensors: Sequence[Tensor]) -> None:
-        by_storage: dict[int, list[tuple[int, int, Tensor]]] = {}
-        for tensor in tensors:
-            if tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and tensor.numel():
-                start, end = _extent(tensor)
-                by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, tensor))
-        for views in by_storage.values():
-            if len(views) > 1:
-                self._join(sorted(views, key=lambda view: view[:2]))
-
-    def _join(self, views: list[tuple[int, int, Tensor]]) -> None:
-        """Views of one storage that overlap travel as one part of it."""
-        parts: list[tuple[_Part, list[Tensor]]] = []
-        for start, end, tensor in views:
-            if parts and start < parts[-1][0].end:
-                parts[-1][0].end = max(parts[-1][0].end, end)
-                parts[-1][1].append(tensor)
-            else:
-                parts.append((_Part(start // ALIGNED * ALIGNED, end), [tensor]))
-        for part, members in parts:
-            if len(members) > 1:
-                self._parts.update((_key(tensor), part) for tensor in members)
-
-
-class _Part:
-    """A range of bytes of a storage, carried once."""
-
-    __slots__ = ("carried", "end", "start")
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-        self.carried: Any = None
-
-
-def _key(tensor: Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage().data_ptr(), id(tensor)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype)[6:]  # without "torch."
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The range of bytes in its storage that a tensor looks at."""
-    start = int(tensor.storage_offset())
-    end = start + 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, (end if tensor.numel() else start) * tensor.itemsize
-
-
-def _bytes_of(tensor: Tensor, start: int, size: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
-
-
-def _restore(spec: Spec, blobs: Sequence[Tensor], small: dict[int, Tensor]) -> Tensor:
-    kind = spec[0]
-    if kind == _BYTES:
-        _, dtype, shape, flags, data = spec
-        tensor = _from_bytes(data, getattr(torch, dtype), shape)
-    elif kind == _VIEW:
-        _, carried, dtype, offset, shape, stride, flags = spec
-        storage = _memory(carried, blobs, small).untyped_storage()
-        tensor = torch.empty(0, dtype=getattr(torch, dtype))
-        tensor.set_(storage, offset, shape, stride if stride is not None else ())
-    elif kind == _SPREAD:
-        _, carried, dtype, shape, stride, flags = spec
-        dense = _memory(carried, blobs, small).view(getattr(torch, dtype)).view(shape)
-        tensor = torch.empty_strided(shape, stride, dtype=dense.dtype).copy_(dense)
-    else:
-        tensor, flags = _restore_special(spec, blobs, small)
-    if flags & _CONJ:
-        tensor = tensor.conj()
-    return tensor.requires_grad_() if flags & _GRAD else tensor
-
-
-def _restore_special(spec: Spec, blobs: Sequence[Tensor], small: dict[int, Tensor]) -> tuple[Tensor, int]:
-    kind, flags = spec[0], spec[-1]
-    if kind == _META:
-        _, dtype, shape, stride, _ = spec
-        return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta"), flags
-    if kind == _MKLDNN:
-        return _restore(spec[1], blobs, small).to_mkldnn(), flags
-    if kind == _SAVED:
-        return torch.load(io.BytesIO(memory(_restore(spec[1], blobs, small))), weights_only=False), flags
-    parts = [_restore(part, blobs, small) for part in spec[1]]
-    if kind == _COO:
-        _, _, shape, coalesced, _ = spec
-        return _coo(*parts, shape, is_coalesced=coalesced, check_invariants=False), flags
-    _, _, shape, layout, _ = spec
-    return _compressed(*parts, shape, layout=getattr(torch, layout), check_invariants=False), flags
-
-
-def _memory(carried: int | tuple[int, bytes], blobs: Sequence[Tensor], small: dict[int, Tensor]) -> Tensor:
-    if isinstance(carried, int):
-        return blobs[carried]
-    number, data = carried
-    if number not in small:
-        small[number] = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def on_cpu(tensor: Tensor) -> Tensor:
+    """The one place that decides what happens to tensors of other devices."""
+    if not tensor.is_cpu and not tensor.is_meta:
+        raise DeviceError(
+            f"a tensor on {tensor.device} cannot be sent: move it to the CPU first (tensor.cpu()), "
+            "and to the device you want on the other worker"
         )
-    return small[number]
+    return tensor
 
 
-def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(bytearray(data), dtype=dtype)
-    return tensor if len(shape) == 1 else tensor.resize_(shape)
+def _nothing(name: str) -> Tensor:
+    """An empty tensor to be set upon some memory; this way to make one is the fastest."""
+    like = _empty.get(name)
+    if like is None:
+        with torch.inference_mode(False):
+            like = _empty[name] = torch.empty(0, dtype=_DTYPES[name], device=_CPU)
+    return torch.empty_like(like)
+
+
+# Taking apart
+
+
+def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | None:
+    """The usual case, in the fewest steps: real, contiguous, on the CPU, and none shares memory with another."""
+    specs: list[Spec] = []
+    blobs: list[Tensor] = []
+    spans: list[tuple[int, int]] = []
+    for tensor in tensors:
+        name = _REAL.get(tensor.dtype)
+        if (
+            name is None
+            or tensor.layout is not _STRIDED
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
+            return None
+        size, address = tensor.nbytes, tensor.data_ptr()
+        if size:
+            spans.append((address, address + size))
+        specs.append((name, tuple(tensor.shape), int(tensor.requires_grad), _carry(tensor, address, size, blobs)))
+    if len(spans) > 1 and _any_overlap(spans):
+        return None
+    return pickle.dumps(specs, 5), blobs
+
+
+def _any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
+    reach = 0
+    for start, end, *_ in sorted(spans):
+        if start < reach:
+            return True
+        reach = end
+    return False
+
+
+def _pack_any(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    leaves: list[Tensor] = []
+    plans = [_place(tensor, leaves) for tensor in tensors]  # which leaf it is, or what is made of which leaves
+    blobs: list[Tensor] = []
+    shared: list[bytes] = []
+    parts = _find_shared(leaves, blobs, shared)
+    specs: list[Spec] = []
+    for number, leaf in enumerate(leaves):
+        flags = _GRAD * leaf.requires_grad | _NEG * leaf.is_neg() | _CONJ * (leaf.is_complex() and leaf.is_conj())
+        head = _NAMES[leaf.dtype], tuple(leaf.shape), flags
+        if number in parts:
+            specs.append((*head, *parts[number], leaf.stride()))
+        elif leaf.is_meta:
+            specs.append((*head, None, 0, leaf.stride()))
+        elif leaf.is_contiguous():
+            specs.append((*head, _carry(leaf, leaf.data_ptr(), leaf.nbytes, blobs)))
+        else:
+            specs.append((*head, *_carry_strided(leaf, blobs)))
+    return pickle.dumps((specs, shared, plans), 5), blobs
+
+
+def _place(tensor: Tensor, leaves: list[Tensor]) -> int | Spec:
+    """Add the leaves of a tensor; the number of the only one, or how to join several."""
+    if tensor.layout is _STRIDED and tensor.dtype in _NAMES and not tensor.is_nested:
+        leaves.append(on_cpu(tensor))
+        return len(leaves) - 1
+    on_cpu(tensor)
+    plain, flags = tensor.detach(), tensor.requires_grad
+    if tensor.layout is torch.sparse_coo:
+        parts = [_place(part, leaves) for part in (plain._indices(), plain._values())]
+        return "coo", flags, parts, tuple(tensor.shape), tensor.is_coalesced()
+    if tensor.layout in _COMPRESSED:
+        parts = [_place(getattr(plain, part)(), leaves) for part in _COMPRESSED[tensor.layout]]
+        return "compressed", flags, parts, tuple(tensor.shape), str(tensor.layout).removeprefix("torch.")
+    if tensor.is_mkldnn:
+        return "mkldnn", flags, [_place(plain.to_dense(), leaves)]
+    file = io.BytesIO()
+    torch.save(plain, file)
+    return "saved", flags, [_place(torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8), leaves)]
+
+
+def _carry(leaf: Tensor, address: int, size: int, blobs: list[Tensor]) -> Memory:
+    """The memory from where a leaf begins."""
+    if size < SMALL:
+        if address == leaf.storage_offset() * leaf.itemsize:  # the storage would begin at address 0
+            _check_memory(leaf, size)
+        return ctypes.string_at(address, size)
+    _check_memory(leaf, size)
+    blobs.append(_bytes_of(leaf.untyped_storage(), leaf.storage_offset() * leaf.itemsize, size))
+    return len(blobs) - 1
+
+
+def _check_memory(leaf: Tensor, size: int) -> None:
+    if size and leaf.untyped_storage().nbytes() < leaf.storage_offset() * leaf.itemsize + size:
+        raise CannotEncode(
+            f"a tensor of shape {tuple(leaf.shape)} cannot be sent: its memory was freed; "
+            "send it before its storage is resized"
+        )
+
+
+def _bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
+    return _nothing("uint8").set_(storage, start, (size,))
+
+
+def _carry_strided(leaf: Tensor, blobs: list[Tensor]) -> tuple[Memory, int | None, tuple[int, ...]]:
+    """All that lies between the first and the last element, or the elements alone where they are far apart."""
+    stride, extent = leaf.stride(), _extent(leaf)
+    distinct = tuple(1 if step == 0 else n for n, step in zip(leaf.shape, stride, strict=True))
+    used = leaf.itemsize
+    for n in distinct:
+        used *= n
+    if 2 * used >= extent or _overlaps(distinct, stride):
+        return _carry(leaf, leaf.data_ptr(), extent, blobs), 0, stride
+    _check_memory(leaf, extent)
+    raw = _nothing(_NAMES[leaf.dtype])
+    raw.set_(leaf.untyped_storage(), leaf.storage_offset(), distinct, stride)
+    dense = raw.contiguous()
+    return _carry(dense, dense.data_ptr(), used, blobs), None, stride
+
+
+def _extent(leaf: Tensor) -> int:
+    """The bytes from the first element to the end of the last one."""
+    if not leaf.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+    return (last + 1) * leaf.itemsize
+
+
+def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements may lie at one place."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False
+
+
+def _find_shared(leaves: list[Tensor], blobs: list[Tensor], shared: list[bytes]) -> dict[int, tuple[Memory, int]]:
+    """Of each leaf whose memory another one looks at too: what carries it, and the offset in that."""
+    spans = []
+    for number, leaf in enumerate(leaves):
+        address, size = leaf.data_ptr(), _extent(leaf)
+        if size and address:
+            spans.append((address, address + size, number))
+    return _join(sorted(spans), leaves, blobs, shared) if _any_overlap(spans) else {}
+
+
+def _join(
+    spans: list[tuple[int, int, int]], leaves: list[Tensor], blobs: list[Tensor], shared: list[bytes]
+) -> dict[int, tuple[Memory, int]]:
+    groups: list[tuple[int, int, list[int]]] = []
+    for start, end, number in spans:
+        if groups and start < groups[-1][1]:
+            first, reach, members = groups[-1]
+            groups[-1] = first, max(reach, end), [*members, number]
+        else:
+            groups.append((start, end, [number]))
+    parts: dict[int, tuple[Memory, int]] = {}
+    for start, end, members in groups:
+        storage = _holder(start, end, [leaves[number] for number in members]) if len(members) > 1 else None
+        if storage is None:
+            continue
+        base = storage.data_ptr()
+        first = (start - base) // ALIGNED * ALIGNED
+        blob = _bytes_of(storage, first, end - base - first)
+        if blob.numel() < SMALL:
+            shared.append(ctypes.string_at(blob.data_ptr(), blob.numel()))
+            carried = ~(len(shared) - 1)
+        else:
+            blobs.append(blob)
+            carried = len(blobs) - 1
+        for number in members:
+            parts[number] = carried, (leaves[number].data_ptr() - base - first) // leaves[number].itemsize
+    return parts
+
+
+def _holder(start: int, end: int, members: list[Tensor]) -> torch.UntypedStorage | None:
+    """A storage that holds all of the members; none does where two foreign arrays overlap by half."""
+    for leaf in members:
+        storage = leaf.untyped_storage()
+        base = storage.data_ptr()
+        aligned = all((other.data_ptr() - base) % other.itemsize == 0 for other in members)
+        if base <= start and end <= base + storage.nbytes() and aligned:
+            return storage
+    return None
+
+
+# Putting together
+
+
+def _leaf(spec: Spec, blobs: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> Tensor:
+    if len(spec) == 4:
+        name, shape, flags, carried = spec
+        if type(carried) is bytes:
+            if carried:
+                tensor = torch.frombuffer(bytearray(carried), dtype=_DTYPES[name])
+                if len(shape) != 1:
+                    tensor.resize_(shape)
+            else:
+                tensor = torch.empty(shape, dtype=_DTYPES[name], device=_CPU)
+        else:
+            tensor = _upon(blobs[carried], name, 0, shape, None)
+    else:
+        name, shape, flags, carried, offset, stride = spec
+        if carried is None:
+            tensor = torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
+        elif offset is None:
+            tensor = _spread(_bytes(carried, blobs, shared), name, shape, stride)
+        else:
+            tensor = _upon(_bytes(carried, blobs, shared), name, offset, shape, stride)
+    if flags:
+        if flags & (_CONJ | _NEG):
+            bits = {"conj": bool(flags & _CONJ), "neg": bool(flags & _NEG)}
+            torch._utils.set_tensor_metadata(tensor, bits)
+        if flags & _GRAD:
+            tensor.requires_grad_()
+    return tensor
+
+
+def _bytes(carried: Memory, blobs: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor:
+    if isinstance(carried, bytes):
+        return torch.frombuffer(bytearray(carried), dtype=torch.uint8) if carried else _nothing("uint8")
+    return blobs[carried] if carried >= 0 else shared[~carried]
+
+
+def _upon(blob: Tensor, name: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...] | None) -> Tensor:
+    """A tensor upon the memory of a blob; as no view of it, so that it may be changed and saved like any other."""
+    tensor = _nothing(name)
+    start = blob.storage_offset()
+    if start:
+        if start % tensor.itemsize:
+            blob, start = blob.clone(), 0
+        offset += start // tensor.itemsize
+    place: Any = (shape,) if stride is None else (shape, stride)
+    return tensor.set_(blob.untyped_storage(), offset, *place)
+
+
+def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """The elements put as far apart as they were."""
+    distinct = tuple(1 if step == 0 else n for n, step in zip(shape, stride, strict=True))
+    base = torch.empty_strided(distinct, stride, dtype=_DTYPES[name], device=_CPU)
+    base.copy_(_upon(blob, name, 0, distinct, None))
+    tensor = _nothing(name)
+    return tensor.set_(base.untyped_storage(), 0, shape, stride)
+
+
+def _unpack_all(
+    specs: list[Spec], shared: list[bytes], plans: list[int | Spec], blobs: Sequence[Tensor]
+) -> list[Tensor]:
+    parts = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in shared]
+    leaves = [_leaf(spec, blobs, parts) for spec in specs]
+    return [leaves[plan] if isinstance(plan, int) else _assemble(plan, leaves) for plan in plans]
+
+
+def _assemble(plan: Spec, leaves: list[Tensor]) -> Tensor:
+    kind, requires_grad, numbers, *rest = plan
+    parts = [leaves[number] for number in numbers]
+    if kind == "coo":
+        shape, coalesced = rest
+        tensor = torch.sparse_coo_tensor(
+            parts[0], parts[1], shape, device=parts[0].device, is_coalesced=coalesced, check_invariants=False
+        )
+    elif kind == "compressed":
+        shape, layout = rest
+        tensor = torch.sparse_compressed_tensor(
+            parts[0],
+            parts[1],
+            parts[2],
+            shape,
+            layout=getattr(torch, layout),
+            device=parts[0].device,
+            check_invariants=False,
+        )
+    elif kind == "mkldnn":
+        tensor = parts[0].to_mkldnn()
+    else:
+        tensor = torch.load(io.BytesIO(memory(parts[0])), weights_only=False)
+    return tensor.requires_grad_() if requires_grad else tensor
