@@ -1,6 +1,6 @@
 """One worker: what it offers to the rooms above, put together from the parts of this room.
 
-An agent is an object; several can live in one process. It is opened (it listens), then joins a group (it knows the
+An agent is an object; several can live in one process. It listens from the start, then joins a group (it knows the
 others and can be called), and is closed in the end.
 """
 
@@ -66,8 +66,11 @@ class Settings:
 class Agent:
     """A worker's calls to others, and its service to their calls."""
 
-    def __init__(self, name: str, settings: Settings, entered: Callable[[], None] = lambda: None) -> None:
-        """`entered` is called first on each thread that will run user code."""
+    def __init__(self, name: str, settings: Settings, address: str, entered: Callable[[Agent], None]) -> None:
+        """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`.
+
+        `entered` is called with this agent first on each thread that will run user code.
+        """
         self.name = name
         self.settings = settings
         self.timeout = settings.timeout
@@ -75,8 +78,8 @@ class Agent:
         self.program = program()
         self.lost: list[Callable[[str, PeerError], None]] = []  # called when the connection to a worker ended
         self._clock = Clock(self._tick)
-        self._reactor = Reactor(settings.threads, entered, self._clock.wake)
-        self._server = Server(name, self._reactor, entered, self._take_notice)
+        self._reactor = Reactor(settings.threads, lambda: entered(self), self._clock.wake)
+        self._server = Server(name, self._reactor, lambda: entered(self), self._take_notice)
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
         self._handlers: dict[type, Callable[[str, Any], None]] = {}
@@ -87,21 +90,13 @@ class Agent:
         self._closed = False
         self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
         self._started = 0
-
-    # Life
-
-    def open(self, address: str) -> None:
-        """Listen, on the Unix socket of this host where there are such and on a free TCP port of `address`."""
         self._listener = Listener(
-            address,
-            self.settings.tls,
-            self.settings.transport,
-            self.settings.silence,
-            self._reactor.poller,
-            self._accept,
+            address, settings.tls, settings.transport, settings.silence, self._reactor.poller, self._accept
         )
         self._clock.start(self._reactor)
         self._reactor.start()
+
+    # Life
 
     def describe(self, id_: int, host: str) -> Member:
         """What others must know to reach this worker."""

@@ -77,9 +77,9 @@ class Farewell:
     def enter(self) -> list[Letter]:
         """This worker has called shutdown."""
         self.inside = True
+        self._entered.add(self._me)
         if self.leader != self._me:
             return [(self.leader, Entered())]
-        self._entered.add(self._me)
         # Its greeting opens the connections by whose end it learns of a death.
         return [(other, Entered()) for other in sorted(self._alive - {self._me})] + self._ask_all()
 
@@ -130,10 +130,8 @@ class Farewell:
         return self._conclude() if self._round else self._ask_all()
 
     def _on_entered(self, sender: int) -> list[Letter]:
-        if self.leader != self._me:
-            return []
-        self._entered.add(sender)
-        return self._ask_all()
+        self._entered.add(sender)  # it may have heard sooner than this worker that this worker leads now
+        return self._ask_all() if self.leader == self._me else []
 
     def _ask_all(self) -> list[Letter]:
         if not self._alive <= self._entered:

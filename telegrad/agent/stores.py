@@ -17,7 +17,6 @@ from telegrad.errors import RendezvousError, StorePortTaken, StoreUnreachable, U
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 FIRST_TRY = 0.25
-PATIENCE = 5.0  # seconds for a store to answer that accepted a connection
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks into the store
 
 
@@ -134,46 +133,31 @@ def _serve(host: str, port: int) -> Any:
 
 def _join(host: str, port: int, timeout: float) -> Any:
     """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
-    until = monotonic() + timeout
-    pause = 0.01
-    while True:
-        try:
-            socket.create_connection((host, port), FIRST_TRY).close()
-            break
-        except OSError as error:
-            if monotonic() + pause > until:
-                raise StoreUnreachable(
-                    f"nobody serves the store at {host}:{port} ({error}) after {timeout:g} s: is the worker of rank 0 "
-                    "running, and are MASTER_ADDR and MASTER_PORT the same on all workers?"
-                ) from error
-        sleep(pause)
-        pause = min(2 * pause, FIRST_TRY)
     found: list[Any] = []
 
     def meet() -> None:
+        patience = datetime.timedelta(seconds=max(1.0, timeout))
         try:
-            found.append(
-                dist.TCPStore(
-                    host,
-                    port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=datetime.timedelta(seconds=max(1.0, until - monotonic())),
-                )
-            )
+            found.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
         except (RuntimeError, dist.DistError) as error:
             found.append(error)
 
-    # What listens there may never answer, and torch would wait for it without end.
+    # In a thread, since torch's own wait can neither be interrupted nor does it end where a stranger is silent.
     meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
     meeting.start()
-    meeting.join(min(PATIENCE, max(1.0, until - monotonic())))
+    meeting.join(timeout)
     if found and not isinstance(found[0], Exception):
         return found[0]
-    why = _short(found[0]) if found else "it does not answer"
+    try:
+        socket.create_connection((host, port), FIRST_TRY).close()
+    except OSError as error:
+        raise StoreUnreachable(
+            f"nobody serves the store at {host}:{port} ({error}) after {timeout:g} s: is the worker of rank 0 running, "
+            "and are MASTER_ADDR and MASTER_PORT the same on all workers?"
+        ) from error
     raise StoreUnreachable(
-        f"what listens at {host}:{port} is not the group's store ({why}): "
-        "another program may have that port; choose another one on all workers"
+        f"what listens at {host}:{port} is not the group's store: it does not answer as one. "
+        "Another program may have that port; choose another one on all workers"
     )
 
 

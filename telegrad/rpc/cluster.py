@@ -136,10 +136,10 @@ def start(
             silence=options.silence,
             tls=options.tls,
         ),
-        lambda: entered(agent),
+        own_address(options.address, meeting.host),
+        entered,
     )
     try:
-        agent.open(own_address(options.address, meeting.host))
         me = agent.describe(meeting.rank, host_identity())
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         if meeting.world_size is None:

@@ -1,97 +1,166 @@
-"""How an exception travels: as itself where that can be, with what happened over there in its text."""
+"""How an exception travels: as itself where that can be, with what happened over there in its text.
+
+What is sent is the exception, pickled whole or in parts, and its story: the worker's name and the traceback. The story
+becomes part of the text of the exception that is rebuilt. So when that one is raised and described in its turn, on its
+way over several workers, the next story contains the earlier ones, in order.
+"""
 
 from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
+import torch
 
 from telegrad.errors import RemoteError
+from telegrad.wire.pickling import decode, encode
+from telegrad.wire.tensors import memory, pack, unpack
 
 LONGEST_TEXT = 1 << 16
+LARGEST = 1 << 20  # bytes of an exception that is sent whole
+_STORY = "_telegrad_story"
 
 
 def describe(error: BaseException, worker: str) -> bytes:
     """Everything that `rebuild` needs; never raises."""
     story = _story(error, worker)
-    name = f"{type(error).__module__}.{type(error).__qualname__}"
-    plain = getattr(error, "_telegrad_plain", error)
-    for attempt in (_whole, _parts):
+    kind = _original(type(error))
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    if not isinstance(error, Exception):
+        return pickle.dumps((None, name, story), 5)  # what ends a process there must not end the caller's
+    for attempt in (_whole, _InParts):
         try:
-            pickled = attempt(plain)
+            sent = _dump(attempt(error))
         except Exception:
             continue
-        if pickled is not None:
-            return pickle.dumps((pickled, name, story), 5)
+        if len(sent[0]) + sum(map(len, sent[2])) <= LARGEST:
+            return pickle.dumps((sent, name, story), 5)
     return pickle.dumps((None, name, story), 5)
 
 
-def rebuild(data: bytes) -> BaseException:
+def rebuild(data: bytes | memoryview) -> BaseException:
     """The exception that was described, or a RemoteError that tells of it; never raises."""
-    pickled, name, story = pickle.loads(data)
     try:
-        error = _revive(pickled)
-        if not isinstance(error, Exception):
-            raise TypeError(name)  # what ends a process there must not end this one
-        return _telling(error, story)
+        sent, name, story = pickle.loads(data)
+    except Exception as error:
+        return RemoteError(f"an exception was raised whose description cannot be read: {error}")
+    try:
+        if sent is not None:
+            return _telling(_load(sent), story)
     except Exception:
-        return RemoteError(f"{name} was raised, whose type cannot be rebuilt here.\n{story}")
+        pass
+    return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
 
 
 def _story(error: BaseException, worker: str) -> str:
-    """The remote traceback; of an error that came from yet another worker, that worker's story is part of it."""
     try:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except Exception:
         lines = f"{type(error).__qualname__} (its text could not be made)\n"
-    if len(lines) > LONGEST_TEXT:
-        lines = f"{lines[: LONGEST_TEXT // 2]}\n[...]\n{lines[-LONGEST_TEXT // 2 :]}"
-    return f"On worker {worker!r}:\n{lines}"
+    return f"On worker {worker!r}:\n{_cut(lines)}"
 
 
-def _whole(error: BaseException) -> bytes | None:
-    """Pickled by its own rules, where they give the same type back."""
-    pickled: bytes = cloudpickle.dumps(error)
-    return pickled if type(cloudpickle.loads(pickled)) is type(error) else None
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[: LONGEST_TEXT // 2]}\n[...]\n{text[-LONGEST_TEXT // 2 :]}"
 
 
-def _parts(error: BaseException) -> bytes:
-    """Its type, arguments and attributes, as far as they can be pickled."""
-    attributes = {key: value for key, value in vars(error).items() if _travels(value)}
-    args = tuple(arg if _travels(arg) else repr(arg) for arg in error.args)
-    return cloudpickle.dumps((type(error), args, attributes))  # type: ignore[no-any-return]
+# There
+
+
+Sent = tuple[bytes, bytes, list[bytes]]
+
+
+def _dump(value: Any) -> Sent:
+    # An exception of the main program goes by name: the caller most likely runs that program, and catches that type.
+    body, tensors = encode(value, True)
+    meta, blobs = pack(tensors)
+    return body, meta, [bytes(memory(blob)) for blob in blobs]
+
+
+def _load(sent: Sent) -> Any:
+    body, meta, blobs = sent
+    return decode(body, unpack(meta, [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]))
+
+
+def _whole(error: Exception) -> Exception:
+    """The exception, if its own rules of pickling give it back unchanged."""
+    kind = type(error)
+    plain = error if _original(kind) is kind else _copy(error, _original(kind))
+    if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
+        raise TypeError("would lose what is in its slots")
+    back = _load(_dump(plain))
+    if type(back) is not type(plain) or repr(back) != repr(plain) or str(back) != str(plain):
+        raise TypeError("comes back as something else")
+    return plain
+
+
+class _InParts:
+    """Stands for an exception that is rebuilt without a call of its constructor."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self.error
+        names = [*vars(error), *_slots_of(type(error))]
+        attributes = {name: getattr(error, name) for name in names if name != _STORY and hasattr(error, name)}
+        attributes = {name: value for name, value in attributes.items() if _travels(value)}
+        kind = _original(type(error))
+        args = _builtin_base(kind).__reduce__(error)[1]  # some have more than their `args`
+        return _assemble, (kind, tuple(map(_sendable, args)), attributes)
+
+
+def _sendable(value: Any) -> Any:
+    """The value, or what comes nearest to it."""
+    if isinstance(value, BaseException):
+        return _InParts(value)
+    if isinstance(value, (list, tuple)) and any(isinstance(part, BaseException) for part in value):
+        return type(value)(map(_sendable, value))  # the members of a group
+    if isinstance(value, str):
+        return _cut(value)
+    return value if _travels(value) else _cut(repr(value))
 
 
 def _travels(value: Any) -> bool:
     try:
-        cloudpickle.loads(cloudpickle.dumps(value))
+        body, meta, blobs = sent = _dump(value)
+        _load(sent)
     except Exception:
         return False
-    return True
+    return len(body) + len(meta) + sum(map(len, blobs)) < LARGEST // 4
 
 
-def _revive(pickled: bytes | None) -> Any:
-    if pickled is None:
-        return None
-    value = cloudpickle.loads(pickled)
-    if isinstance(value, BaseException):
-        return value
-    kind, args, attributes = value
-    error = kind.__new__(kind, *args)  # the constructor may want anything
-    error.args = args
-    error.__dict__.update(attributes)
+def _slots_of(kind: type) -> list[str]:
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
+
+
+def _assemble(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    builtin = _builtin_base(kind)
+    error: BaseException = builtin.__new__(kind, *args)
+    builtin.__init__(error, *args)
+    for name, value in attributes.items():
+        setattr(error, name, value)
     return error
 
 
-# How the story becomes part of the text
+def _builtin_base(kind: Any) -> Any:
+    """The type that decides how its instances are laid out."""
+    while kind.__module__ != "builtins":
+        kind = kind.__base__
+    return kind
+
+
+# Here: the story becomes part of the text
 
 
 class _Text(str):
     """Equal to the original argument; shown with the story."""
 
-    __slots__ = ("story",)
     story: str
 
     def __str__(self) -> str:
@@ -104,46 +173,65 @@ class _Text(str):
         return str, (str.__str__(self),)
 
 
+# They show a single text as it is, so that a text that tells the story is enough.
+_USUAL: tuple[Callable[..., str], ...] = (BaseException.__str__, KeyError.__str__, OSError.__str__)
+
+_ORIGINAL = "_telegrad_original"
+_CACHED = 1024
 _tellers: dict[type[BaseException], type[BaseException]] = {}
 
 
-def _telling(error: Exception, story: str) -> Exception:
+def _telling(error: Any, story: str) -> BaseException:
     kind = type(error)
-    if (
-        kind.__str__ in (BaseException.__str__, KeyError.__str__)
-        and len(error.args) == 1
-        and type(error.args[0]) is str
-    ):
+    if kind.__str__ in _USUAL and len(error.args) == 1 and type(error.args[0]) is str:
         text = _Text(error.args[0])
         text.story = story
         error.args = (text,)
-        return error
+        return error  # type: ignore[no-any-return]
+    try:
+        made: BaseException = _copy(error, _teller_of(kind))
+        vars(made)[_STORY] = story
+        return made
+    except Exception:  # a type that cannot be subclassed or copied
+        error.__cause__ = RemoteError(story)
+        return error  # type: ignore[no-any-return]
+
+
+def _original(kind: type[BaseException]) -> type[BaseException]:
+    return vars(kind).get(_ORIGINAL, kind)  # type: ignore[no-any-return]
+
+
+def _teller_of(kind: type[BaseException]) -> type[BaseException]:
+    """A type that is the same to all who ask, but for a text that tells the story."""
     if kind not in _tellers:
-        _tellers[kind] = _make_teller(kind)
-    made = _tellers[kind].__new__(_tellers[kind], *error.args)
-    made.args = error.args
-    made.__dict__.update(vars(error))
-    made.__dict__.update(_telegrad_plain=error, _telegrad_story=story)
-    return made  # type: ignore[return-value]
+
+        def tell(self: BaseException) -> str:
+            return f"{kind.__str__(self)}\n{vars(self).get(_STORY, '')}"
+
+        members = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__slots__": (),
+            "__str__": tell,
+            "__reduce_ex__": lambda self, protocol: _copy(self, kind).__reduce_ex__(protocol),
+            _ORIGINAL: kind,
+        }
+        if len(_tellers) >= _CACHED:
+            _tellers.clear()
+        _tellers[kind] = type(kind.__name__, (kind,), members)
+    return _tellers[kind]
 
 
-def _make_teller(kind: type[BaseException]) -> type[BaseException]:
-    """The same type to all who ask, but for a text that tells the story."""
-
-    def tell(self: Any) -> str:
-        return f"{self._telegrad_plain}\n{self._telegrad_story}"
-
-    def reduce(self: Any) -> Any:
-        return _same, (self._telegrad_plain,)
-
-    members = {
-        "__str__": tell,
-        "__reduce__": reduce,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    return type(kind.__name__, (kind,), members)
-
-
-def _same(error: BaseException) -> BaseException:
-    return error
+def _copy(error: BaseException, kind: type[BaseException]) -> Any:
+    """The same exception as another type of the same make, without a call of a constructor of its own."""
+    builtin = _builtin_base(kind)
+    _, args, *states = builtin.__reduce__(error)
+    made = builtin.__new__(kind, *args)
+    builtin.__init__(made, *args)
+    for state in states:
+        made.__setstate__(state)
+    for name in _slots_of(kind):
+        if hasattr(error, name):
+            setattr(made, name, getattr(error, name))
+    vars(made).pop(_STORY, None)
+    return made

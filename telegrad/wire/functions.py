@@ -21,6 +21,7 @@ _MAIN_PREFIX = f"{MAIN}:"
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
 _REMADE = (MethodType, BuiltinFunctionType)  # a new object at each look, equal to the last one
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_SAME: Any = object.__eq__
 _CACHED = 4096
 
 _names: dict[Any, str] = {}  # verified before; holds the functions, so that their hashes stay theirs
@@ -38,7 +39,8 @@ def name_of(function: Any, same_program: bool) -> str | None:
     else:
         if name is None:
             name = _find_name(function)
-            if name is not None and (type(function).__eq__ is object.__eq__ or isinstance(function, _REMADE)):
+            own_equality = type(function).__eq__ is not _SAME and not isinstance(function, _REMADE)
+            if name is not None and not own_equality:
                 if len(_names) >= _CACHED:
                     _names.clear()
                 _names[function] = name
@@ -84,12 +86,14 @@ def _find_name(function: Any) -> str | None:
     if isinstance(function, _OPERATORS):
         return _verified(function, "torch", f"ops.{function}")
     if isinstance(function, torch.jit.ScriptFunction):
-        *modules, path = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
-        return _verified(function, ".".join(modules) or MAIN, path)
+        *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
+        return _verified(function, ".".join(modules) or MAIN, last)
     path = getattr(function, "__qualname__", None)
     owner = getattr(function, "__self__", None)
     if not isinstance(path, str) or not isinstance(owner, (type, ModuleType, type(None))):
         return None
+    if isinstance(function, MethodType) and isinstance(owner, type):  # the class may be an heir of the one in `path`
+        return _verified(function, owner.__module__, f"{owner.__qualname__}.{function.__name__}")
     module_names = _modules_of(function)
     if "<" in path:  # a lambda or a local function, which may be bound to a global once compiled
         return _other_global(function, module_names[0]) if hasattr(function, "_torchdynamo_orig_callable") else None

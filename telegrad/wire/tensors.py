@@ -23,6 +23,7 @@ from torch import Tensor
 from telegrad.errors import CannotDecode, CannotEncode, CodecError, DeviceError
 
 SMALL = 4096  # fewer bytes than these travel inside the description
+_LOW = 1 << 32  # below this an address may be an offset in a storage that was freed
 ALIGNED = 16  # the largest element: a shared part begins at a multiple, so that any type can view it
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -87,7 +88,10 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
         described = pickle.loads(meta)
         if type(described) is list:
             return [_leaf(spec, blobs) for spec in described]
-        return _unpack_all(*described, blobs)
+        specs, shared, plans = described
+        parts = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in shared]
+        leaves = [_leaf(spec, blobs, parts) for spec in specs]
+        return [leaves[plan] if isinstance(plan, int) else _assemble(plan, leaves) for plan in plans]
     except Exception as error:
         raise CannotDecode(
             f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
@@ -133,10 +137,16 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | None:
             or tensor.is_neg()
         ):
             return None
-        size, address = tensor.nbytes, tensor.data_ptr()
+        size, address, shape = tensor.nbytes, tensor.data_ptr(), tuple(tensor.shape)
+        if 1 in shape and tensor.stride() != _dense_stride(shape):
+            return None
         if size:
             spans.append((address, address + size))
-        specs.append((name, tuple(tensor.shape), int(tensor.requires_grad), _carry(tensor, address, size, blobs)))
+        if size < SMALL and address > _LOW:
+            carried: Memory = ctypes.string_at(address, size)
+        else:
+            carried = _carry(tensor, address, size, blobs)
+        specs.append((name, shape, int(tensor.requires_grad), carried))
     if len(spans) > 1 and _any_overlap(spans):
         return None
     return pickle.dumps(specs, 5), blobs
@@ -165,7 +175,7 @@ def _pack_any(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
             specs.append((*head, *parts[number], leaf.stride()))
         elif leaf.is_meta:
             specs.append((*head, None, 0, leaf.stride()))
-        elif leaf.is_contiguous():
+        elif leaf.is_contiguous() and leaf.stride() == _dense_stride(head[1]):
             specs.append((*head, _carry(leaf, leaf.data_ptr(), leaf.nbytes, blobs)))
         else:
             specs.append((*head, *_carry_strided(leaf, blobs)))
@@ -195,11 +205,11 @@ def _place(tensor: Tensor, leaves: list[Tensor]) -> int | Spec:
 def _carry(leaf: Tensor, address: int, size: int, blobs: list[Tensor]) -> Memory:
     """The memory from where a leaf begins."""
     if size < SMALL:
-        if address == leaf.storage_offset() * leaf.itemsize:  # the storage would begin at address 0
+        if address <= _LOW:
             _check_memory(leaf, size)
         return ctypes.string_at(address, size)
     _check_memory(leaf, size)
-    blobs.append(_bytes_of(leaf.untyped_storage(), leaf.storage_offset() * leaf.itemsize, size))
+    blobs.append(_bytes_of(leaf.untyped_storage(), int(leaf.storage_offset()) * leaf.itemsize, size))
     return len(blobs) - 1
 
 
@@ -212,7 +222,7 @@ def _check_memory(leaf: Tensor, size: int) -> None:
 
 
 def _bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
-    return _nothing("uint8").set_(storage, start, (size,))
+    return _nothing("uint8").set_(storage, start, (size,), (1,))
 
 
 def _carry_strided(leaf: Tensor, blobs: list[Tensor]) -> tuple[Memory, int | None, tuple[int, ...]]:
@@ -229,6 +239,15 @@ def _carry_strided(leaf: Tensor, blobs: list[Tensor]) -> tuple[Memory, int | Non
     raw.set_(leaf.untyped_storage(), leaf.storage_offset(), distinct, stride)
     dense = raw.contiguous()
     return _carry(dense, dense.data_ptr(), used, blobs), None, stride
+
+
+def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The stride of a new tensor of that shape; a contiguous one may differ where it has one element."""
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
 
 
 def _extent(leaf: Tensor) -> int:
@@ -324,8 +343,8 @@ def _leaf(spec: Spec, blobs: Sequence[Tensor], shared: Sequence[Tensor] = ()) ->
             tensor = _upon(_bytes(carried, blobs, shared), name, offset, shape, stride)
     if flags:
         if flags & (_CONJ | _NEG):
-            bits = {"conj": bool(flags & _CONJ), "neg": bool(flags & _NEG)}
-            torch._utils.set_tensor_metadata(tensor, bits)
+            bits = {name: True for name, bit in (("conj", _CONJ), ("neg", _NEG)) if flags & bit}
+            torch._utils.set_tensor_metadata(tensor, bits)  # type: ignore[no-untyped-call]
         if flags & _GRAD:
             tensor.requires_grad_()
     return tensor
@@ -356,14 +375,6 @@ def _spread(blob: Tensor, name: str, shape: tuple[int, ...], stride: tuple[int, 
     base.copy_(_upon(blob, name, 0, distinct, None))
     tensor = _nothing(name)
     return tensor.set_(base.untyped_storage(), 0, shape, stride)
-
-
-def _unpack_all(
-    specs: list[Spec], shared: list[bytes], plans: list[int | Spec], blobs: Sequence[Tensor]
-) -> list[Tensor]:
-    parts = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in shared]
-    leaves = [_leaf(spec, blobs, parts) for spec in specs]
-    return [leaves[plan] if isinstance(plan, int) else _assemble(plan, leaves) for plan in plans]
 
 
 def _assemble(plan: Spec, leaves: list[Tensor]) -> Tensor:

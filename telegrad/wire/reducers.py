@@ -1,0 +1,244 @@
+"""How the types that pickle should not treat by itself are taken apart and rebuilt.
+
+To lift one more type: an entry in `REDUCERS`. A reducer gets the pickler and the object, and gives what `__reduce__`
+would give, or NotImplemented to leave the object to pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Protocol
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from telegrad.wire.functions import name_of, resolve
+
+REBUILDERS = __name__  # the module in which the unpickler looks for FROM_SLOTS
+
+
+class Pickler(Protocol):
+    """What a reducer may use of the pickler."""
+
+    same_program: bool
+    tensors: list[Tensor]
+
+    def by_value(self, obj: Any) -> Any:
+        """Take apart a function or class that has no name."""
+
+
+class NeedsValue(Exception):
+    """A function or class has no name that serves."""
+
+
+Reducer = Callable[[Any, Any], Any]
+
+
+def _lift(pickler: Pickler, tensor: Tensor) -> int:
+    pickler.tensors.append(tensor)
+    return len(pickler.tensors) - 1
+
+
+# Tensors
+
+
+def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
+    kind: Any = type(tensor)
+    attributes = tensor.__dict__
+    if kind is Tensor:
+        if not attributes:
+            return _slot, (_lift(pickler, tensor),)
+        return _slot_as, (_lift(pickler, tensor), None, dict(attributes))
+    if kind is Parameter and not attributes:
+        return _parameter, (_lift(pickler, tensor), tensor.requires_grad)
+    if kind.__reduce_ex__ not in _TORCH_RULES:
+        return NotImplemented
+    if hasattr(kind, "__tensor_flatten__"):
+        names, context = kind.__tensor_flatten__(tensor)
+        inner = {name: getattr(tensor, name) for name in names}
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return _unflatten, (kind, inner, context, shape, stride, tensor.requires_grad)
+    if kind.__torch_dispatch__ != Tensor.__torch_dispatch__:
+        return NotImplemented  # its memory is not where it seems
+    return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
+
+
+_TORCH_RULES = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
+
+
+def _slot(tensors: Sequence[Tensor], number: int) -> Tensor:
+    return tensors[number]
+
+
+def _slot_as(tensors: Sequence[Tensor], number: int, kind: type[Tensor] | None, attributes: dict[str, Any]) -> Tensor:
+    tensor = tensors[number]
+    if kind is not None:
+        tensor = _become(tensor, kind, tensor.requires_grad)
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+def _parameter(tensors: Sequence[Tensor], number: int, requires_grad: bool) -> Tensor:
+    return _become(tensors[number], Parameter, requires_grad)
+
+
+def _become(tensor: Tensor, kind: type[Tensor], requires_grad: bool) -> Tensor:
+    """The same memory as another type; a leaf stays a leaf, and what has a history keeps it."""
+    if tensor.grad_fn is not None:
+        return tensor.as_subclass(kind)
+    return Tensor._make_subclass(kind, tensor, requires_grad)
+
+
+def _unflatten(
+    kind: Any, inner: dict[str, Tensor], context: Any, shape: Any, stride: Any, requires_grad: bool
+) -> Tensor:
+    tensor: Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+    return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+
+
+# Bare memory
+
+
+def _reduce_storage(pickler: Pickler, storage: torch.UntypedStorage) -> Any:
+    return _storage, (_lift(pickler, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)),)
+
+
+def _storage(tensors: Sequence[Tensor], number: int) -> torch.UntypedStorage:
+    return tensors[number].untyped_storage()
+
+
+def _reduce_typed_storage(pickler: Pickler, storage: torch.TypedStorage) -> Any:
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _reduce_array(pickler: Pickler, array: Any) -> Any:
+    """Numpy keeps only dense arrays out of the pickle."""
+    flags = array.flags
+    if array.dtype.hasobject or flags.c_contiguous or flags.f_contiguous:
+        return NotImplemented
+    return array.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+# Functions and classes
+
+
+def _reduce_named(pickler: Pickler, obj: Any) -> Any:
+    name = name_of(obj, pickler.same_program)
+    if name is None:
+        if isinstance(obj, BuiltinFunctionType) or obj in _UNNAMED:
+            return NotImplemented  # a method of an object, or a type that pickle knows
+        return pickler.by_value(obj)
+    module, _, path = name.partition(":")
+    if obj.__module__ == module and obj.__qualname__ == path:
+        return NotImplemented  # pickle finds the same name
+    return resolve, (name,)
+
+
+_UNNAMED = (type(None), type(NotImplemented), type(...))
+
+
+def _reduce_function(pickler: Pickler, function: Any) -> Any:
+    if function in _OWN:
+        return NotImplemented
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    if original is None:
+        return _reduce_named(pickler, function)
+    name = name_of(function, pickler.same_program)
+    if name is not None:
+        return resolve, (name,)
+    source = name_of(original, pickler.same_program) or dump_by_value(original)
+    return _compile, (source, dump_by_value(_compiler_of(function)))
+
+
+def dump_by_value(obj: Any) -> bytes:
+    register_spawned_main()
+    return cloudpickle.dumps(obj)  # type: ignore[no-any-return]
+
+
+def register_spawned_main() -> None:
+    """In a spawned child the main program's functions belong to `__mp_main__`, which no other process can import."""
+    spawned = sys.modules.get("__mp_main__")
+    if spawned is not None and "__mp_main__" not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(spawned)
+
+
+def _compiler_of(compiled: Any) -> Any:
+    """The context of `torch.compile` that made a function, which knows the backend."""
+    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+    return cells["self"].cell_contents if "self" in cells else torch.compile
+
+
+def _compile(source: str | bytes, compiler: bytes) -> Any:
+    """Compile once what arrives again and again."""
+    if isinstance(source, bytes):
+        return _compile_pickled(source, compiler)
+    original = resolve(source)
+    made = _compiled.setdefault(original, {})
+    if compiler not in made:
+        made[compiler] = pickle.loads(compiler)(original)
+    return made[compiler]
+
+
+_compiled: weakref.WeakKeyDictionary[Any, dict[bytes, Any]] = weakref.WeakKeyDictionary()
+
+
+@lru_cache(maxsize=256)
+def _compile_pickled(source: bytes, compiler: bytes) -> Any:
+    return pickle.loads(compiler)(pickle.loads(source))
+
+
+def _reduce_operator(pickler: Pickler, operator: Any) -> Any:
+    return resolve, (name_of(operator, pickler.same_program),)
+
+
+def _reduce_script_function(pickler: Pickler, function: Any) -> Any:
+    name = name_of(function, pickler.same_program)
+    return (resolve, (name,)) if name is not None else _reduce_script(pickler, function)
+
+
+def _reduce_script(pickler: Pickler, obj: Any) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(obj, file)
+    return _load_script, (file.getvalue(),)
+
+
+def _load_script(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+# Looked up along the type's bases.
+REDUCERS: dict[type, Reducer] = {
+    Tensor: _reduce_tensor,
+    torch.UntypedStorage: _reduce_storage,
+    torch.TypedStorage: _reduce_typed_storage,
+    FunctionType: _reduce_function,
+    BuiltinFunctionType: _reduce_named,
+    type: _reduce_named,
+    torch._ops.OpOverload: _reduce_operator,
+    torch._ops.OpOverloadPacket: _reduce_operator,
+    torch.jit.ScriptFunction: _reduce_script_function,
+    torch.jit.ScriptModule: _reduce_script,
+}
+
+# Called by the unpickler with the tensors of the value before their arguments.
+FROM_SLOTS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (_slot, _slot_as, _parameter, _storage)}
+_OWN = frozenset({*FROM_SLOTS.values(), resolve, _unflatten, _typed_storage, _compile, _load_script})
+
+try:
+    import numpy
+except ImportError:
+    pass
+else:
+    REDUCERS[numpy.ndarray] = _reduce_array

@@ -1,0 +1,161 @@
+"""What knocks at a worker's door without belonging to its group."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import secrets
+import socket
+import struct
+
+import pytest
+import torch
+
+from telegrad import errors
+from telegrad.transport import listener
+from telegrad.transport.handshake import Claim, Initiator
+from telegrad.transport.tls import TlsFiles
+from tests.cluster import agents
+
+HTTP = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+TLS_HELLO = bytes.fromhex("16030100c8010000c40303")
+
+
+@pytest.fixture
+def worker():
+    with agents(2, transport="tcp", key="the group's key") as (a, b):
+        yield a, b
+
+
+def knock(worker):
+    return socket.create_connection(worker.agent.me.tcp, 10)
+
+
+def closed(sock):
+    """Whether the worker closes the connection; what it said before is read away."""
+    sock.settimeout(10)
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        HTTP,
+        TLS_HELLO,
+        secrets.token_bytes(4096),
+        struct.pack("<I", 2**31),
+        b"\xff" * 10,
+        b"\0\0",
+        b"\x01\0X",
+        bytes(100_000),
+    ],
+    ids=["http", "tls", "noise", "2 GB", "ones", "zero length", "unknown kind", "zeros"],
+)
+def test_strangers_cost_a_line_and_a_closed_connection(worker, said, caplog):
+    a, b = worker
+    with knock(b) as sock, caplog.at_level(logging.WARNING, "telegrad"):
+        try:
+            sock.sendall(said)
+        except OSError:
+            pass  # the door was shut before all was said
+        assert closed(sock)
+    assert len([r for r in caplog.records if "was refused" in r.getMessage()]) <= 1
+    assert a.agent.call("w1", operator.add, (1, 2), None) == 3
+
+
+def test_who_is_silent_is_turned_away(worker, monkeypatch):
+    monkeypatch.setattr(listener, "PATIENCE", 0.2)
+    _, b = worker
+    with knock(b) as sock:
+        assert closed(sock)
+
+
+def test_a_wrong_key_is_told_at_both_ends(worker, caplog):
+    _, b = worker
+    end = Initiator(b"another key", Claim("w0", 0, "x", ""), b.agent.incarnation)
+    with knock(b) as sock, caplog.at_level(logging.WARNING, "telegrad"):
+        sock.sendall(end.start())
+        sock.sendall(end.receive(sock.recv(4096)))
+        refusal = sock.recv(4096)
+        with pytest.raises(errors.AuthenticationFailed, match="TELEGRAD_KEY"):
+            end.receive(refusal)
+    assert any("keys differ" in r.getMessage() for r in caplog.records)
+
+
+def test_many_idle_strangers_do_not_keep_others_out(worker):
+    a, b = worker
+    strangers = [knock(b) for _ in range(100)]
+    assert b.agent.call("w1", operator.add, (1, 1), None) == 2
+    assert a.agent.call("w1", operator.add, (1, 2), None) == 3
+    for sock in strangers:
+        sock.close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """Two authorities, and a certificate of each."""
+    return [make_certificates(tmp_path_factory.mktemp("ca")) for _ in range(2)]
+
+
+def make_certificates(folder):
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    def issue(subject, issuer, key, signer, is_authority):
+        now = datetime.datetime.now(datetime.timezone.utc)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)]))
+            .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .sign(signer, hashes.SHA256())
+        )
+
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    pem = serialization.Encoding.PEM
+    (folder / "ca.pem").write_bytes(issue("ca", "ca", authority_key, authority_key, True).public_bytes(pem))
+    (folder / "cert.pem").write_bytes(issue("worker", "ca", key, authority_key, False).public_bytes(pem))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return TlsFiles(str(folder / "cert.pem"), str(folder / "key.pem"), str(folder / "ca.pem"))
+
+
+def test_tls_between_workers(certificates):
+    with agents(2, transport="tcp", tls=certificates[0]) as (a, _):
+        for size in (10, 3_000_000):
+            assert a.agent.call("w1", torch.add, (torch.ones(size), 1), None).sum() == 2 * size
+        futures = [a.agent.call_async("w1", operator.add, (i, 1), None) for i in range(500)]
+        assert [future.wait() for future in futures] == list(range(1, 501))
+
+
+def test_tls_refuses_the_certificate_of_another_authority(certificates):
+    mine, theirs = certificates
+    mixed = TlsFiles(theirs.certificate, theirs.private_key, mine.authority)
+    with agents(2, transport="tcp", tls=mine) as (a, b):
+        object.__setattr__(a.agent.settings, "tls", mixed)
+        with pytest.raises(errors.PeerError, match="w1"):
+            a.agent.call("w1", operator.add, (1, 2), None)
+        with knock(b) as sock:  # no TLS at all
+            sock.sendall(HTTP)
+            assert closed(sock)
+
+
+def test_tls_files_that_are_missing_are_named():
+    with (
+        pytest.raises(errors.UsageError, match="no_such_certificate"),
+        agents(1, tls=TlsFiles("no_such_certificate", "k", "a")),
+    ):
+        pass

@@ -1,0 +1,149 @@
+"""The farewell under a seeded scheduler: messages in any order between workers, calls begun and ended, deaths.
+
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_farewell.py` replays it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from telegrad.agent.farewell import DONE, LEAVING, WAITING, Farewell, Leave, Quiet
+
+SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
+
+
+class World:
+    """Workers, the letters between them (in order per pair, as connections keep it), and calls in flight."""
+
+    def __init__(self, seed, deaths):
+        self.random = random.Random(seed)
+        self.count = self.random.randint(1, 7)
+        self.machines = {i: Farewell(i, set(range(self.count))) for i in range(self.count)}
+        self.lines = {}  # (sender, to) -> letters
+        self.calls = []  # (caller, callee, calls it will make): in flight
+        self.begun = dict.fromkeys(range(self.count), 0)
+        self.alive = set(range(self.count))
+        self.deaths = self.random.randint(1, 2) if deaths and self.count > 1 else 0
+        self.notices = []  # (who hears, of whose death)
+        self.gone = set()  # left in good order
+        for worker in range(self.count):
+            for _ in range(self.random.randint(0, 3)):
+                self.begin(worker, 2)
+
+    def begin(self, caller, depth):
+        callee = self.random.randrange(self.count)
+        self.begun[caller] += 1
+        if callee in self.alive:
+            self.calls.append((caller, callee, depth))
+
+    def post(self, sender, letters):
+        for to, message in letters:
+            if to == sender:
+                raise AssertionError("a letter to oneself")
+            self.lines.setdefault((sender, to), []).append(message)
+
+    def choices(self):
+        """Everything that may happen next."""
+        for worker in sorted(self.alive - self.gone):
+            machine = self.machines[worker]
+            if not machine.inside:
+                yield self.enter, worker
+            elif self.is_quiet(worker):
+                yield self.quiet, worker
+            if machine.state == DONE:
+                yield self.leave, worker
+        for line, letters in sorted(self.lines.items()):
+            if letters:
+                yield self.deliver, line
+        for call in self.calls:
+            yield self.end_call, call
+        for notice in self.notices:
+            yield self.hear, notice
+        if self.deaths:
+            for worker in sorted(self.alive - self.gone):
+                if self.machines[worker].state == WAITING:
+                    yield self.die, worker
+
+    def is_quiet(self, worker):
+        return not any(worker in call[:2] for call in self.calls)
+
+    def enter(self, worker):
+        self.post(worker, self.machines[worker].enter())
+
+    def quiet(self, worker):
+        self.post(worker, self.machines[worker].quiet(self.begun[worker]))
+
+    def leave(self, worker):
+        """It closes its connections; the others hear of it."""
+        self.gone.add(worker)
+        self.notices += [(other, worker) for other in self.alive - self.gone]
+
+    def deliver(self, line):
+        message = self.lines[line].pop(0)
+        sender, to = line
+        if to in self.alive - self.gone:
+            if isinstance(message, Leave):
+                assert not self.calls, "told to leave while a call is in flight"
+            self.post(to, self.machines[to].receive(sender, message))
+
+    def end_call(self, call):
+        self.calls.remove(call)
+        _, callee, depth = call
+        if depth and self.random.random() < 0.5:  # the function called on before it returned
+            self.begin(callee, depth - 1)
+
+    def hear(self, notice):
+        other, worker = notice
+        pending = self.lines.get((worker, other), [])
+        if pending and worker in self.gone:
+            return  # a connection that is closed in good order delivers what was sent on it first
+        self.notices.remove(notice)
+        if other in self.alive - self.gone:
+            self.post(other, self.machines[other].lost(worker))
+
+    def die(self, worker):
+        self.deaths -= 1
+        self.alive.discard(worker)
+        self.calls = [call for call in self.calls if worker not in call[:2]]
+        for line in self.lines:
+            if worker in line:
+                self.lines[line] = []
+        self.notices += [(other, worker) for other in self.alive - self.gone]
+
+    def run(self):
+        for _ in range(20_000):
+            if self.alive <= self.gone:
+                return
+            options = list(self.choices())
+            assert options, f"stuck: {[(i, m.state) for i, m in self.machines.items()]}"
+            action, subject = self.random.choice(options)
+            action(subject)
+        raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("deaths", [False, True], ids=["all live", "some die"])
+def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths):
+    for seed in SEEDS:
+        try:
+            World(seed, deaths).run()
+        except AssertionError as error:
+            raise AssertionError(f"SEED={seed} {error}") from error
+
+
+def test_two_rounds_where_nothing_happens():
+    worker, leader = Farewell(1, {0, 1}), Farewell(0, {0, 1})
+    letters = leader.enter() + [letter for _, m in worker.enter() for letter in leader.receive(1, m)]
+    asked = [m for to, m in letters if to == 1][-1]
+    worker.receive(0, asked)
+    for begun in (3, 4, 4):  # the worker began a call between the first and the second round
+        assert leader.state == WAITING
+        leader.quiet(0)
+        ((_, answer),) = worker.quiet(begun)
+        assert isinstance(answer, Quiet)
+        for _, message in leader.receive(1, answer):
+            worker.receive(0, message)
+    assert leader.state == LEAVING
+    assert worker.state == DONE

@@ -1,0 +1,105 @@
+"""Memory is lent, comes back when the last tensor over it dies, and is bounded."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+from telegrad.errors import ProtocolViolation
+from telegrad.transport.memory import KEEP, SHARING, WARM_FROM, Arena, SharedMaps, SharedPool, size_class
+
+MB = 1 << 20
+needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
+
+
+def test_sizes_are_rounded_by_little():
+    for size in (WARM_FROM, 5 * MB + 1, 64 * MB, 64 * MB + 1):
+        assert size <= size_class(size) <= 1.25 * size + 4096
+
+
+def test_warm_memory_is_used_again():
+    arena = Arena(64 * MB)
+    tensor, memory = arena.allocate(MB)
+    memory[:3] = b"abc"
+    assert tensor[:3].tolist() == [97, 98, 99]
+    where = tensor.data_ptr()
+    view = tensor.view(torch.float32)[5:9]
+    del tensor, memory
+    assert arena.allocate(MB)[0].data_ptr() != where  # a view still lives
+    del view
+    assert where in {arena.allocate(MB)[0].data_ptr() for _ in range(2)}
+
+
+def test_an_arena_keeps_no_more_than_its_limit():
+    arena = Arena(2 * MB)
+    tensors = [arena.allocate(MB)[0] for _ in range(5)]
+    tensors.clear()
+    gc.collect()
+    arena.allocate(MB)
+    assert arena._kept <= 2 * MB
+    arena.trim(float("inf"))
+    assert arena._kept == 0
+
+
+@needs_sharing
+def test_a_block_is_seen_on_the_other_side_and_comes_back():
+    pool, maps = SharedPool(8 * MB), SharedMaps()
+    block = pool.take(MB)
+    block.fill(torch.arange(MB // 8).view(torch.uint8))
+    maps.arrived.append(os.dup(block.fd))
+    tensor = maps.attach(block.number, MB)
+    assert torch.equal(tensor.view(torch.int64), torch.arange(MB // 8))
+    assert not maps.released
+    del tensor
+    assert list(maps.released) == [block.number]
+    pool.give_back(maps.released)
+    assert pool.take(MB) is block
+    pool.give_back([block.number])
+    assert maps.attach(block.number, 10).numel() == 10  # mapped already: no descriptor is needed
+    maps.close()
+    pool.close()
+
+
+@needs_sharing
+def test_a_pool_is_bounded_and_makes_room():
+    pool = SharedPool(4 * MB)
+    blocks = [pool.take(2 * MB), pool.take(2 * MB)]
+    assert pool.take(MB) is None
+    assert pool.take(5 * MB) is None
+    pool.give_back([blocks[0].number])
+    assert pool.take(MB) is not None  # the idle block went
+    assert pool.trim(0.0) == [blocks[0].number]
+    pool.close()
+
+
+@needs_sharing
+def test_idle_blocks_go_after_a_while():
+    pool = SharedPool(4 * MB)
+    block = pool.take(MB)
+    pool.give_back([block.number])
+    assert pool.trim(block.idle_since + KEEP / 2) == []
+    assert pool.trim(block.idle_since + KEEP) == [block.number]
+    assert pool._bytes == 0
+    pool.close()
+
+
+@needs_sharing
+def test_what_a_lost_peer_holds_is_left_to_it():
+    pool, maps = SharedPool(4 * MB), SharedMaps()
+    block = pool.take(MB)
+    block.fill(torch.ones(MB, dtype=torch.uint8))
+    maps.arrived.append(os.dup(block.fd))
+    tensor = maps.attach(block.number, MB)
+    pool.abandon([block.number])
+    other = pool.take(MB)
+    other.fill(torch.zeros(MB, dtype=torch.uint8))
+    assert tensor.all()  # not overwritten
+    pool.close()
+
+
+def test_blocks_that_were_never_passed_are_refused():
+    with pytest.raises(ProtocolViolation, match="never passed"):
+        SharedMaps().attach(1, 10)

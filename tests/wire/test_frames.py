@@ -1,0 +1,85 @@
+"""Frames are cut from any stream of bytes."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telegrad.wire.frames import SCRATCH, FrameReader
+from telegrad.wire.messages import CALL, ENTRY, IN_STREAM, Frame, encode, pack_numbers, unpack_numbers
+
+
+def allocate(size):
+    memory = bytearray(size)
+    return memory, memoryview(memory)
+
+
+def attach(number, size):
+    return number, size
+
+
+def read(stream, cuts):
+    """Feed `stream` in pieces of the given sizes, over and over."""
+    reader, frames, at, turn = FrameReader(allocate, attach), [], 0, 0
+    while at < len(stream):
+        buffer = reader.buffer()
+        assert len(buffer) > 0
+        count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
+        buffer[:count] = stream[at : at + count]
+        frames += reader.advance(count)
+        at, turn = at + count, turn + 1
+    return frames
+
+
+def written(frame):
+    """The bytes of a frame; blobs are bytes in the stream, or (number, size) elsewhere."""
+    table = b"".join(
+        ENTRY.pack(*blob) if isinstance(blob, tuple) else ENTRY.pack(IN_STREAM, len(blob)) for blob in frame.blobs
+    )
+    head = encode(
+        frame.kind, frame.id, flags=frame.flags, head=frame.head, meta=frame.meta, table=table, body=frame.body
+    )
+    return head + b"".join(blob for blob in frame.blobs if not isinstance(blob, tuple))
+
+
+def same(found, frames):
+    assert [
+        Frame(*f[:-2], bytes(f.body), [b if isinstance(b, tuple) else bytes(b) for b in f.blobs]) for f in found
+    ] == frames
+
+
+small = st.binary(max_size=40)
+sizes = st.sampled_from([0, 1, 27, 28, 29, 5000, SCRATCH - 30, SCRATCH, SCRATCH + 1, 3 * SCRATCH])
+large = sizes.map(lambda size: (b"0123456789abcdef" * (size // 16 + 1))[:size])
+blobs = st.one_of(large, st.tuples(st.integers(1, 9), st.integers(0, 99)))
+frames = st.builds(
+    Frame,
+    st.integers(1, 255),
+    st.integers(0, 255),
+    st.integers(0, 2**64 - 1),
+    small,
+    small,
+    st.one_of(small, large),
+    st.lists(blobs, max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(frames, max_size=6), st.lists(st.integers(1, 2 * SCRATCH), min_size=1, max_size=5))
+def test_any_cuts(sent, cuts):
+    same(read(b"".join(map(written, sent)), cuts), sent)
+
+
+def test_byte_by_byte():
+    sent = [Frame(CALL, 0, 7, b"head", b"meta", b"body", [b"blob", (3, 9)]), Frame(CALL, 1, 8, b"", b"", b"", [])]
+    same(read(b"".join(map(written, sent)), [1]), sent)
+
+
+def test_many_in_one_read():
+    sent = [Frame(CALL, 0, number, b"h", b"", b"body", []) for number in range(1000)]
+    same(read(b"".join(map(written, sent)), [SCRATCH]), sent)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1)))
+def test_numbers(numbers):
+    assert list(unpack_numbers(pack_numbers(numbers))) == numbers

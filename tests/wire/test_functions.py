@@ -1,0 +1,290 @@
+"""A name is given only where it leads back to the very same thing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import operator
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from telegrad import errors
+from telegrad.wire import functions
+from telegrad.wire.functions import name_of, program, resolve
+
+
+def plain(x):
+    return x
+
+
+def twice():
+    return "the first of that name"
+
+
+first_twice = twice
+
+
+def twice():
+    return "the second"
+
+
+def gone():
+    return "not found by its name any more"
+
+
+gone = [gone]
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor):
+    return x + 1
+
+
+@torch.compile(backend="eager")
+def decorated(x):
+    return x * 3
+
+
+compiled = torch.compile(plain, backend="eager")
+compiled_lambda = torch.compile(lambda x: x, backend="eager")
+
+
+@functools.lru_cache
+def remembered(x):
+    return x
+
+
+class Holder:
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    @classmethod
+    def build(cls):
+        return cls()
+
+    def method(self):
+        return 1
+
+    class Inner:
+        pass
+
+
+class Heir(Holder):
+    pass
+
+
+class Sly:
+    """Calls itself equal to whatever it is asked about."""
+
+    __module__ = __name__
+    __qualname__ = "sly"
+
+    def __init__(self):
+        self.__qualname__ = "sly"
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return hash("sly")
+
+
+sly = Sly()
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """A main program of its own."""
+    module = types.ModuleType("__main__")
+    exec("def f(): return 5\nclass C: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        plain,
+        first_twice,
+        twice,
+        Holder,
+        Holder.Inner,
+        Holder.double,
+        Holder.method,
+        scripted,
+        decorated,
+        compiled,
+        compiled_lambda,
+        remembered,
+        min,
+        len,
+        int,
+        math.sqrt,
+        operator.add,
+        functools.reduce,
+        str.upper,
+        torch.add,
+        torch.relu,
+        torch.ones,
+        torch.empty,
+        torch.nn.Linear,
+        torch.nn.functional.relu,
+        torch.nn.functional.linear,
+        torch.nn.functional.gelu,
+        torch.linalg.norm,
+        torch.fft.fft,
+        torch.special.erf,
+        torch._foreach_add,
+        torch.Tensor.add,
+        torch.Tensor.backward,
+        torch.ops.aten.add,
+        torch.ops.aten.add.Tensor,
+    ],
+    ids=str,
+)
+def test_names_lead_back(function):
+    name = name_of(function, False)
+    assert resolve(name) is function
+    assert name_of(function, True) == name  # from the cache
+
+
+@pytest.mark.parametrize("function", [Holder.build, Heir.build, dict.fromkeys], ids=str)
+def test_class_methods_lead_to_their_equal(function):
+    assert resolve(name_of(function, False)) == function
+
+
+def test_an_inherited_class_method_keeps_its_class():
+    assert type(resolve(name_of(Heir.build, False))()) is Heir
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        lambda: 1,
+        Holder().method,
+        [].append,
+        functools.partial(plain, 1),
+        (lambda: lambda: 1)(),
+        torch.nn.Linear(1, 1),
+        gone.pop(),
+        torch.compile(lambda x: x, backend="eager"),
+        [],
+        5,
+    ],
+    ids=str,
+)
+def test_what_has_no_name(thing):
+    assert name_of(thing, True) is None
+
+
+def test_one_that_equals_all_does_not_get_into_the_cache():
+    assert name_of(sly, True) == f"{__name__}:sly"
+    assert name_of(Sly(), True) is None
+
+
+def test_the_cache_is_bounded_and_holds_what_it_names(monkeypatch):
+    monkeypatch.setattr(functions, "_CACHED", 3)
+    monkeypatch.setattr(functions, "_names", {})
+    for _ in range(2):
+        for function in (plain, min, len, Holder, torch.add):
+            assert resolve(name_of(function, True)) is function
+            assert len(functions._names) <= 3
+            assert function in functions._names
+
+
+def test_a_patched_function_is_seen(monkeypatch):
+    name = name_of(plain, True)
+    monkeypatch.setattr(sys.modules[__name__], "plain", min)
+    assert resolve(name) is min
+
+
+def test_a_module_is_imported_if_need_be(tmp_path, monkeypatch):
+    (tmp_path / "found_late.py").write_text("def f(): return 7")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    assert resolve("found_late:f")() == 7
+    monkeypatch.delitem(sys.modules, "found_late")
+
+
+def test_a_module_that_another_thread_imports_is_waited_for(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(functions, "events", (begun, go_on), raising=False)
+    (tmp_path / "found_slowly.py").write_text(
+        "from telegrad.wire.functions import events\nevents[0].set()\nevents[1].wait(10)\ndef f(): return 7"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(resolve("found_slowly:f")())) for _ in range(2)]
+    threads[0].start()
+    begun.wait(10)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert results == [7, 7]
+    monkeypatch.delitem(sys.modules, "found_slowly")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torch:nothing", "no 'nothing' in module 'torch'.*importable on all workers"),
+        ("no_such_module:f", "no 'f' in module 'no_such_module'.*importable on all workers"),
+        ("torch.nn:Linear.nothing", "no 'Linear.nothing'"),
+        ("__main__:not_there_at_all", "top level of the main program"),
+    ],
+)
+def test_what_is_missing_is_named(name, text):
+    with pytest.raises(errors.FunctionNotFound, match=text) as caught:
+        resolve(name)
+    assert caught.value.__cause__ is not None
+
+
+def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(errors.FunctionNotFound, match=r"broken_module.*no licence"):
+        resolve("broken_module:f")
+
+
+@pytest.mark.parametrize("module", ["__main__", "__mp_main__"])
+def test_the_main_program_is_named_only_to_its_like(main, module):
+    main.f.__module__ = main.C.__module__ = module  # as in a spawned child
+    for thing, name in ((main.f, "__main__:f"), (main.C, "__main__:C")):
+        assert name_of(thing, True) == name
+        assert name_of(thing, False) is None
+        assert resolve(name) is thing
+
+
+def test_the_program_is_known_by_its_file(main, monkeypatch, tmp_path):
+    prints = []
+    for folder, content in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
+        path = tmp_path / folder / "script.py"
+        path.parent.mkdir()
+        path.write_text(content)
+        main.__file__ = str(path)
+        monkeypatch.setattr(functions, "_program", None)
+        prints.append(program())
+        path.unlink()
+        assert program() == prints[-1]  # not read again
+    assert prints[0] == prints[1] != prints[2]  # the same program elsewhere on another host
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_a_prompt_is_no_program(main, monkeypatch, file):
+    main.__file__ = file
+    monkeypatch.setattr(functions, "_program", None)
+    assert program() == ""
+
+
+def test_a_child_runs_the_same_program(workers):
+    workers[0].begin(program)
+    assert workers[0].end() == program()

@@ -1,0 +1,413 @@
+"""Values survive the journey; functions by name or by value; errors say what to do."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from telegrad import errors
+from telegrad.wire import functions, pickling
+from telegrad.wire.pickling import decode, encode
+
+
+def journey(value, same_program=True):
+    body, tensors = encode(value, same_program)
+    return decode(body, [tensor.detach().clone() for tensor in tensors])
+
+
+class Tagged(torch.Tensor):
+    """A subclass with an attribute."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass made of an inner tensor."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], "context"
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, shape, stride):
+        assert context == "context"
+        return Wrapper(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor):
+    return x + 1
+
+
+def plain(x):
+    return x
+
+
+compiled = torch.compile(plain, backend="eager")
+
+
+class Own(torch.Tensor):
+    """A subclass with rules of its own."""
+
+    def __reduce_ex__(self, protocol):
+        return _own, (self.as_subclass(torch.Tensor) * 2,)
+
+
+def _own(tensor):
+    return tensor.as_subclass(Own)
+
+
+class Dispatching(torch.Tensor):
+    """A subclass without memory that does not tell what it is made of."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+class Weight(nn.Parameter):
+    """A parameter of another type."""
+
+
+class Stubborn:
+    def __getstate__(self):
+        return {"x": 1}
+
+    def __setstate__(self, state):
+        raise AttributeError("no such state")
+
+
+class Holder:
+    def method(self):
+        return 1
+
+    @classmethod
+    def build(cls):
+        return cls()
+
+
+def test_tensors_are_lifted_once_each():
+    tensor = torch.ones(3)
+    body, tensors = encode({"a": tensor, "b": [tensor, torch.zeros(2)]}, True)
+    assert [t.tolist() for t in tensors] == [[1, 1, 1], [0, 0]]
+    back = decode(body, tensors)
+    assert back["a"] is back["b"][0]
+    assert b"storage" not in body
+
+
+def test_parameters_and_modules():
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    back = journey(module)
+    assert [type(p) for p in back.parameters()] == [nn.Parameter] * 4
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), back.state_dict().values(), strict=True))
+    frozen = journey(nn.Parameter(torch.ones(2), requires_grad=False))
+    assert type(frozen) is nn.Parameter
+    assert not frozen.requires_grad
+    back = journey(nn.Buffer(torch.ones(2), persistent=False))
+    assert isinstance(back, nn.Buffer)
+    assert not back.persistent
+
+
+def test_subclasses():
+    tagged = torch.ones(2).as_subclass(Tagged)
+    tagged.label = "x"
+    back = journey(tagged)
+    assert type(back) is Tagged
+    assert back.label == "x"
+    assert type(journey(Wrapper(torch.ones(2))).inner) is torch.Tensor
+    noted = torch.ones(2)
+    noted.note = "y"
+    assert journey(noted).note == "y"
+
+
+def test_subclasses_with_rules_of_their_own():
+    own = journey(torch.ones(2).as_subclass(Own))
+    assert type(own) is Own
+    assert own.tolist() == [2, 2]
+    back = journey(Dispatching(torch.arange(3)))
+    assert type(back) is Dispatching
+    assert back.inner.tolist() == [0, 1, 2]
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert [part.tolist() for part in journey(jagged).unbind()] == [[1, 1], [1, 1, 1]]
+
+
+def test_leaves_arrive_as_leaves():
+    weight = Weight(torch.ones(2))
+    weight.note = "kept"
+    tagged = torch.ones(2).as_subclass(Tagged).requires_grad_()
+    for tensor in (nn.Parameter(torch.ones(2)), weight, tagged):
+        body, tensors = encode([tensor], True)
+        assert tensors[0].requires_grad
+        (back,) = decode(body, [tensors[0].detach().clone().requires_grad_()])
+        assert type(back) is type(tensor)
+        assert back.requires_grad
+        assert back.is_leaf
+    assert decode(*encode(weight, True)).note == "kept"
+
+
+def test_a_history_given_on_the_way_is_kept():
+    """The rooms above put their own tensors in the slots: gradients must reach them."""
+    for tensor in (nn.Parameter(torch.ones(2)), torch.ones(2).as_subclass(Tagged), torch.ones(2)):
+        received = torch.ones(2, requires_grad=True)
+        (back,) = decode(encode([tensor], True).body, [received * 2])
+        assert isinstance(back, type(tensor))
+        back.sum().backward()
+        assert received.grad.tolist() == [2, 2]
+
+
+def test_what_shares_memory_is_lifted_as_such():
+    """Not copied on the way into the slots: `pack` sees what belongs together."""
+    parameter = nn.Parameter(torch.ones(4))
+    value = [parameter, parameter.data, parameter.untyped_storage(), parameter.detach().as_subclass(Tagged)]
+    assert len({tensor.data_ptr() for tensor in encode(value, True).tensors}) == 1
+
+
+def test_storages_and_arrays():
+    assert journey(torch.arange(3).untyped_storage()).tolist()[:8] == [0] * 8
+    for array in (
+        numpy.arange(5),
+        numpy.arange(40_000.0).reshape(200, 200),
+        numpy.asfortranarray(numpy.arange(40_000.0).reshape(200, 200)),
+        numpy.broadcast_to(numpy.arange(200.0), (200, 200)),
+        numpy.arange(80_000.0).reshape(200, 400)[:, ::2],
+        numpy.zeros(40_000, dtype="datetime64[s]"),
+        numpy.zeros(40_000, dtype=[("x", "f8"), ("y", "i4")]),
+        numpy.array([[1, "a"], [None, 2.5]], dtype=object),
+    ):
+        back = journey([array])[0]
+        assert numpy.array_equal(back, array)
+        assert back.dtype == array.dtype
+    typed = journey(torch.TypedStorage(3, dtype=torch.int16, device="cpu"))
+    assert (typed.dtype, len(typed)) == (torch.int16, 3)
+
+
+@pytest.mark.parametrize("make", [numpy.zeros, lambda n: numpy.zeros(n).view(numpy.recarray)], ids=["plain", "kin"])
+def test_large_arrays_are_not_copied(make):
+    array = make(100_000)
+    body, (sent,) = encode([array, torch.ones(1)], True)[0], encode([array], True).tensors
+    assert len(body) < 1000
+    assert sent.data_ptr() == array.ctypes.data
+    received = sent.clone()
+    (back,) = decode(encode([array], True).body, [received])
+    back[7] = 1
+    assert type(back) is type(array)
+    assert received.view(torch.float64)[7] == 1
+    address = received.data_ptr()
+    del received
+    assert back.ctypes.data == address
+    assert back.sum() == 1
+
+
+def test_large_buffers_stand_behind_the_tensors():
+    body, tensors = encode([numpy.ones(10_000), torch.zeros(2), numpy.arange(10_000), numpy.arange(3)], True)
+    assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.uint8, torch.uint8]
+    ones, zeros, numbers, few = decode(body, tensors)
+    assert (ones.sum(), zeros.tolist(), numbers[-1], few.tolist()) == (10_000, [0, 0], 9999, [0, 1, 2])
+
+
+def test_a_read_only_array_stays_so():
+    array = numpy.ones(10_000)
+    array.flags.writeable = False
+    assert not journey(array).flags.writeable
+    assert journey(array).sum() == 10_000
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.add, torch.nn.functional.gelu, min, plain, Holder, scripted, compiled, torch.ops.aten.add, torch.Tensor.add],
+    ids=str,
+)
+def test_by_name(function):
+    assert journey([function])[0] is function
+
+
+def test_methods():
+    assert journey([Holder().method])[0]() == 1
+    assert type(journey([Holder.build])[0]()) is Holder
+    assert journey([[3, 1, 2].index])[0](2) == 2
+
+
+def test_the_main_program_goes_by_name_only_to_its_like(monkeypatch):
+    main = types.ModuleType("__main__")
+    exec("def f(): return 5\nclass C: pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert journey([main.f, main.C()], True)[0] is main.f
+    body = encode([main.f], False).body
+    del main.f
+    assert decode(body, [])[0]() == 5
+    assert type(journey(main.C(), False)).__name__ == "C"
+
+
+def test_by_value():
+    captured = torch.ones(2)
+
+    def closure(x):
+        return x + captured
+
+    back = journey([closure, lambda x: -x])
+    assert back[0](1).tolist() == [2, 2]
+    assert back[1](3) == -3
+    local = torch.jit.script(nn.Linear(2, 2))
+    assert journey([local])[0](captured).shape == (2,)
+
+    @torch.jit.script
+    def script(x: torch.Tensor):
+        return x + 5
+
+    assert journey([script])[0](captured).tolist() == [6, 6]
+
+    class Local:
+        pass
+
+    assert journey(Local()).__class__.__name__ == "Local"
+
+
+def test_compiled_functions_are_compiled_once():
+    passes = []
+
+    def backend(graph, inputs):
+        passes.append(graph)
+        return graph.forward
+
+    registered = torch._dynamo.register_backend(backend, name="telegrad_counting")
+    for function in (plain, lambda x: x * 2):
+        made = torch.compile(function, backend="telegrad_counting", dynamic=True)
+        body, tensors = encode([made, torch.ones(2)], True)
+        arrived = [decode(body, tensors)[0] for _ in range(3)]
+        assert arrived[0] is arrived[1] is arrived[2]
+        assert arrived[0] is not made
+        assert arrived[0](torch.ones(2)).tolist() == function(torch.ones(2)).tolist()
+        assert decode(encode([made], True).body, [])[0] is arrived[0]
+    assert registered is not None
+
+
+def test_compiled_modules():
+    module = torch.compile(nn.Linear(2, 1), backend="eager")
+    back = journey(module)
+    assert type(back) is type(module)
+    assert torch.equal(back(torch.ones(2)), module(torch.ones(2)))
+
+
+def test_odd_values():
+    ring: list = [1]
+    ring.append(ring)
+    back = journey(ring)
+    assert back[1] is back
+    assert journey(((), {})) == ((), {})
+    assert journey([sys, numpy])[0] is sys
+    assert journey([torch.float32, torch.Size([1]), torch.device("cpu")]) == [
+        torch.float32,
+        torch.Size([1]),
+        torch.device("cpu"),
+    ]
+    assert journey([None, Ellipsis, NotImplemented, 1j]) == [None, Ellipsis, NotImplemented, 1j]
+
+
+@pytest.mark.parametrize("value", [None, 3, -(1 << 80), 2.5, "text \udc80", b"bytes", True, 1j, torch.ones(2)], ids=str)
+def test_one_thing(value):
+    back = journey(value)
+    assert type(back) is type(value)
+    assert back is value or bool((back == value).all() if isinstance(value, torch.Tensor) else back == value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((1, "a", None), {}),
+        ((), {"x": 2.5}),
+        ((torch.ones(2), 1), {}),
+        ((1, torch.ones(2)), {"alpha": 2, "out": torch.zeros(1)}),
+        ((), {"x": torch.ones(1)}),
+        (tuple(range(300)), {"x": torch.ones(1)}),
+        (([torch.ones(2)],), {"x": {"deep": torch.zeros(1)}}),
+    ],
+    ids=str,
+)
+def test_arguments(args, kwargs):
+    back_args, back_kwargs = journey((args, kwargs))
+    assert type(back_args) is tuple
+    assert repr((back_args, back_kwargs)) == repr((args, kwargs))
+    assert list(back_kwargs) == list(kwargs)
+
+
+def test_one_tensor_given_twice_arrives_as_one():
+    tensor = torch.ones(2)
+    assert len(encode(((tensor, tensor), {}), True).tensors) == 1
+    (first, second), more = journey(((tensor, tensor), {"again": tensor}))
+    assert first is second is more["again"]
+
+
+def test_the_empty_call_is_constant():
+    assert encode(((), {}), True).body is encode(((), {}), False).body
+
+
+def test_large_containers_cost_nothing_for_each_element(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pickling._Pickler, "reducer_override", lambda self, obj: asked.append(obj))
+    value = [list(range(10_000)), {str(n): (n, 0.5, None) for n in range(10_000)}, {1, 2}, b"x" * 100_000]
+    assert journey(value) == value
+    assert not asked
+
+
+class Locked:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([1, {"deep": threading.Lock()}], r"\[1\]\['deep'\] of type _thread.lock cannot be sent"),
+        (((1, threading.Lock()), {}), "argument 1 of type _thread.lock"),
+        (((), {"x": Locked()}), r"argument 'x'\.lock of type _thread.lock"),
+        ((plain, (threading.Lock(),), {}), "argument 0 of type"),
+        (threading.Lock(), "a value of type _thread.lock"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sent_is_named(value, text):
+    with pytest.raises(errors.CannotEncode, match=text + r".* Send what it is made of") as caught:
+        encode(value, True)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    module = types.ModuleType("gone_module")
+    exec("class Thing: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "gone_module", module)
+    body, _ = encode([module.Thing()], True)
+    monkeypatch.delitem(sys.modules, "gone_module")
+    functions._names.pop(module.Thing)
+    with pytest.raises(errors.FunctionNotFound, match="gone_module"):
+        decode(body, [])
+
+
+def test_what_cannot_be_rebuilt_says_why():
+    with pytest.raises(errors.CannotDecode, match="cannot be rebuilt"):
+        decode(b"\x80\x05garbage", [])
+    for value in ([torch.ones(1), torch.ones(1)], ((torch.ones(1), torch.ones(1)), {})):
+        with pytest.raises(errors.CannotDecode):
+            decode(encode(value, True).body, [torch.ones(1)])
+    with pytest.raises(errors.CannotDecode, match="AttributeError: no such state") as caught:
+        decode(encode(Stubborn(), True).body, [])
+    assert type(caught.value.__cause__) is AttributeError

@@ -1,0 +1,190 @@
+"""Tensors survive the journey, and only what is needed travels."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad import errors
+from telegrad.wire.tensors import SMALL, memory, pack, unpack
+
+
+def journey(*tensors):
+    """Pack, copy the blobs as a wire would, unpack."""
+    meta, blobs = pack(tensors)
+    assert all(blob.dtype == torch.uint8 and blob.dim() == 1 and blob.is_contiguous() for blob in blobs)
+    return unpack(meta, [blob.clone() for blob in blobs])
+
+
+def carried(*tensors):
+    meta, blobs = pack(tensors)
+    return len(meta) + sum(blob.numel() for blob in blobs)
+
+
+DTYPES = sorted(
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    - {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.bits1x8, torch.bits2x4}
+    - {torch.bits4x2, torch.bits8, torch.bits16},
+    key=str,
+)
+
+
+@pytest.mark.parametrize("size", [5, 50_000])
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if not re.search(r"int[1-7]$", str(d))], ids=str)
+def test_dtypes(dtype, size):
+    source = torch.empty(size, dtype=torch.uint8).random_(0, 2).view(torch.bool)
+    tensor = source.to(dtype) if dtype not in (torch.float4_e2m1fn_x2,) else source.view(torch.uint8).view(dtype)
+    (back,) = journey(tensor)
+    assert back.dtype == dtype
+    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(0),
+        torch.empty(3, 0, 2),
+        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+        torch.arange(100_000.0).view(100, 1000).t(),
+        torch.ones(4).expand(3, 4),
+        torch.tensor(1.0).expand(1000, 1000),
+        torch.arange(20.0)[3:9],
+        torch.arange(100_000.0)[7:99_000],
+        torch.complex(torch.ones(3), torch.ones(3)).conj(),
+        torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, requires_grad=True) * 2,
+        torch.ones(3, 4, 5, 6).to(memory_format=torch.channels_last),
+    ],
+    ids=lambda t: f"{tuple(t.shape)}{t.stride()}",
+)
+def test_strided(tensor):
+    (back,) = journey(tensor)
+    assert torch.equal(back, tensor)
+    assert back.shape == tensor.shape
+    assert back.stride() == tensor.stride()
+    assert back.is_conj() == tensor.is_conj()
+    assert back.requires_grad == tensor.requires_grad
+    assert back.is_leaf
+    if not tensor.is_conj():
+        assert not back._is_view()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
+        torch.eye(4).to_sparse_csr(),
+        torch.eye(4).to_sparse_csc(),
+        torch.eye(4).to_sparse_bsr((2, 2)),
+        torch.eye(4).to_sparse_bsc((2, 2)),
+    ],
+    ids=lambda t: str(t.layout),
+)
+def test_sparse(tensor):
+    (back,) = journey(tensor)
+    assert back.layout == tensor.layout
+    assert torch.equal(back.to_dense(), tensor.to_dense())
+    if tensor.layout is torch.sparse_coo:
+        assert back.is_coalesced() == tensor.is_coalesced()
+
+
+def test_rare_kinds():
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    meta = torch.empty(3, 4, device="meta").t()
+    back = journey(quantized, nested, jagged, torch.ones(3).to_mkldnn(), meta)
+    assert back[0].is_quantized
+    assert torch.equal(back[0].dequantize(), quantized.dequantize())
+    assert [list(part) for part in back[1].unbind()] == [[1, 1], [1, 1, 1]]
+    assert [list(part) for part in back[2].unbind()] == [[1, 1], [1, 1, 1]]
+    assert back[3].is_mkldnn
+    assert back[4].is_meta
+    assert back[4].stride() == meta.stride()
+
+
+def test_views_of_one_storage_stay_together():
+    base = torch.arange(10_000.0)
+    head, tail, bits = journey(base[:6000], base[4000:], base.view(torch.int32)[5000:5010])
+    head[4000:].zero_()
+    assert not tail[:2000].any()
+    assert not bits.any()
+
+
+def test_small_views_of_one_storage_stay_together():
+    base = torch.zeros(10)
+    head, tail = journey(base[:6], base[4:])
+    head.fill_(1)
+    assert tail.tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_only_the_viewed_part_travels():
+    base = torch.zeros(1_000_000)
+    assert carried(base[10:20]) < 1000
+    assert carried(base[:2000], base[-2000:]) < 17_000
+    assert carried(base.view(1000, 1000)[:, 3]) < 5000
+    assert carried(torch.tensor(1.0).expand(1000, 1000)) < 1000
+
+
+def test_a_column_keeps_its_stride():
+    column = torch.arange(1_000_000.0).view(1000, 1000)[:, 3]
+    (back,) = journey(column)
+    assert torch.equal(back, column)
+    assert back.stride() == column.stride()
+
+
+def test_large_memory_is_aliased_and_built_in_place():
+    source = torch.arange(SMALL)
+    meta, (blob,) = pack([source])
+    assert blob.data_ptr() == source.data_ptr()
+    (back,) = unpack(meta, [blob])
+    assert back.data_ptr() == source.data_ptr()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_in_other_modes(mode):
+    with mode():
+        made = torch.ones(5) * 2
+        assert torch.equal(journey(made)[0], made)
+    assert torch.equal(journey(made)[0], made)
+
+
+def test_another_device_is_refused_with_advice():
+    class Elsewhere:
+        layout, is_nested, is_quantized, is_cpu, is_meta = torch.strided, False, False, False, False
+        device, dtype = "cuda:0", torch.float32
+
+    with pytest.raises(errors.DeviceError, match=r"cuda:0.*cpu\(\)"):
+        pack([Elsewhere()])
+
+
+@st.composite
+def views(draw):
+    shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=4))
+    strides = [draw(st.integers(0, 7)) for _ in shape]
+    offset = draw(st.integers(0, 9))
+    extent = offset + 1 + sum(max(n - 1, 0) * s for n, s in zip(shape, strides, strict=True))
+    return torch.arange(extent, dtype=draw(st.sampled_from([torch.int64, torch.int16, torch.uint8]))).as_strided(
+        shape, strides, offset
+    )
+
+
+@given(st.lists(views(), max_size=4))
+def test_any_views(tensors):
+    for back, tensor in zip(journey(*tensors), tensors, strict=True):
+        assert torch.equal(back, tensor)
+        assert back.stride() == tensor.stride() or tensor.is_contiguous()  # where each stride does
+
+
+def test_memory_is_writable():
+    blob = torch.zeros(4, dtype=torch.uint8)
+    memory(blob)[2] = 7
+    assert blob.tolist() == [0, 0, 7, 0]
+    assert len(memory(torch.empty(0, dtype=torch.uint8))) == 0
