@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -173,9 +172,6 @@ class _Text(str):
         return str, (str.__str__(self),)
 
 
-# They show a single text as it is, so that a text that tells the story is enough.
-_USUAL: tuple[Callable[..., str], ...] = (BaseException.__str__, KeyError.__str__, OSError.__str__)
-
 _ORIGINAL = "_telegrad_original"
 _CACHED = 1024
 _tellers: dict[type[BaseException], type[BaseException]] = {}
@@ -183,10 +179,7 @@ _tellers: dict[type[BaseException], type[BaseException]] = {}
 
 def _telling(error: Any, story: str) -> BaseException:
     kind = type(error)
-    if kind.__str__ in _USUAL and len(error.args) == 1 and type(error.args[0]) is str:
-        text = _Text(error.args[0])
-        text.story = story
-        error.args = (text,)
+    if len(error.args) == 1 and type(error.args[0]) is str and _tells_with_its_argument(error, story):
         return error  # type: ignore[no-any-return]
     try:
         made: BaseException = _copy(error, _teller_of(kind))
@@ -195,6 +188,21 @@ def _telling(error: Any, story: str) -> BaseException:
     except Exception:  # a type that cannot be subclassed or copied
         error.__cause__ = RemoteError(story)
         return error  # type: ignore[no-any-return]
+
+
+def _tells_with_its_argument(error: Any, story: str) -> bool:
+    """Put the story into the only argument, if the exception shows that one as its text."""
+    plain = error.args
+    text = _Text(plain[0])
+    text.story = story
+    error.args = (text,)
+    try:
+        if story in str(error):
+            return True
+    except Exception:
+        pass
+    error.args = plain
+    return False
 
 
 def _original(kind: type[BaseException]) -> type[BaseException]:
@@ -213,7 +221,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
             "__qualname__": kind.__qualname__,
             "__slots__": (),
             "__str__": tell,
-            "__reduce_ex__": lambda self, protocol: _copy(self, kind).__reduce_ex__(protocol),
+            "__reduce_ex__": lambda self, protocol: _InParts(self).__reduce__(),
             _ORIGINAL: kind,
         }
         if len(_tellers) >= _CACHED:

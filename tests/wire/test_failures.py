@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+import copy
+import errno
+import pickle
+import sys
 import threading
+import traceback
+import types
 
 import pytest
+import torch
 
 from telegrad import errors
-from telegrad.wire.failures import LONGEST_TEXT, describe, rebuild
+from telegrad.wire.failures import LARGEST, LONGEST_TEXT, describe, rebuild
 
 
 def journey(error, worker="w1"):
@@ -30,6 +38,56 @@ class OwnText(Exception):
 
     def __str__(self):
         return f"own {self.b}"
+
+
+class Mangling(Exception):
+    """Its own rules give back something else."""
+
+    def __init__(self, number):
+        super().__init__(f"number {number}")
+        self.number = number
+
+
+class Slotted(Exception):
+    __slots__ = ("first",)
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+
+class InPieces(Exception):
+    """Has rules of its own."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first = first + second
+
+    def __reduce__(self):
+        return InPieces, (self.first, "")
+
+
+class Odd(OSError):
+    def __init__(self, number, text):
+        super().__init__(number, text)
+        self.number = number
+
+    def __str__(self):
+        return "odd"
+
+
+class Unsendable(Exception):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+
+class Final(Exception):
+    def __init_subclass__(cls):
+        raise TypeError("no heirs")
+
+
+TELEGRAD = [getattr(errors, name) for name in errors.__all__]
 
 
 class BadText(Exception):
@@ -68,9 +126,119 @@ def test_type_text_and_attributes(error):
         assert (back.errno, back.filename) == (error.errno, error.filename)
 
 
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, errors.CannotEncode])
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, OSError, TimeoutError, AttributeError, *TELEGRAD])
 def test_the_very_type(kind):
-    assert type(journey(kind("text"))) is kind
+    back = journey(kind("text"))
+    assert type(back) is kind
+    assert back.args == ("text",)
+    assert back.args[0] == "text"
+    assert "'w1'" in str(back)
+    assert "in journey" in repr(back)
+    assert type(journey(back, "w2")) is kind
+
+
+def test_attributes_of_the_very_type():
+    back = journey(FileNotFoundError(errno.ENOENT, "gone", "a", None, "b"))
+    assert (back.errno, back.strerror, back.filename, back.filename2) == (errno.ENOENT, "gone", "a", "b")
+    again = journey(back, "w2")
+    assert (again.errno, again.filename, again.filename2) == (errno.ENOENT, "a", "b")
+    back = journey(journey(UnicodeDecodeError("utf-8", b"ab", 0, 1, "bad")), "w2")
+    assert (back.encoding, back.object, back.start, back.end, back.reason) == ("utf-8", b"ab", 0, 1, "bad")
+    back = journey(journey(ImportError("none", name="n", path="p")), "w2")
+    assert (back.msg, back.name, back.path) == ("none", "n", "p")
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_constructors_that_want_something_else(hops):
+    for error in (KeywordOnly(code=3), OwnText(1, 2), Mangling(5), Slotted(4), InPieces("a", "b"), Odd(2, "x")):
+        back = error
+        for _ in range(hops):
+            back = journey(back)
+        assert isinstance(back, type(error))
+        assert back.args == error.args
+        for name in ("code", "b", "number", "first", "errno"):
+            assert getattr(back, name, None) == getattr(error, name, None)
+
+
+def test_a_rebuilt_one_can_be_copied_and_pickled():
+    for error in (ValueError("x"), OwnText(1, 2), OSError(2, "gone", "file"), Slotted(4)):
+        back = journey(error)
+        for twin in (copy.copy(back), pickle.loads(pickle.dumps(back))):
+            assert type(twin) is type(error)
+            assert twin.args == error.args
+            assert str(twin).startswith(str(error))
+
+
+def test_types_are_made_once():
+    assert type(journey(OwnText(1, 2))) is type(journey(OwnText(3, 4)))
+    assert type(journey(OwnText(1, 2))).__module__ == OwnText.__module__
+
+
+def test_notes_travel_and_are_told_once():
+    error = ValueError("x")
+    error.__notes__ = ["a note"]
+    back = journey(error)
+    assert back.__notes__ == ["a note"]
+
+
+def test_tensors_in_it():
+    error = ValueError("x")
+    error.small, error.large = torch.ones(3), torch.arange(10_000)
+    back = journey(error)
+    assert back.small.tolist() == [1, 1, 1]
+    assert torch.equal(back.large, error.large)
+
+
+def test_a_type_that_is_not_importable_there(monkeypatch):
+    module = types.ModuleType("gone_errors")
+    exec("class Gone(Exception): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "gone_errors", module)
+    data = describe(module.Gone("text"), "w1")
+    monkeypatch.delitem(sys.modules, "gone_errors")
+    back = rebuild(data)
+    assert type(back) is errors.RemoteError
+    assert "gone_errors.Gone was raised" in str(back)
+    assert "text" in str(back)
+    assert "'w1'" in str(back)
+
+
+def test_a_type_that_has_no_name():
+    class Local(Exception):
+        pass
+
+    assert type(journey(Local("text"))).__name__ == "Local"
+
+
+def test_an_exception_of_the_main_program_is_that_of_the_callers(monkeypatch):
+    main = types.ModuleType("__main__")
+    exec("class Mine(Exception): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert type(journey(main.Mine("text"))) is main.Mine
+
+
+def test_a_type_that_allows_no_heirs():
+    back = journey(Final(1, 2))
+    assert type(back) is Final
+    assert "'w1'" in "".join(traceback.format_exception(type(back), back, None))
+
+
+if sys.version_info >= (3, 11):
+
+    @pytest.mark.parametrize("hops", [1, 2])
+    def test_groups(hops):
+        error = builtins.ExceptionGroup("several", [ValueError("a"), KeywordOnly(code=3), Unsendable("c")])
+        back = error
+        for _ in range(hops):
+            back = journey(back)
+        assert isinstance(back, type(error))
+        assert [type(member) for member in back.exceptions] == [ValueError, KeywordOnly, Unsendable]
+        assert back.exceptions[1].code == 3
+        assert back.subgroup(ValueError).exceptions[0].args == ("a",)
+        assert "'w1'" in str(back)
+
+
+def test_what_cannot_be_read_is_told():
+    assert type(rebuild(b"nonsense")) is errors.RemoteError
 
 
 def test_two_hops_tell_both_workers_in_order():
@@ -107,14 +275,26 @@ def test_what_ends_a_process_there_does_not_end_this_one(error):
     assert type(error).__name__ in str(back)
 
 
-def test_texts_that_fail_or_are_endless():
-    assert isinstance(journey(BadText()), (BadText, errors.RemoteError))
-    assert len(str(journey(ValueError("x" * 10 * LONGEST_TEXT)).args)) > 0
-    assert len(describe(RuntimeError("y" * 10 * LONGEST_TEXT), "w")) < 12 * LONGEST_TEXT
+def test_a_text_that_fails():
+    back = journey(BadText())
+    assert type(back).__name__ == "BadText"
 
 
-def test_printed_once():
-    import traceback
+def test_endless_texts():
+    back = journey(ValueError("x" * 5 * LONGEST_TEXT))
+    assert back.args == ("x" * 5 * LONGEST_TEXT,)
+    assert len(str(back)) < 7 * LONGEST_TEXT
+    back = journey(ValueError("x" * 2 * LARGEST))
+    assert type(back) is ValueError
+    assert len(str(back)) < 3 * LONGEST_TEXT
+    error = ValueError("x")
+    error.data = b"x" * 2 * LARGEST
+    assert len(describe(error, "w1")) < LARGEST
 
-    text = "".join(traceback.format_exception(journey(ValueError("once"))))
+
+@pytest.mark.parametrize("error", [ValueError("once"), OwnText(1, 2), KeyError("once")], ids=repr)
+def test_printed_once(error):
+    back = journey(error)
+    text = "".join(traceback.format_exception(type(back), back, back.__traceback__))
     assert text.count("On worker 'w1'") == 1
+    assert text.count("raise error") == 1
