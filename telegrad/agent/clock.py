@@ -57,7 +57,7 @@ class Clock:
             reactor.unstick(perf_counter())
             quiet = quiet + 1 if reactor.runs == runs else 0
             runs = reactor.runs
-            reactor.watched = quiet < QUIET_AFTER
+            reactor.watched = quiet < QUIET_AFTER or reactor.backed_up
             pause = max(0.0, self._due - monotonic())
             self._alarm.acquire(timeout=min(pause, WATCH_EVERY) if reactor.watched else pause)
 

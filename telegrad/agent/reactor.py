@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -30,6 +31,8 @@ INSTANT, QUICK, LONG = range(3)  # not counted and short; counted and short; cou
 SPIN = 100e-6  # how long to look again before sleeping: waking from sleep costs as much
 SPIN_WITHIN = 200e-6  # spin only where the last wait was shorter than this
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
+STALLED_AFTER = 0.25  # calls that wait for a slot this long, while those that run only sleep, are let in one by one
+ASLEEP_BELOW = 0.01  # share of the time that running calls use a processor
 STANDBY = 4  # idle threads that are kept
 
 log = logging.getLogger("telegrad")
@@ -68,6 +71,9 @@ class Reactor:
         self._standby: list[_Worker] = []
         self._threads: dict[_Worker, threading.Thread] = {}
         self._busy = 0
+        self._ended = 0  # calls, so far
+        self._lent_slots = 0  # beyond those that were asked for; each goes with the next call that ends
+        self._slots_seen = 0.0, -1, 0.0  # at the last look that found progress: when, _ended, processor time
         self._queued: deque[Work] = deque()  # calls for which no slot was free
         self._ready: deque[Work] = deque()
         self._asleep = False  # the leader waits in the poller
@@ -130,11 +136,44 @@ class Reactor:
                     self._busy += 1
                 worker.counted = True
 
+    @property
+    def backed_up(self) -> bool:
+        """Whether calls wait for a slot."""
+        return bool(self._queued)
+
     def unstick(self, now: float) -> None:
-        """Take the lead from a leader that is stuck in its work."""
+        """Take the lead from a leader that is stuck in its work, and see to calls that wait in vain."""
         leader = self._leader
         if leader is not None and leader.since and now - leader.since > STUCK_AFTER:
             self._pass_lead(leader, leader.since)
+        if self._queued:
+            self._watch_slots(now)
+
+    def _watch_slots(self, now: float) -> None:
+        """Where all running calls sleep (in waits that this package does not see), let one more begin.
+
+        They may wait for the very calls that they keep from running.
+        """
+        ended, used = self._ended, self._processor_time()
+        since, ended_then, used_then = self._slots_seen
+        if used is None or ended != ended_then or used - used_then > ASLEEP_BELOW * (now - since):
+            self._slots_seen = now, ended, used or 0.0
+        elif now - since > STALLED_AFTER:
+            self._slots_seen = now, ended, used
+            with self._lock:
+                self._slots += 1
+                self._lent_slots += 1
+                self._release_queued()
+            self.poller.wake()
+
+    def _processor_time(self) -> float | None:
+        """Of all threads that run a call, where the platform tells."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return None
+        with self._lock:
+            running = [thread.ident for worker, thread in self._threads.items() if worker.counted]
+            # With the lock held they cannot end: the clock of a thread that has ended must not be asked.
+            return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in running if ident)
 
     @property
     def idle(self) -> bool:
@@ -248,8 +287,7 @@ class Reactor:
             worker.since = 0.0
             still = self._leader is worker
             if still and worker.counted:
-                self._busy -= 1
-                worker.counted = False
+                self._end_call(worker)
                 self._release_queued()
         if not still:
             self._run_queued(worker)
@@ -265,15 +303,25 @@ class Reactor:
         """A thread that does not lead has ended a call: its slot goes to the calls that wait for one."""
         while worker.counted:
             with self._lock:
-                if not self._queued or self._busy > self._slots:
-                    self._busy -= 1
-                    worker.counted = False
+                self._end_call(worker)
+                if not self._queued or self._busy >= self._slots:
                     return
                 work = self._queued.popleft()
+                self._busy += 1
+                worker.counted = True
             try:
                 work.run(work.argument)
             except Exception:
                 log.exception("telegrad: work of the agent failed")
+
+    def _end_call(self, worker: _Worker) -> None:
+        """With the lock held: a call has ended."""
+        self._busy -= 1
+        self._ended += 1
+        worker.counted = False
+        if self._lent_slots:
+            self._lent_slots -= 1
+            self._slots -= 1
 
     def _release_queued(self) -> bool:
         """With the lock held: let the leader start calls for which there are slots now."""

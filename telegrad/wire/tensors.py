@@ -204,6 +204,9 @@ def _place(tensor: Tensor, leaves: list[Tensor]) -> int | Spec:
 
 def _carry(leaf: Tensor, address: int, size: int, blobs: list[Tensor]) -> Memory:
     """The memory from where a leaf begins."""
+    if size and not address and leaf._is_zerotensor():
+        leaf = torch.zeros(size, dtype=torch.uint8, device=_CPU)
+        address = leaf.data_ptr()
     if size < SMALL:
         if address <= _LOW:
             _check_memory(leaf, size)
@@ -214,9 +217,10 @@ def _carry(leaf: Tensor, address: int, size: int, blobs: list[Tensor]) -> Memory
 
 
 def _check_memory(leaf: Tensor, size: int) -> None:
-    if size and leaf.untyped_storage().nbytes() < leaf.storage_offset() * leaf.itemsize + size:
+    missing = leaf.untyped_storage().nbytes() < leaf.storage_offset() * leaf.itemsize + size
+    if size and (missing or not leaf.data_ptr()):
         raise CannotEncode(
-            f"a tensor of shape {tuple(leaf.shape)} cannot be sent: its memory was freed; "
+            f"a tensor of shape {tuple(leaf.shape)} cannot be sent: it has no memory, or that was freed; "
             "send it before its storage is resized"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
+import socket
 import threading
 
 import pytest
@@ -219,6 +220,63 @@ def test_many_nested_calls_in_flight(threads):
     with agents(2, num_worker_threads=threads) as (a, _):
         futures = [a.agent.call_async("w1", fan_out, ("w0", 10), None) for _ in range(50)]
         assert {future.wait() for future in futures} == {55}
+
+
+def fan_out_unseen(to, count):
+    """Waits inside of torch, where nobody can see it."""
+    futures = [api.rpc_async(to, fan_out, ("w1", 1)) for _ in range(count)]
+    return sum(torch.futures.wait_all(futures))
+
+
+def test_waits_that_are_not_seen_do_not_use_up_the_slots():
+    with agents(2, num_worker_threads=1) as (a, _):
+        futures = [a.agent.call_async("w1", fan_out_unseen, ("w0", 2), None) for _ in range(3)]
+        assert [future.wait() for future in futures] == [2, 2, 2]
+
+
+def test_a_connection_that_broke_is_made_again():
+    gate = threading.Event()
+    waiting[0] = gate
+    with agents(2) as (a, b):
+        lost = a.agent.call_async("w1", wait_gate, None, None)
+        assert a.agent.call("w1", echo, (1,), None) == 1
+        for link in list(b.agent._accepted):
+            link._sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(errors.PeerLost, match="may or may not have run"):
+            lost.wait()
+        assert a.agent.call("w1", echo, (2,), None) == 2
+        gate.set()
+
+
+def test_futures_are_torchs_own():
+    with agents(2) as (a, _):
+        futures = [a.agent.call_async("w1", operator.add, (i, i), None) for i in range(3)]
+        assert all(isinstance(future, torch.futures.Future) for future in futures)
+        assert torch.futures.wait_all(futures) == [0, 2, 4]
+        told = []
+        futures[1].add_done_callback(lambda future: told.append(future.value()))
+        assert told == [2]
+        chained = a.agent.call_async("w1", operator.add, (1, 2), None).then(lambda f: f.wait() * 10)
+        assert chained.wait() == 30
+        failing = a.agent.call_async("w1", fail, (ValueError, "late"), None)
+        with pytest.raises(ValueError, match="late"):
+            failing.then(lambda f: f.wait()).wait()
+        with pytest.raises(ValueError, match="late"):
+            torch.futures.collect_all([failing]).wait()
+
+
+def test_futures_in_asyncio():
+    with agents(2) as (a, _):
+
+        async def both():
+            with pytest.raises(ValueError, match="late"):
+                await a.agent.call_async("w1", fail, (ValueError, "late"), None)
+            return await asyncio.gather(*(as_coroutine(i) for i in range(5)))
+
+        async def as_coroutine(i):
+            return await a.agent.call_async("w1", operator.add, (i, 1), None)
+
+        assert asyncio.run(both()) == [1, 2, 3, 4, 5]
 
 
 def test_slots_bound_what_runs_at_once():

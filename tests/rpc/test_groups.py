@@ -260,6 +260,54 @@ def test_different_keys_are_told_early():
         assert [kind for kind, _, _ in found] == [errors.AuthenticationFailed] * 2
 
 
+def test_under_torchrun(tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, operator, telegrad.rpc as rpc\n"
+        "rank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
+        "rpc.init_rpc(f'w{rank}', rank=rank, world_size=size)\n"
+        "assert rpc.rpc_sync(f'w{1 - rank}', operator.add, (1, 2)) == 3\n"
+        "rpc.shutdown()\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    ran = subprocess.run([*launch, str(program)], timeout=2 * PATIENCE, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.nightly
+def test_sixty_four_workers_on_one_machine():
+    def ring(rank):
+        found = rpc.rpc_sync(f"worker{(rank + 1) % 64}", operator.add, (rank, 1))
+        return found, len(os.listdir("/proc/self/fd"))
+
+    with group(64) as made:
+        found = run_all(made, ring)
+        assert [value for value, _ in found] == list(range(1, 65))
+        assert max(count for _, count in found) < 64
+        for process in made:
+            process.begin(leave)
+        for process in made:
+            process.end()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_messages_above_4_gb(transport):
+    def send():
+        size = (4 << 30) + 4096
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        tensor[-1] = 7
+        return rpc.rpc_sync("worker1", last_of, (tensor,))
+
+    with group(2, transport=transport, rpc_timeout=200) as made:
+        assert made[0].run(send, patience=200) == ((4 << 30) + 4096, 7)
+
+
+def last_of(tensor):
+    return tensor.numel(), int(tensor[-1])
+
+
 # Dynamic groups
 
 

@@ -222,7 +222,7 @@ def test_compiled_results():
 def test_memory_that_was_freed(size, offset):
     tensor = torch.ones(size)[offset:]
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(errors.CannotEncode, match="memory was freed"):
+    with pytest.raises(errors.CannotEncode, match="that was freed"):
         pack([tensor])
 
 
@@ -261,8 +261,16 @@ def test_what_this_torch_does_not_know():
 
 
 def test_what_has_no_memory_of_its_own():
-    with FakeTensorMode(), pytest.raises(errors.CannotEncode, match="cannot be sent"):
-        pack([torch.ones(3)])
+    with FakeTensorMode():
+        fakes = torch.ones(3), torch.ones(3000)
+    for fake in fakes:
+        with pytest.raises(errors.CannotEncode, match="no memory"):
+            pack([fake])
+
+
+@pytest.mark.parametrize("size", [3, 3000])
+def test_zeros_without_memory(size):
+    assert torch.equal(journey(torch._efficientzerotensor(size))[0], torch.zeros(size))
 
 
 def test_another_device_is_refused_with_advice():
