@@ -44,6 +44,7 @@ SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is
 READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
 BUFFERS_AT_ONCE = 32
 FDS_AT_ONCE = 64
+GATHERS = hasattr(socket.socket, "sendmsg")  # several buffers in one write; not on Windows
 _ANCILLARY = socket.CMSG_SPACE(FDS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -231,7 +232,7 @@ class Link:
         if self._tls:
             with self._tls_lock:
                 return self._sock.send(first.data)
-        if len(self._outbox) == 1 and not first.fds:
+        if not GATHERS or (len(self._outbox) == 1 and not first.fds):
             return self._sock.send(first.data)
         buffers = [first.data]
         for chunk in itertools.islice(self._outbox, 1, BUFFERS_AT_ONCE):
