@@ -1,9 +1,14 @@
-"""Pairs of workers of one library: started once, taking turns, idle while another pair is measured."""
+"""Pairs of workers of one library: started once, taking turns, stopped while another pair is measured.
+
+Stopped, not only idle: the reference's shared memory transport polls with a whole core per process while it waits.
+"""
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing as mp
+import os
+import signal
 import socket
 import traceback
 import warnings
@@ -34,11 +39,21 @@ class Pair:
         for pipe in self._pipes:
             _answer(pipe)
 
+        self._signal(signal.SIGSTOP)
+
     def measure(self, row: int) -> float:
+        self._signal(signal.SIGCONT)
         self._pipes[0].send(row)
-        return float(_answer(self._pipes[0]))
+        figure = float(_answer(self._pipes[0]))
+        self._signal(signal.SIGSTOP)
+        return figure
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            os.kill(process.pid, number)
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
