@@ -83,6 +83,10 @@ class Server:
                     result = function(*args, **kwargs)
             else:
                 result = function(*args, **kwargs)
+            del args, kwargs  # memory that was lent for them goes back together with the answer
+            if frame.head:
+                limit = SHORT if self._short.get(frame.head) else SHORT + HANDING_OVER
+                self._short[frame.head] = perf_counter() - start < limit
         except BaseException as error:
             self._fail(caller, frame.id, error)
         else:
@@ -92,9 +96,6 @@ class Server:
                 self._when_done(caller, frame.id, function, result)
             else:
                 self._answer(caller, frame.id, result)
-        if frame.head:
-            limit = SHORT if self._short.get(frame.head) else SHORT + HANDING_OVER
-            self._short[frame.head] = perf_counter() - start < limit
 
     def _answer(self, caller: Caller, call_id: int, result: Any) -> None:
         try:
@@ -189,6 +190,7 @@ class Server:
 def open_call(frame: Frame) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function and the arguments of a CALL."""
     value = decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [])
+    frame.blobs.clear()  # the tensors keep what they need
     if frame.head:
         args, kwargs = value
         return resolve(frame.head.decode()), args, kwargs
