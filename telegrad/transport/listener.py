@@ -92,11 +92,11 @@ class Listener:
     def turn_away(self, stranger: _Stranger, why: Exception) -> None:
         """It is not of the group: one line in the log, and the door."""
         self._dismiss(stranger)
+        log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         with contextlib.suppress(OSError, ValueError):
             if stranger.end.parting:
                 stranger.sock.send(stranger.end.parting)
         stranger.sock.close()
-        log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
 
     def _dismiss(self, stranger: _Stranger) -> None:
         self._poller.forget(stranger)
