@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
 
 from telegrad.errors import UsageError
 
@@ -41,7 +43,7 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_cert_chain(files.certificate, files.private_key)
+        context.load_cert_chain(files.certificate, files.private_key, partial(_refuse_passphrase, files))
     except OSError as error:  # SSLError is one
         raise UsageError(
             f"the TLS certificate {files.certificate!r} with key {files.private_key!r} cannot be used: {error}"
@@ -51,3 +53,8 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     except OSError as error:
         raise UsageError(f"the TLS authority {files.authority!r} cannot be used: {error}") from error
     return context
+
+
+def _refuse_passphrase(files: TlsFiles) -> NoReturn:
+    """Instead of a question on the terminal, at which a worker would stand still."""
+    raise UsageError(f"the TLS key {files.private_key!r} needs a passphrase: give one without (`openssl pkey`)")

@@ -1,0 +1,186 @@
+"""TLS lets in whoever shows a certificate of the group's authority that is valid today, and nobody else."""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+
+from telegrad.errors import UsageError
+from telegrad.transport.tls import TlsFiles, client_context, server_context
+
+DAY = datetime.timedelta(days=1)
+
+
+class Authority:
+    """Signs certificates and keeps them as files in a folder."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name = folder / name, x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        self.folder.mkdir()
+        self.key = ec.generate_private_key(ec.SECP256R1())
+        self.path = self._write("authority", self._sign(self.name, self.key, authority=True))
+
+    def files(self, worker, begins=-DAY, ends=DAY, encryption=None):
+        """Those of one worker, whose certificate is valid between these times."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, worker)])
+        text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
+        certificate = self._write(worker, self._sign(name, key, begins, ends))
+        return TlsFiles(certificate, self._write(f"{worker}-key", text), self.path)
+
+    def _sign(self, name, key, begins=-DAY, ends=DAY, authority=False):
+        now = datetime.datetime.now(datetime.timezone.utc)
+        builder = x509.CertificateBuilder(self.name, name, key.public_key(), x509.random_serial_number())
+        builder = builder.not_valid_before(now + begins).not_valid_after(now + ends)
+        builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+    def _write(self, name, text):
+        path = self.folder / f"{name}.pem"
+        path.write_bytes(text)
+        return str(path)
+
+
+class End:
+    """One end of a connection in memory."""
+
+    def __init__(self, context, server_side):
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=server_side)
+        self.received = b""
+
+    def step(self):
+        """Get as far as the bytes at hand allow."""
+        try:
+            self.tls.do_handshake()
+            self.received += self.tls.read()
+        except ssl.SSLWantReadError:
+            pass
+
+
+def converse(client_context, server_context):
+    """Each end sends its role to the other; what each received.
+
+    Raises:
+        SSLError: one end refused the other.
+    """
+    client, server = End(client_context, False), End(server_context, True)
+    said = False
+    while True:
+        client.step()
+        to_server = client.outgoing.read()
+        server.incoming.write(to_server)
+        server.step()
+        to_client = server.outgoing.read()
+        client.incoming.write(to_client)
+        if not to_server and not to_client:
+            if said:
+                return client.received, server.received
+            said = True
+            client.tls.write(b"client")
+            server.tls.write(b"server")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("tls"), "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("tls"), "theirs")
+
+
+def mixed(certified, trusting):
+    """Certified by one authority, trusting another."""
+    return TlsFiles(certified.certificate, certified.private_key, trusting.path)
+
+
+def test_workers_of_one_authority_meet(ours):
+    ends = client_context(ours.files("a")), server_context(ours.files("b"))
+    assert converse(*ends) == (b"server", b"client")
+
+
+def test_nothing_older_than_tls_1_2_is_spoken(ours):
+    client, server = client_context(ours.files("a")), server_context(ours.files("b"))
+    assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_a_worker_of_another_authority_is_refused_by_both(ours, theirs):
+    stranger = theirs.files("a")
+    for files in (stranger, mixed(stranger, ours)):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            converse(client_context(files), server_context(ours.files("b")))
+        with pytest.raises(ssl.SSLCertVerificationError):
+            converse(client_context(ours.files("b")), server_context(files))
+
+
+def test_the_client_refuses_a_server_that_would_take_it(ours, theirs):
+    server = server_context(mixed(theirs.files("b"), ours))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        converse(client_context(ours.files("a")), server)
+
+
+def test_the_server_refuses_a_client_that_would_take_it(ours, theirs):
+    client = client_context(mixed(theirs.files("a"), ours))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        converse(client, server_context(ours.files("b")))
+
+
+def test_a_client_without_a_certificate_is_refused(ours):
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(ours.path)
+    with pytest.raises(ssl.SSLError, match="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
+        converse(client, server_context(ours.files("b")))
+
+
+def test_a_server_that_proves_itself_and_asks_nothing_is_no_danger(ours):
+    """It is let through here, and stopped by the handshake, where it must show the key."""
+    server = server_context(ours.files("b"))
+    server.verify_mode = ssl.CERT_NONE
+    assert converse(client_context(ours.files("a")), server) == (b"server", b"client")
+
+
+@pytest.mark.parametrize(("begins", "ends"), [(-2 * DAY, -DAY), (DAY, 2 * DAY)], ids=["expired", "not_yet"])
+def test_a_certificate_that_is_not_valid_today_is_refused(ours, begins, ends):
+    late, good = ours.files("late", begins, ends), ours.files("good")
+    for client, server in ((late, good), (good, late)):
+        with pytest.raises(ssl.SSLCertVerificationError, match="expired|not yet valid"):
+            converse(client_context(client), server_context(server))
+
+
+@pytest.mark.parametrize("make", [client_context, server_context])
+@pytest.mark.parametrize("field", TlsFiles.__dataclass_fields__)
+@pytest.mark.parametrize("content", [None, b"", b"no certificate"], ids=["missing", "empty", "text"])
+def test_files_that_cannot_be_used_are_named(ours, tmp_path, make, field, content):
+    path = tmp_path / "bad.pem"
+    if content is not None:
+        path.write_bytes(content)
+    files = TlsFiles(**{**vars(ours.files("a")), field: str(path)})
+    with pytest.raises(UsageError, match=r"bad\.pem.* cannot be used") as caught:
+        make(files)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_key_of_another_certificate_is_no_key(ours):
+    files = TlsFiles(ours.files("a").certificate, ours.files("b").private_key, ours.path)
+    with pytest.raises(UsageError, match=r"a\.pem.*b-key\.pem"):
+        client_context(files)
+
+
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(ours):
+    files = ours.files("locked", encryption=BestAvailableEncryption(b"secret"))
+    with pytest.raises(UsageError, match="passphrase"):
+        client_context(files)
