@@ -124,13 +124,17 @@ class _End:
         text = json.dumps(fields).encode()
         return self._say(_PROOF, self._mac(role, text) + text)
 
-    def _check(self, role: bytes, body: bytes) -> list[object]:
+    def _check(self, role: bytes, body: bytes) -> tuple[Claim, list[object]]:
+        """The claim that is proven, and what stands behind it."""
         mac, text = body[:MAC], body[MAC:]
         if not hmac.compare_digest(mac, self._mac(role, text)):
             raise self._refuse("key", _REASONS["key"][1])
         self._said.update(_PROOF + body)
-        fields: list[object] = json.loads(text)
-        return fields
+        try:
+            name, id_, incarnation, program, *more = json.loads(text)
+            return Claim(str(name), int(id_), str(incarnation), str(program)), more
+        except (ValueError, TypeError, RecursionError):
+            raise self._refuse("stranger", "it holds the key, but what it claims is no claim") from None
 
     def _refuse(self, reason: str, why: str) -> HandshakeError | PeerUnreachable:
         text = reason.encode()
@@ -162,8 +166,7 @@ class Initiator(_End):
             self._open(kind, body)
             self._state = _PROOF
             return self._prove(b"initiator", [*self._mine, self._wanted])
-        name, id_, incarnation, program = self._check(b"acceptor", body)
-        self.peer = Claim(str(name), int(str(id_)), str(incarnation), str(program))
+        self.peer, _ = self._check(b"acceptor", body)
         self.done = True
         return b""
 
@@ -183,9 +186,9 @@ class Acceptor(_End):
             self._open(kind, body)
             self._state = _PROOF
             return self._say(_CHALLENGE, self._opening())
-        name, id_, incarnation, program, wanted = self._check(b"initiator", body)
-        if wanted != self._mine.incarnation:
-            raise self._refuse("other", f"worker {name!r} looks for a worker that is not here any more")
-        self.peer = Claim(str(name), int(str(id_)), str(incarnation), str(program))
+        claim, wanted = self._check(b"initiator", body)
+        if wanted != [self._mine.incarnation]:
+            raise self._refuse("other", f"worker {claim.name!r} looks for a worker that is not here any more")
+        self.peer = claim
         self.done = True
         return self._prove(b"acceptor", list(self._mine))

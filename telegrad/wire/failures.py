@@ -143,8 +143,11 @@ def _assemble(kind: type[BaseException], args: tuple[Any, ...], attributes: dict
     error: BaseException = builtin.__new__(kind, *args)
     builtin.__init__(error, *args)
     for name, value in attributes.items():
-        setattr(error, name, value)
+        _set(error, name, value)
     return error
+
+
+_set = object.__setattr__  # a type may forbid changes, as a frozen dataclass does
 
 
 def _builtin_base(kind: Any) -> Any:
@@ -186,7 +189,7 @@ def _telling(error: Any, story: str) -> BaseException:
         vars(made)[_STORY] = story
         return made
     except Exception:  # a type that cannot be subclassed or copied
-        error.__cause__ = RemoteError(story)
+        _set(error, "__cause__", RemoteError(story))
         return error  # type: ignore[no-any-return]
 
 
@@ -195,13 +198,13 @@ def _tells_with_its_argument(error: Any, story: str) -> bool:
     plain = error.args
     text = _Text(plain[0])
     text.story = story
-    error.args = (text,)
+    _set(error, "args", (text,))
     try:
         if story in str(error):
             return True
     except Exception:
         pass
-    error.args = plain
+    _set(error, "args", plain)
     return False
 
 
@@ -236,10 +239,8 @@ def _copy(error: BaseException, kind: type[BaseException]) -> Any:
     _, args, *states = builtin.__reduce__(error)
     made = builtin.__new__(kind, *args)
     builtin.__init__(made, *args)
-    for state in states:
-        made.__setstate__(state)
-    for name in _slots_of(kind):
-        if hasattr(error, name):
-            setattr(made, name, getattr(error, name))
+    for state in (*states, {name: getattr(error, name) for name in _slots_of(kind) if hasattr(error, name)}):
+        for name, value in state.items():
+            _set(made, name, value)
     vars(made).pop(_STORY, None)
     return made

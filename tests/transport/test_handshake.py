@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -84,47 +86,90 @@ def test_the_worker_that_was_wanted_has_gone():
 
 
 def test_a_recording_is_worthless():
-    said, _ = converse(*ends())
+    said_a, said_b = converse(*ends())
+    b = Acceptor(KEY, B)  # another nonce this time
     with pytest.raises(AuthenticationFailed):
-        Acceptor(KEY, B).receive(said)  # another nonce this time
+        b.receive(said_a)
+    assert b.peer is None
+    a = Initiator(KEY, A, B.incarnation)
+    a.start()
+    with pytest.raises(AuthenticationFailed):
+        a.receive(said_b)
+    assert a.peer is None
 
 
 def test_a_reflection_is_worthless():
     a = Initiator(KEY, A, B.incarnation)
-    with pytest.raises(HandshakeError):
+    with pytest.raises(ProtocolViolation):
         a.receive(a.start())
     a, b = ends()
-    challenge = b.receive(a.start())
-    proof = a.receive(challenge)
-    with pytest.raises(HandshakeError):
-        a.receive(proof)  # its own proof, sent back
+    proof = a.receive(b.receive(a.start()))
+    with pytest.raises(AuthenticationFailed):
+        a.receive(proof)  # its own, sent back
 
 
-def test_no_flipped_bit_passes():
+def test_a_mirror_that_calls_itself_the_acceptor_proves_nothing():
+    """Its challenge holds the initiator's own nonce, its proof is the initiator's own."""
+    a = Initiator(KEY, A, B.incarnation)
+    proof = a.receive(a.start().replace(b"H", b"C", 1))
+    with pytest.raises(AuthenticationFailed):
+        a.receive(proof)
+
+
+@pytest.mark.parametrize("hearer", ["initiator", "acceptor"])
+def test_no_flipped_bit_passes(hearer):
     said_a, said_b = converse(*ends())
-    for direction, said in enumerate((said_a, said_b)):
-        for bit in range(8 * len(said)):
-            wrong = bytearray(said)
-            wrong[bit // 8] ^= 1 << bit % 8
-            a, b = ends()
-            a.start()
-            try:
-                b.receive(said_a if direction else bytes(wrong))
-                a.receive(bytes(wrong) if direction else said_b)
-            except HandshakeError:
-                continue
-            except PeerUnreachable:
-                continue
-            assert not (a.done and b.done), f"bit {bit} of direction {direction}"
+    said = said_b if hearer == "initiator" else said_a
+    for bit in range(8 * len(said)):
+        wrong = bytearray(said)
+        wrong[bit // 8] ^= 1 << bit % 8
+        a, b = ends()
+        a.start()
+        end = a if hearer == "initiator" else b
+        try:
+            end.receive(bytes(wrong))
+        except (HandshakeError, PeerUnreachable):
+            pass
+        assert not end.done, f"bit {bit}"
+        assert end.peer is None, f"bit {bit}"
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["", "{}", "5", "[]", '["a", 1]', '["a", "one", "b", "c"]', "\ufffd", "[" * 1500],
+    ids=lambda said: said[:9] or "empty",
+)
+def test_a_key_holder_that_claims_nonsense_is_refused(said):
+    a, b = ends()
+    challenge = b.receive(a.start())
+    with patch.object(json, "dumps", lambda fields: said):
+        proof = a.receive(challenge)
+    with pytest.raises(ProtocolViolation, match="no claim"):
+        b.receive(proof)
+    assert not b.done
 
 
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n", bytes.fromhex("160301"), struct.pack("<I", 2**31), b"\0\0\0", b"SSH-2.0-x"]
 )
 def test_strangers_are_known_by_their_first_bytes(garbage):
-    b = Acceptor(KEY, B)
-    with pytest.raises(ProtocolViolation):
-        b.receive(garbage)
+    for end in ends():
+        with pytest.raises(ProtocolViolation):
+            list(map(end.receive, struct.unpack("3c", garbage[:3])))
+
+
+def test_what_no_message_can_be_is_refused_by_its_length():
+    for size in (0, LONGEST + 1, 2**16 - 1):
+        with pytest.raises(ProtocolViolation):
+            Acceptor(KEY, B).receive(size.to_bytes(2, "little"))
+
+
+@pytest.mark.parametrize("reason", [b"key", b"nothing known", b"\xff", b""], ids=repr)
+def test_any_refusal_ends_it(reason):
+    for end in ends():
+        with pytest.raises(HandshakeError, match="refused"):
+            end.receive((1 + len(reason)).to_bytes(2, "little") + b"R" + reason)
+        assert not end.done
 
 
 @settings(max_examples=300)

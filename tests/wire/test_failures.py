@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import dataclasses
 import errno
 import pickle
 import sys
@@ -87,6 +88,18 @@ class Final(Exception):
         raise TypeError("no heirs")
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+    text: str = "by default"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenAndFinal(Frozen):
+    def __init_subclass__(cls):
+        raise TypeError("no heirs")
+
+
 TELEGRAD = [getattr(errors, name) for name in errors.__all__]
 
 
@@ -158,6 +171,16 @@ def test_constructors_that_want_something_else(hops):
         assert back.args == error.args
         for name in ("code", "b", "number", "first", "errno"):
             assert getattr(back, name, None) == getattr(error, name, None)
+
+
+@pytest.mark.parametrize("error", [Frozen(3), Frozen("text"), FrozenAndFinal(3)], ids=repr)
+def test_a_type_that_forbids_changes(error):
+    back = journey(journey(error), "w2")
+    assert isinstance(back, type(error))
+    assert (back.args, back.code, back.text) == (error.args, error.code, "by default")
+    told = "".join(traceback.format_exception(type(back), back, None))
+    assert told.index("'w2'") < told.index("'w1'")
+    assert ("'w2'" in str(back)) == (type(error) is Frozen)  # a final type has a cause that tells
 
 
 def test_a_rebuilt_one_can_be_copied_and_pickled():

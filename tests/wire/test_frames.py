@@ -9,6 +9,9 @@ from telegrad.wire.frames import SCRATCH, FrameReader
 from telegrad.wire.messages import CALL, ENTRY, IN_STREAM, Frame, encode, pack_numbers, unpack_numbers
 
 
+MANY = 2000
+
+
 def allocate(size):
     memory = bytearray(size)
     return memory, memoryview(memory)
@@ -19,12 +22,13 @@ def attach(number, size):
 
 
 def read(stream, cuts):
-    """Feed `stream` in pieces of the given sizes, over and over."""
+    """Feed `stream` in pieces of the given sizes, over and over; what is left after many of them, at once."""
     reader, frames, at, turn = FrameReader(allocate, attach), [], 0, 0
     while at < len(stream):
         buffer = reader.buffer()
         assert len(buffer) > 0
-        count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
+        cut = cuts[turn % len(cuts)] if turn < MANY else len(stream)
+        count = min(len(buffer), cut, len(stream) - at)
         buffer[:count] = stream[at : at + count]
         frames += reader.advance(count)
         at, turn = at + count, turn + 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy
 import pytest
 import torch
@@ -25,6 +28,10 @@ def carried(*tensors):
     return len(meta) + sum(blob.numel() for blob in blobs)
 
 
+def bytes_of(storage):
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+
+
 QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANTIZED, key=str)
 
@@ -38,8 +45,8 @@ def test_dtypes(dtype, size):
         (back,) = journey(made)
         assert back.dtype == dtype
         assert back.stride() == made.stride()
-        data = bytes(back.untyped_storage())
-        assert data == bytes(source)[: len(data)]
+        data = bytes_of(back.untyped_storage())
+        assert data == source.numpy().tobytes()[: len(data)]
         assert len(data) >= dtype.itemsize * (2 * made.numel() - 1 if made is not tensor else size)
 
 
@@ -298,6 +305,65 @@ def test_any_views(tensors):
     for back, tensor in zip(journey(*tensors), tensors, strict=True):
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride() or tensor.is_contiguous()  # where each stride does
+
+
+@st.composite
+def parts_of_one(draw):
+    """Views of one storage, as functions of it."""
+    size = draw(st.sampled_from([16, 3000]))
+    takes = []
+    for _ in range(draw(st.integers(2, 4))):
+        part = slice(draw(st.integers(0, size)), draw(st.integers(0, size)), draw(st.integers(1, 3)))
+        dtype = draw(st.sampled_from([torch.int32, torch.uint8, torch.bfloat16, torch.complex128]))
+        takes.append(lambda base, part=part, dtype=dtype: base.view(dtype)[part])
+    return torch.zeros(4 * size, dtype=torch.int32), takes
+
+
+@given(parts_of_one())
+def test_a_change_is_seen_where_it_would_be_at_home(drawn):
+    base, takes = drawn
+    sent = [take(base) for take in takes]
+    arrived = journey(*sent)
+    for number, (at_home, there) in enumerate(zip(sent, arrived, strict=True)):
+        at_home.fill_(number + 1)
+        there.fill_(number + 1)
+        assert all(torch.equal(a, b) for a, b in zip(sent, arrived, strict=True))
+
+
+@pytest.mark.parametrize("size", [3, 9000])
+def test_parts_of_complex_numbers_stay_together(size):
+    source = torch.randn(size, 2, dtype=torch.complex64)[:, 0]
+    conjugate, real, imaginary, negative, whole = back = journey(
+        source.conj(), source.real, source.imag, source.conj().imag, source
+    )
+    assert all(torch.equal(a, b) for a, b in zip(back[:2], (source.conj(), source.real), strict=True))
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    assert torch.equal(negative, -source.imag)
+    whole.fill_(1 + 2j)
+    assert (conjugate[0], real[0], imaginary[0], negative[0]) == (1 - 2j, 1, 2, -2)
+    assert torch.equal(journey(source.conj())[0], source.conj())
+
+
+@pytest.mark.parametrize("size", [3, 9000])
+def test_what_arrives_is_like_any_tensor(size):
+    (back,) = journey(torch.ones(size))
+    assert back._version == 0
+    assert copy.deepcopy(back).add_(1).sum() == 2 * size
+    assert torch.equal(pickle.loads(pickle.dumps(back)), back)
+    assert back.numpy().flags.writeable
+    assert back.share_memory_().is_shared()
+    assert back.requires_grad_().mul(2).sum().backward() is None
+    assert back.grad.sum() == 2 * size
+
+
+def test_only_one_element_travels_of_an_expanded_leaf():
+    leaf = torch.ones(1, requires_grad=True)
+    (back,) = journey(leaf.expand(100_000))
+    assert carried(leaf.expand(100_000)) < 1000
+    assert back.stride() == (0,)
+    assert back.is_leaf
+    assert back.requires_grad
 
 
 def test_memory_is_writable():
