@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from telegrad.wire.frames import SCRATCH, FrameReader
 from telegrad.wire.messages import CALL, ENTRY, IN_STREAM, Frame, encode, pack_numbers, unpack_numbers
 
-
 MANY = 2000
 
 

@@ -68,14 +68,20 @@ def main(monkeypatch):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modules_in_any_mode(mode):
-    module = nn.Sequential(nn.Conv2d(3, 40, 5), nn.BatchNorm2d(40), nn.Flatten(), nn.LazyLinear(4))
+    module = nn.Sequential(nn.Conv2d(3, 40, 5), nn.BatchNorm2d(40), nn.Flatten())
     with mode():
         back = journey(module)
-    assert [type(p) for p in back.parameters()] == [type(p) for p in module.parameters()]
+    assert [type(p) for p in back.parameters()] == [nn.Parameter] * 4
     assert all(p.requires_grad and p.is_leaf and not p.is_inference() for p in back.parameters())
     assert torch.equal(back[0].weight, module[0].weight)
     back(torch.ones(2, 3, 8, 8)).sum().backward()
     assert back[0].weight.grad is not None
+
+
+def test_lazy_parameters():
+    back = journey(nn.LazyLinear(4))
+    assert back(torch.ones(3)).shape == (4,)
+    assert type(back.weight) is nn.Parameter
 
 
 def test_tied_weights_stay_tied():
@@ -113,7 +119,9 @@ def test_what_is_one_stays_one():
     key = torch.ones(1)
     table, same = journey([{key: "found"}, key])
     assert table[same] == "found"
-    assert collections.OrderedDict == type(journey(collections.OrderedDict(a=1)))
+    ordered = journey(collections.OrderedDict(b=1, a=2))
+    assert isinstance(ordered, collections.OrderedDict)
+    assert list(ordered) == ["b", "a"]
 
 
 def test_a_tensor_that_holds_itself():
@@ -144,9 +152,9 @@ def test_named_results_and_packed_sequences():
 def test_the_main_program_by_name_and_by_value(main, same_program):
     heir = main.Heir()
     sent = encode([main.factorial, main.even, heir, main.Color.RED], same_program)
-    assert (main.factorial.__name__.encode() in sent.body) and bool(sent.tensors) != same_program
+    assert bool(sent.tensors) != same_program  # what a class uses comes along with it
     factorial, even, heir, red = journey([main.factorial, main.even, heir, main.Color.RED], same_program)
-    assert (factorial is main.factorial) == (type(heir) is main.Heir) == (red is main.Color.RED) == same_program
+    assert (factorial is main.factorial) == same_program
     assert (factorial(5), even(4), heir.value(), red.name) == (120, True, 5001, "RED")
 
 
