@@ -1,7 +1,11 @@
-"""Which address a worker tells others, and whether two workers share a host."""
+"""Which address a worker tells others, and whether two workers share a host.
+
+To find an address no packet is sent: connecting a datagram socket only asks the routing table.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import uuid
@@ -10,6 +14,8 @@ from telegrad.errors import UsageError
 
 ADDRESS_VARIABLE = "TELEGRAD_ADDRESS"
 LOOPBACK = "127.0.0.1"
+ANY_PORT = 9  # where a route is asked for, the port does not matter
+ELSEWHERE = "192.0.2.1"  # kept free for documentation (RFC 5737): the way to it is the default route
 
 
 def host_identity() -> str:
@@ -26,14 +32,66 @@ def own_address(wanted: str | None, store_host: str | None) -> str:
     """The address to listen on and to publish: the wanted one, else the one that reaches the store's host.
 
     Raises:
-        UsageError: the wanted address is none of this host's.
+        UsageError: the wanted address is none of this host's, or the store's host has none.
     """
     wanted = wanted or os.environ.get(ADDRESS_VARIABLE)
     if wanted:
         return _checked(wanted)
     if store_host is not None:
-        return _towards(store_host)
+        return local_address_towards(store_host)
     return _of_host_name()
+
+
+def local_address_towards(host: str, port: int = ANY_PORT) -> str:
+    """This machine's address on the way to `host`.
+
+    Raises:
+        UsageError: `host` cannot be resolved.
+    """
+    try:
+        choices = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise UsageError(
+            f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
+        ) from error
+    for family, _, _, _, address in sorted(choices, key=lambda choice: choice[0] != socket.AF_INET):
+        found = _source(family, address)
+        if found is None:
+            continue
+        if _is_loopback(found) and not _means_loopback(host):
+            # Debian's /etc/hosts gives a host's own name 127.0.1.1, which other hosts cannot use.
+            return _source(socket.AF_INET, (ELSEWHERE, ANY_PORT)) or found
+        return found
+    return LOOPBACK
+
+
+def answers(address: tuple[str, int], patience: float) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection(address, patience).close()
+    except OSError:
+        return False
+    return True
+
+
+def _source(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> str | None:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _means_loopback(host: str) -> bool:
+    try:
+        return _is_loopback(host)
+    except ValueError:  # a name
+        return host.lower().rstrip(".").split(".")[-1].startswith(("localhost", "ip6-localhost", "ip6-loopback"))
 
 
 def _checked(wanted: str) -> str:
@@ -41,28 +99,14 @@ def _checked(wanted: str) -> str:
         family, _, _, _, address = socket.getaddrinfo(wanted, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
             probe.bind(address)
+        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
+            raise OSError("it stands for all addresses, and others cannot connect to that")
     except OSError as error:
         raise UsageError(
             f"{wanted!r} is no address of this host ({error}); give one that `ip addr` shows, "
             f"in the option `address` or in {ADDRESS_VARIABLE}"
         ) from error
     return str(address[0])
-
-
-def _towards(host: str) -> str:
-    """Ask the routing table; connecting a datagram socket sends nothing."""
-    try:
-        choices = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise UsageError(f"the store's host {host!r} cannot be resolved: {error}") from error
-    for family, kind, protocol, _, address in sorted(choices, key=lambda choice: choice[0] != socket.AF_INET):
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return LOOPBACK
 
 
 def _of_host_name() -> str:

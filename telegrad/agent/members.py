@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from telegrad.errors import InvalidName, UnknownWorker
+from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
 
 LONGEST_NAME = 127
+SHOWN = 16  # names in an error message
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
 
@@ -34,15 +35,34 @@ class Member(NamedTuple):
         return cls(name, id_, incarnation, program, host, unix, (address, port))
 
     def __str__(self) -> str:
-        return f"{self.name!r} (rank {self.id}, at {self.tcp[0]}:{self.tcp[1]})"
+        address, port = self.tcp
+        return f"{self.name!r} (rank {self.id}, at {f'[{address}]' if ':' in address else address}:{port})"
 
 
 class Members:
-    """A group of fixed size."""
+    """A table of members, found by name and by rank; iteration goes by rank."""
 
-    def __init__(self, members: Iterable[Member]) -> None:
-        self._by_id = {member.id: member for member in members}
-        self._by_name = {member.name: member for member in self._by_id.values()}
+    def __init__(self, members: Iterable[Member] = ()) -> None:
+        self._by_id: dict[int, Member] = {}
+        self._by_name: dict[str, Member] = {}
+        for member in members:
+            self.add(member)
+
+    def add(self, member: Member) -> None:
+        """Take in a member.
+
+        Raises:
+            WorkerTaken: another has its name or its rank.
+        """
+        other = self._by_name.get(member.name) or self._by_id.get(member.id)
+        if other is not None:
+            raise WorkerTaken(f"{member} cannot join: {other} has its name or its rank; give each worker its own")
+        self._by_id[member.id] = self._by_name[member.name] = member
+
+    def remove(self, member: Member) -> None:
+        """Strike out a member, if it is the one that the table has under its name and rank."""
+        if self._by_name.get(member.name) == member:
+            del self._by_name[member.name], self._by_id[member.id]
 
     def find(self, to: str | int) -> Member:
         """The member of that name or rank.
@@ -56,20 +76,22 @@ class Members:
         return member
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(sorted(self._by_id.values(), key=lambda member: member.id))
+        return iter([self._by_id[id_] for id_ in sorted(self._by_id)])
 
     def __len__(self) -> int:
         return len(self._by_id)
 
 
 def unknown(to: str | int, names: list[str]) -> UnknownWorker:
-    """The error for a worker that is not there, with what the caller may have meant."""
-    if not isinstance(to, str):
-        return UnknownWorker(f"no worker has rank {to}; the group has ranks 0 to {len(names) - 1}")
-    close = difflib.get_close_matches(to, names, 1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    shown = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
-    return UnknownWorker(f"no worker is named {to!r}{meant} The group has: {shown or 'nobody'}")
+    """The error for a worker that is not there, with who is and what the caller may have meant."""
+    what = f"is named {to!r}" if isinstance(to, str) else f"has rank {to}"
+    close = difflib.get_close_matches(to, names, 1) if isinstance(to, str) else []
+    meant = f"; did you mean {close[0]!r}?" if close else "."
+    listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return UnknownWorker(
+        f"no worker {what}{meant} The group has: {listed or 'nobody'}. "
+        "Give the name or the rank that the worker was started with; it must have joined before it is called"
+    )
 
 
 def check_name(name: str) -> None:

@@ -1,23 +1,34 @@
-"""Opens the store where workers meet: torch's own stores, by the same URLs as `init_process_group`."""
+"""Opens the store where workers meet: torch's own stores, by the same URLs as `init_process_group`.
+
+The worker of rank 0 serves a store over TCP, and takes it away as soon as a group of fixed size has formed. A worker
+that is back at once, for the next group, may still find the old server; so the server carries a mark: OPEN since it is
+served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
-import errno
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from time import monotonic, sleep
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import torch.distributed as dist
 
 from telegrad.errors import RendezvousError, StorePortTaken, StoreUnreachable, UsageError
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
-FIRST_TRY = 0.25
-SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks into the store
+PROBE = 0.25  # seconds for a connection to be accepted
+TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store
+REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks
+SERVED, OPEN, OVER = "telegrad/served", "open", "over"
+_ABSENT = "absent"  # no key has this value
 
 
 class Meeting(NamedTuple):
@@ -39,73 +50,89 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     """
     url = urlsplit(init_method)
     query = parse_qs(url.query)
-    rank = int(query.get("rank", [rank])[0])
-    sized = query.get("world_size", [world_size])[0]
-    size = None if sized is None or int(sized) < 0 else int(sized)
-    if size is not None and rank < 0:
-        rank = _from_environment("RANK", "rank=... is missing")
-    if size is not None and not 0 <= rank < size:
-        raise UsageError(f"rank {rank} is not within a group of {size}: ranks go from 0 to {size - 1}")
+    try:
+        rank = int(query.get("rank", [rank])[0])
+        size = int(query.get("world_size", [-1 if world_size is None else world_size])[0])
+    except ValueError as error:
+        raise UsageError(f"rank and world_size in {init_method!r} must be numbers") from error
+    sized = size if size >= 0 else None
+    if sized is not None and rank < 0:
+        rank = _from_environment("RANK", "each worker's rank; set it, or pass rank=...")
     timeout = min(timeout, LONGEST)
     if url.scheme == "env":
-        return _from_env(rank, size, timeout)
+        return _from_env(rank, sized, timeout)
     if url.scheme == "tcp":
-        if url.hostname is None or url.port is None:
-            raise UsageError(f"{init_method!r} names no host and port: write tcp://HOST:PORT")
-        return Meeting(_tcp(url.hostname, url.port, rank, timeout), url.hostname, rank, size)
+        host, port = _host_and_port(url)
+        return Meeting(_tcp(host, port, rank, timeout), host, rank, sized)
     if url.scheme == "file":
-        path = init_method.removeprefix("file://").partition("?")[0]
-        if not path:
-            raise UsageError(f"{init_method!r} names no file: write file:///PATH")
-        try:
-            return Meeting(dist.FileStore(path, -1), None, rank, size)
-        except RuntimeError as error:
-            raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {_short(error)}") from error
-    return _registered(init_method, rank, size, timeout)
+        return Meeting(_file(init_method), None, rank, sized)
+    return _registered(init_method, rank, sized, timeout)
 
 
-def _registered(init_method: str, rank: int, size: int | None, timeout: float) -> Meeting:
-    """A URL scheme that a program taught torch."""
+def _host_and_port(url: SplitResult) -> tuple[str, int]:
     try:
-        store, rank, found = next(
-            dist.rendezvous(
-                init_method, rank, size if size is not None else -1, timeout=datetime.timedelta(seconds=timeout)
-            )
-        )
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"init_method {init_method!r} cannot be used: {_short(error)}") from error
-    return Meeting(store, None, rank, found if found >= 0 else None)
+        host, port = url.hostname, url.port
+    except ValueError:  # the port is no number, or too large
+        host = port = None
+    if not host or not port:
+        raise UsageError(f"{url.geturl()!r} names no host and port: write tcp://HOST:PORT, an IPv6 address in brackets")
+    return host, port
 
 
 def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     host = os.environ.get("MASTER_ADDR")
     if not host:
         raise UsageError("init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers")
-    port = _from_environment("MASTER_PORT", "a free port on the host of rank 0; set it on all workers")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store itself
+    port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for the whole job
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"/worker/attempt_{attempt}", _join(host, port, timeout))
-        return Meeting(store, host, rank, size)
+        store = _join(host, port, timeout, lasting=True)
+        return Meeting(dist.PrefixStore(f"/worker/attempt_{attempt}", store), host, rank, size)
     return Meeting(_tcp(host, port, rank, timeout), host, rank, size)
 
 
 def _from_environment(name: str, meaning: str) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        raise UsageError(f"the variable {name} is not set: {meaning}")
+    if not text.isdecimal() or (name == "MASTER_PORT" and not 0 < int(text) < 65536):
+        raise UsageError(f"the variable {name} is {text!r}: it must be {meaning}")
+    return int(text)
+
+
+def _file(init_method: str) -> Any:
+    path = init_method.removeprefix("file://").partition("?")[0]
+    if not path:
+        raise UsageError(f"{init_method!r} names no file: write file:///PATH")
     try:
-        return int(os.environ[name])
-    except KeyError:
-        raise UsageError(f"the variable {name} is not set: {meaning}") from None
-    except ValueError:
-        raise UsageError(f"the variable {name} is {os.environ[name]!r}, not a number: {meaning}") from None
+        open(path, "ab").close()  # torch would try for minutes, where Ctrl-C does not reach it
+        return dist.FileStore(path, -1)
+    except (OSError, RuntimeError) as error:
+        raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {_short(error)}") from error
+
+
+def _registered(init_method: str, rank: int, size: int | None, timeout: float) -> Meeting:
+    """A URL scheme that a program taught torch."""
+    patience = datetime.timedelta(seconds=timeout)
+    try:
+        store, rank, found = next(dist.rendezvous(init_method, rank, -1 if size is None else size, timeout=patience))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"init_method {init_method!r} cannot be used: {_short(error)}. Use env://, tcp://HOST:PORT or file:///PATH"
+        ) from error
+    return Meeting(store, None, rank, found if found >= 0 else None)
 
 
 def _tcp(host: str, port: int, rank: int, timeout: float) -> Any:
-    if rank == 0:
-        return _serve(host, port)
-    if rank < 0 and _is_here(host):
+    if rank == 0 or (rank < 0 and _is_here(host)):
         try:
             return _serve(host, port)
         except StorePortTaken:
-            pass  # another worker of this host serves it, as a rule
+            # Another that should serve it was first: of rank 0 too, both then hear of it, or another without a rank.
+            rival = _meet(host, port, min(TAKEN, timeout))
+            if isinstance(rival, Exception) or (rank == 0 and _mark(rival) != OPEN):
+                raise
+            return rival
     return _join(host, port, timeout)
 
 
@@ -121,59 +148,141 @@ def _is_here(host: str) -> bool:
 
 def _serve(host: str, port: int) -> Any:
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=10))
-    except (RuntimeError, dist.DistError) as error:
-        if "EADDRINUSE" in str(error) or errno.errorcode[errno.EADDRINUSE] in str(error) or "in use" in str(error):
+        # Many tenants: a process that serves this port already, for `torch.distributed` or an earlier group, shares it.
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        store.set(SERVED, OPEN)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise StorePortTaken(
-                f"port {port}, where this worker (rank 0) should serve the store, is in use by another program: "
-                "choose another MASTER_PORT (or port in init_method), the same on all workers"
+                f"port {port}, where this worker should serve the store, is in use by another program "
+                f"(`ss -ltnp sport = :{port}` shows which): choose another MASTER_PORT, or port in init_method, "
+                "the same on all workers"
             ) from error
         raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {_short(error)}") from error
+    return store
 
 
-def _join(host: str, port: int, timeout: float) -> Any:
+def _join(host: str, port: int, timeout: float, lasting: bool = False) -> Any:
     """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
-    found: list[Any] = []
-
-    def meet() -> None:
-        patience = datetime.timedelta(seconds=max(1.0, timeout))
-        try:
-            found.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
-        except (RuntimeError, dist.DistError) as error:
-            found.append(error)
-
-    # In a thread, since torch's own wait can neither be interrupted nor does it end where a stranger is silent.
-    meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
-    meeting.start()
-    meeting.join(timeout)
-    if found and not isinstance(found[0], Exception):
-        return found[0]
-    try:
-        socket.create_connection((host, port), FIRST_TRY).close()
-    except OSError as error:
+    until = monotonic() + timeout
+    why = ""
+    for left in _looks(until):
+        store = _meet(host, port, max(left, PROBE))
+        if isinstance(store, Exception):
+            why = _short(store)
+            until = min(until, monotonic() + REFUSED)
+        elif lasting or _mark(store) != OVER:
+            return store
+        else:
+            why = "there is only the store of an earlier group"
+        if monotonic() >= until:
+            break
+    if _listens(host, port):
         raise StoreUnreachable(
-            f"nobody serves the store at {host}:{port} ({error}) after {timeout:g} s: is the worker of rank 0 running, "
-            "and are MASTER_ADDR and MASTER_PORT the same on all workers?"
-        ) from error
+            f"what listens at {host}:{port} is not the group's store ({why}): "
+            "another program may have that port; choose another one on all workers"
+        )
     raise StoreUnreachable(
-        f"what listens at {host}:{port} is not the group's store: it does not answer as one. "
-        "Another program may have that port; choose another one on all workers"
+        f"nobody serves the store at {host}:{port} after {timeout:g} s: is the worker of rank 0 running, "
+        "and are MASTER_ADDR and MASTER_PORT, or init_method, the same on all workers?"
     )
 
 
-def wait(store: Any, keys: list[str], until: float) -> bool:
-    """Look for `keys` until all are there; whether they are. A wait inside of torch could not be interrupted."""
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), PROBE) as probe:
+            return bool(probe.getsockname() != probe.getpeername())  # a free port may be given to its own seeker
+    except OSError:
+        return False
+
+
+def _meet(host: str, port: int, patience: float) -> Any:
+    """The store there, or the error. In a thread: where a stranger is silent torch waits without end or Ctrl-C."""
+    found: list[Any] = []
+
+    def meet() -> None:
+        allowed = datetime.timedelta(seconds=patience)
+        try:
+            found.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=allowed))
+        except RuntimeError as error:
+            found.append(error)
+
+    meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
+    meeting.start()
+    meeting.join(patience)
+    if not found:
+        atexit.register(meeting.join, PROBE)  # a thread that leaves torch while the interpreter ends aborts it
+        return TimeoutError("it does not answer")
+    return found[0]
+
+
+def _mark(store: Any) -> str:
+    try:
+        return Board(store).read(SERVED)
+    except RendezvousError:  # it was taken away in this moment
+        return OVER
+
+
+class Board:
+    """A store that is never asked to wait: torch's own waits cannot be interrupted, and report on stderr."""
+
+    def __init__(self, store: Any, prefix: str | None = None) -> None:
+        self._store = dist.PrefixStore(prefix, store) if prefix else store
+
+    def swap(self, key: str, expected: str, value: str) -> str:
+        """Write `value` where `expected` is found ("" is nothing); what is there now."""
+        with _while_it_lasts():
+            return str(self._store.compare_set(key, expected, value).decode())
+
+    def read(self, key: str) -> str:
+        """What is there, "" for nothing."""
+        found = self.swap(key, _ABSENT, _ABSENT)
+        return "" if found == _ABSENT else found
+
+    def write(self, key: str, value: str) -> None:
+        """Seen by others before whatever this board does next, though not yet when this returns."""
+        with _while_it_lasts():
+            self._store.set(key, value)
+
+    def count(self, key: str, more: int = 1) -> int:
+        with _while_it_lasts():
+            return int(self._store.add(key, more))
+
+    def read_all(self, keys: list[str]) -> list[str]:
+        """What is there under keys that are known to be there."""
+        with _while_it_lasts():
+            return [value.decode() for value in self._store.multi_get(keys)]
+
+    def wait(self, key: str, until: float) -> str:
+        """Look until something is there; "" when `until` came first."""
+        for _ in _looks(until):
+            found = self.read(key)
+            if found:
+                return found
+        return ""
+
+
+def _looks(until: float) -> Iterator[float]:
+    """Times to look for something, at first in quick succession; yields the seconds left, at least once."""
     pause = SHORTEST_PAUSE
     while True:
-        try:
-            if store.check(keys):
-                return True
-        except RuntimeError as error:
-            raise RendezvousError(f"the store was lost while the workers met: {_short(error)}") from error
-        if monotonic() >= until:
-            return False
-        sleep(pause)
+        yield until - monotonic()
+        left = until - monotonic()
+        if left <= 0:
+            return
+        sleep(min(pause, left))
         pause = min(1.5 * pause, LONGEST_PAUSE)
+
+
+@contextlib.contextmanager
+def _while_it_lasts() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"the store was lost ({_short(error)}): "
+            "the worker that serves it has ended or cannot be reached; see its log"
+        ) from error
 
 
 def _short(error: BaseException) -> str:

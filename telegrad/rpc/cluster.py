@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from telegrad.agent.address import host_identity, own_address
+from telegrad.agent.address import answers, host_identity, own_address
 from telegrad.agent.agent import Agent, Settings
 from telegrad.agent.farewell import DONE, Ask, Entered, Farewell, Leave, Left, Letter, Message, Quiet
 from telegrad.agent.members import Members, check_name
@@ -23,6 +23,7 @@ from telegrad.errors import CallTimeout, PeerError, PeerLost
 from telegrad.rpc.options import TelegradOptions
 
 KEY_VARIABLE = "TELEGRAD_KEY"
+KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
 QUIET_CHECK = 0.002  # seconds between looks whether this worker is quiet, while the group says farewell
 
 log = logging.getLogger("telegrad")
@@ -144,7 +145,7 @@ def start(
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         if meeting.world_size is None:
             group = DynamicGroup(meeting.store)
-            me, key = group.join(me, key)
+            me, key = group.join(me, key, lambda member: answers(member.tcp, KNOCK))
             agent.join(me, key, group)
             return Worker(agent, group)
         roster = join_static(meeting.store, me, meeting.world_size, key, timeout, generation)

@@ -1,0 +1,89 @@
+"""The address that a worker publishes. The machine's names and routes are made up where they matter."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from telegrad import errors
+from telegrad.agent import address
+from telegrad.agent.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, local_address_towards, own_address
+
+
+@pytest.fixture(autouse=True)
+def no_wish(monkeypatch):
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+
+
+def names(monkeypatch, **known):
+    """Let the resolver know these names only, and numbers."""
+    real = socket.getaddrinfo
+
+    def resolve(host, *args, **kwargs):
+        if host in known:
+            host = known[host]
+        elif any(letter in "ghijklmnopqrstuvwxyz" for letter in host):
+            raise socket.gaierror(f"unknown: {host}")
+        return real(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("127.0.0.9", None)]
+)
+def test_loopback_is_reached_from_loopback(host, own):
+    assert local_address_towards(host, 1) == (own or "127.0.0.1")
+
+
+def test_a_store_that_cannot_be_resolved(monkeypatch):
+    names(monkeypatch)
+    with pytest.raises(errors.UsageError, match=r"'nowhere'.*MASTER_ADDR"):
+        own_address(None, "nowhere")
+
+
+@pytest.mark.parametrize(("route", "published"), [("10.1.2.3", "10.1.2.3"), (None, "127.0.0.1")])
+def test_a_host_that_calls_itself_loopback_publishes_what_others_can_use(monkeypatch, route, published):
+    names(monkeypatch, node0="127.0.1.1", localhost="127.0.0.1")
+    real = address._source
+    monkeypatch.setattr(address, "_source", lambda family, to: route if to[0] == ELSEWHERE else real(family, to))
+    assert own_address(None, "node0") == published
+    assert own_address(None, "localhost") == "127.0.0.1"
+
+
+def test_without_a_store_host_the_host_name_decides(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "myself")
+    names(monkeypatch, myself="127.0.0.5")
+    assert own_address(None, None) == "127.0.0.5"
+    names(monkeypatch, myself=ELSEWHERE)  # a name that means another machine
+    assert own_address(None, None) == "127.0.0.1"
+    names(monkeypatch)
+    assert own_address(None, None) == "127.0.0.1"
+
+
+def test_the_option_wins_over_the_variable_and_both_over_the_route(monkeypatch):
+    monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.3")
+    assert own_address("127.0.0.2", "localhost") == "127.0.0.2"
+    assert own_address(None, "localhost") == "127.0.0.3"
+
+
+@pytest.mark.parametrize("wanted", [ELSEWHERE, "0.0.0.0", "::", "2001:db8::1"])
+def test_an_address_that_others_cannot_reach_here_is_refused(wanted):
+    with pytest.raises(errors.UsageError) as caught:
+        own_address(wanted, None)
+    assert repr(wanted) in str(caught.value)
+    assert ADDRESS_VARIABLE in str(caught.value)
+
+
+def test_one_host_is_one():
+    assert host_identity() == host_identity() != ""
+
+
+def test_a_host_without_proc_has_an_identity(monkeypatch):
+    def missing(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(address, "open", missing, raising=False)
+    assert host_identity() == host_identity()
+    assert socket.gethostname() in host_identity()

@@ -1,0 +1,76 @@
+"""The table of members, and the names that they may have."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad import errors
+from telegrad.agent.members import LONGEST_NAME, Member, Members, check_name, unknown
+
+
+def member(name, id_, address="127.0.0.1"):
+    return Member(name, id_, f"incarnation{id_}", "program", "host", "", (address, 1000 + id_))
+
+
+def test_iteration_goes_by_rank():
+    table = Members([member("c", 2), member("a", 1), member("b", 0)])
+    assert [each.name for each in table] == ["b", "a", "c"]
+    assert len(table) == 3
+
+
+def test_a_name_or_rank_is_taken_once():
+    table = Members([member("a", 0)])
+    for second in (member("a", 1), member("b", 0)):
+        with pytest.raises(errors.WorkerTaken, match=r"'a' \(rank 0, at 127\.0\.0\.1:1000\)"):
+            table.add(second)
+    assert list(table) == [member("a", 0)]
+
+
+def test_a_removed_member_frees_its_name_and_rank():
+    table = Members([member("a", 0), member("b", 1)])
+    table.remove(member("a", 0))
+    with pytest.raises(errors.UnknownWorker):
+        table.find("a")
+    with pytest.raises(errors.UnknownWorker):
+        table.find(0)
+    table.add(member("a", 0, "127.0.0.2"))
+    table.remove(member("a", 0))  # its former self is struck out already
+    assert table.find("a").tcp[0] == "127.0.0.2"
+
+
+def test_who_is_not_there_and_who_is():
+    table = Members([member("trainer0", 0), member("ps", 1)])
+    with pytest.raises(errors.UnknownWorker, match=r"did you mean 'trainer0'\? The group has: trainer0, ps\."):
+        table.find("trainer_0")
+    with pytest.raises(errors.UnknownWorker, match=r"no worker has rank 7\. The group has: trainer0, ps\."):
+        table.find(7)
+    assert "nobody" in str(unknown("a", []))
+    assert "and 84 more" in str(unknown(100, [str(i) for i in range(100)]))
+
+
+def test_an_address_of_ip_version_6_is_shown_in_brackets():
+    assert str(member("a", 3, "::1")) == "'a' (rank 3, at [::1]:1003)"
+
+
+@given(st.text(), st.integers(0), st.text(), st.integers(0, 65535))
+def test_members_travel_as_text(name, id_, unix, port):
+    sent = Member(name, id_, "i", "p", "h", unix, ("::1", port))
+    assert Member.from_json(sent.to_json()) == sent
+
+
+@given(st.text(max_size=2 * LONGEST_NAME))
+def test_names(name):
+    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:-")
+    if name and len(name) < 128 and set(name) <= allowed:
+        check_name(name)
+    else:
+        with pytest.raises(errors.InvalidName):
+            check_name(name)
+
+
+@pytest.mark.parametrize("name", ["a\n", "ä", "a.b", "x" * 128, "", None])
+def test_names_that_cannot_be(name):
+    with pytest.raises(errors.InvalidName, match="letters, digits"):
+        check_name(name)

@@ -1,0 +1,308 @@
+"""How groups form: those of fixed size, with every way to fail told to all, and dynamic ones."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from telegrad import errors
+from telegrad.agent.members import Member
+from telegrad.agent.rendezvous import DynamicGroup, join_static
+from telegrad.agent.stores import Board, open_store
+from tests.cluster import PATIENCE, free_port, processes, run_all
+
+WAIT = 30.0  # torch looks up the name of each address that connects: with a slow name service 5 s a time
+
+
+def member(name, id_=-1):
+    return Member(name, id_, f"incarnation of {name}", "program", "host", "", ("127.0.0.1", 1000 + len(name)))
+
+
+def outcome(function, *args):
+    try:
+        return function(*args)
+    except errors.TelegradError as error:
+        return error
+
+
+def together(*joins):
+    """Let all join at once, each in a thread; what each got, an error included."""
+    with ThreadPoolExecutor(len(joins)) as pool:
+        return [future.result(PATIENCE) for future in [pool.submit(outcome, join_static, *join) for join in joins]]
+
+
+def crowd(store, size, timeout=WAIT, key=None):
+    return [(store, member(f"w{rank}", rank), size, key, timeout, 1) for rank in range(size)]
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def stores(request, tmp_path):
+    """Makes one worker's store after another, all of one place."""
+    if request.param == "hash":
+        store = dist.HashStore()
+        return lambda: store
+    if request.param == "file":
+        return lambda: dist.FileStore(f"{tmp_path}/store", -1)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+
+
+def test_all_learn_of_all_and_share_a_key(stores):
+    rosters = together(*[(stores(), member(f"w{rank}", rank), 4, None, WAIT, 1) for rank in range(4)])
+    for roster in rosters:
+        assert list(roster.members) == [member(f"w{rank}", rank) for rank in range(4)]
+        assert roster.key == rosters[0].key
+    assert len(rosters[0].key) >= 32
+
+
+def test_generations_do_not_meet(stores):
+    store = stores()
+    first, second = (join_static(store, member("only", 0), 1, None, WAIT, generation).key for generation in (1, 2))
+    assert first != second
+
+
+def test_a_given_key_is_never_in_the_store():
+    store = dist.HashStore()
+    rosters = together(*crowd(store, 3, key=b"a secret"))
+    assert {roster.key for roster in rosters} == {b"a secret"}
+    assert "secret" not in Board(store, "telegrad/1").read("terms")
+
+
+@pytest.mark.parametrize("keys", [(b"a", b"b"), (b"a", None), (None, b"a")])
+def test_different_keys_are_told_to_all(keys):
+    store = dist.HashStore()
+    found = together(*[(store, member(f"w{rank}", rank), 2, key, WAIT, 1) for rank, key in enumerate(keys)])
+    assert [type(error) for error in found] == [errors.AuthenticationFailed] * 2
+    assert all("TELEGRAD_KEY" in str(error) for error in found)
+
+
+@pytest.mark.parametrize(
+    ("second", "what"), [(("w1", 2), "the name 'w1'"), (("other", 1), "the rank 1")], ids=["name", "rank"]
+)
+def test_what_is_taken_twice_is_told_to_all(stores, second, what):
+    workers = [member("w0", 0), member("w1", 1), member(*second)]
+    found = together(*[(stores(), worker, 3, None, WAIT, 1) for worker in workers])
+    for error in found:
+        assert type(error) is errors.WorkerTaken
+        assert what in str(error)
+        assert str(workers[1]) in str(error)
+        assert str(workers[2]) in str(error)
+
+
+def test_two_that_serve_the_store_hear_of_each_other():
+    def join(name):
+        return join_static(open_store(url, 0, 2, WAIT).store, member(name, 0), 2, None, WAIT, 1)
+
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as made:
+        found = run_all(made, lambda rank: outcome(join, f"w{rank}"))
+    assert [type(error) for error in found] == [errors.WorkerTaken] * 2
+    assert all("'w0'" in str(error) and "'w1'" in str(error) for error in found)
+
+
+def test_different_sizes_are_told_to_all():
+    store = dist.HashStore()
+    found = together(*[(store, member(f"w{rank}", rank), size, None, WAIT, 1) for rank, size in enumerate((2, 3))])
+    assert [type(error) for error in found] == [errors.RendezvousError] * 2
+    assert all("world_size" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_out_of_range_is_told_to_all(rank):
+    store = dist.HashStore()
+    found = together((store, member("w0", 0), 2, None, WAIT, 1), (store, member("stray", rank), 2, None, WAIT, 1))
+    assert [type(error) for error in found] == [errors.RendezvousError] * 2
+    assert all(f"'stray' (rank {rank}" in str(error) and "0 to 1" in str(error) for error in found)
+
+
+def test_who_did_not_come_is_named_to_all():
+    store = dist.HashStore()
+    came = crowd(store, 5)
+    patient = came[3]
+    hasty = (*came[0][:4], 0.05, 1)
+    found = together(hasty, patient)
+    assert [type(error) for error in found] == [errors.GroupIncomplete] * 2
+    assert all("rank 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
+
+
+def test_who_gives_up_lets_the_others_know(monkeypatch):
+    store = dist.HashStore()
+    waiting = threading.Event()
+    real = Board.wait
+
+    def interrupted(board, key, until):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        waiting.set()
+        return real(board, key, until)
+
+    monkeypatch.setattr(Board, "wait", interrupted)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(outcome, join_static, *crowd(store, 3)[0])
+        assert waiting.wait(WAIT)
+        with pytest.raises(KeyboardInterrupt):
+            join_static(*crowd(store, 3)[1])
+        assert "'w1' (rank 1" in str(other.result(WAIT))
+        assert "KeyboardInterrupt" in str(other.result(WAIT))
+
+
+def test_a_late_double_does_not_disturb_a_group_that_has_formed():
+    store = dist.HashStore()
+    together(*crowd(store, 2))
+    assert type(outcome(join_static, *crowd(store, 2)[1])).__name__ == "Roster"  # the same entry: a worker, read again
+    late = outcome(join_static, store, member("late", 1), 2, None, WAIT, 1)
+    assert isinstance(late, errors.WorkerTaken)
+    assert Board(store, "telegrad/1").read("complete") == Board(store, "telegrad/1").read("ready") == "opened"
+
+
+def test_a_lost_store_is_told():
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+    del served
+    with pytest.raises(errors.RendezvousError, match="the store was lost"):
+        join_static(joined, member("w1", 1), 2, None, WAIT, 1)
+
+
+def meet_again_and_again(rank, url, size, times):
+    seen = []
+    for generation in range(1, times + 1):
+        meeting = open_store(url, rank, size, WAIT)
+        roster = join_static(meeting.store, member(f"w{rank}", rank), size, None, WAIT, generation)
+        del meeting
+        seen.append((len(roster.members), roster.key))
+    return seen
+
+
+def test_generations_follow_each_other_on_one_port_in_threads():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(3) as pool:
+        seen = list(pool.map(lambda rank: meet_again_and_again(rank, url, 3, 6), range(3)))
+    assert seen[0] == seen[1] == seen[2]
+    assert len(set(seen[0])) == 6
+
+
+def test_generations_follow_each_other_on_one_port_in_processes():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as made:
+        seen = run_all(made, meet_again_and_again, url, 2, 6)
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == 6
+
+
+def test_many_meet_quickly():
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False) for _ in range(16)]
+    start = time.perf_counter()
+    rosters = together(*[(client, member(f"w{rank}", rank), 16, None, WAIT, 1) for rank, client in enumerate(clients)])
+    assert all(len(roster.members) == 16 for roster in rosters)
+    assert time.perf_counter() - start < 2
+
+
+# Dynamic groups
+
+
+incarnations = itertools.count()
+
+
+def join(stores, name, id_=-1, key=None, **hooks):
+    group = DynamicGroup(stores())
+    newcomer = member(name, id_)._replace(incarnation=str(next(incarnations)))
+    me, shared = group.join(newcomer, key, **hooks)
+    return group, me, shared
+
+
+def test_workers_join_find_each_other_and_leave(stores):
+    a, me_a, key_a = join(stores, "a")
+    b, me_b, key_b = join(stores, "b")
+    assert (me_a.id, me_b.id) == (0, 1)
+    assert key_a == key_b
+    assert a.find("b") == a.find(1) == me_b
+    assert b.find("a") == b.find(0) == me_a
+    assert b.list_names() == ["a", "b"]
+    a.leave()
+    for to in ("a", 0):
+        with pytest.raises(errors.UnknownWorker, match="The group has: b"):
+            b.find(to)
+    assert b.list_names() == ["b"]
+    a.leave()  # again does no harm
+    c, me_c, _ = join(stores, "a")
+    assert me_c.id == 0
+    assert b.find("a") == me_c
+    assert c.list_names() == ["a", "b"]
+
+
+def test_a_given_rank_is_kept(stores):
+    _, me, _ = join(stores, "a", 7)
+    assert me.id == 7
+    assert join(stores, "b")[1].id == 0
+
+
+@pytest.mark.parametrize(("name", "id_", "what"), [("a", -1, "the name 'a'"), ("b", 0, "the rank 0")])
+def test_what_is_taken_is_told_to_the_newcomer(stores, name, id_, what):
+    first, me, _ = join(stores, "a")
+    with pytest.raises(errors.WorkerTaken, match=what):
+        join(stores, name, id_)
+    assert first.find("a") == first.find(0) == me
+    assert first.list_names() == ["a"]
+    assert join(stores, "c")[1].id == 1  # the one that failed left nothing behind
+
+
+def test_who_crashed_is_taken_over_only_if_it_is_dead(stores):
+    _, dead, _ = join(stores, "a")
+    other, alive, _ = join(stores, "b")
+    asked = []
+
+    def is_alive(who):
+        asked.append(who)
+        return who != dead
+
+    with pytest.raises(errors.WorkerTaken):
+        join(stores, "b", is_alive=is_alive)
+    again = member("a")._replace(incarnation="anew")
+    _, me = None, DynamicGroup(stores()).join(again, None, is_alive)[0]
+    assert asked == [alive, dead]
+    assert other.find("a") == me != dead
+    with pytest.raises(errors.UnknownWorker):
+        other.find(dead.id)
+    assert other.list_names() == ["a", "b"]
+
+
+def test_what_was_taken_over_is_not_freed_by_its_former_owner():
+    store = dist.HashStore()
+    former, _, _ = join(lambda: store, "a", 0)
+    heir = DynamicGroup(store)
+    me, _ = heir.join(member("a", 0)._replace(incarnation="anew"), None, lambda _: False)
+    former.leave()
+    assert heir.find("a") == heir.find(0) == me
+
+
+def test_many_join_at_once(stores):
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(lambda number: join(stores, f"w{number}"), range(16)))
+    assert sorted(me.id for _, me, _ in made) == list(range(16))
+    assert len({key for _, _, key in made}) == 1
+    assert made[0][0].list_names() == sorted(f"w{number}" for number in range(16))
+
+
+@pytest.mark.parametrize("key", [None, b"other"])
+def test_a_newcomer_with_another_key_is_refused(key):
+    store = dist.HashStore()
+    group, _, _ = join(lambda: store, "a", key=b"secret")
+    with pytest.raises(errors.AuthenticationFailed):
+        join(lambda: store, "b", key=key)
+    assert group.list_names() == ["a"]
+
+
+def test_the_groups_store_is_lost():
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+    group, _, _ = join(lambda: joined, "a")
+    del served
+    with pytest.raises(errors.RendezvousError, match="the store was lost"):
+        group.find("b")
+    group.leave()

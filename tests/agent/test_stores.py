@@ -1,0 +1,245 @@
+"""Opening the store where workers meet: the URLs, the environment, and all that can be wrong at its address."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from telegrad import errors
+from telegrad.agent.stores import OPEN, OVER, SERVED, Board, open_store
+from tests.cluster import free_port, in_threads
+
+VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextlib.contextmanager
+def stranger(answer):
+    """A program that is no store: it answers all who say something with `answer`, or is silent."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        held = []
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    held.append(connection)
+                    if answer is not None:
+                        connection.recv(1)
+                        connection.sendall(answer)
+                        connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in held:
+                connection.close()
+
+
+def meets(one, other):
+    Board(one.store).swap("word", "", "heard")
+    return Board(other.store).read("word") == "heard"
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:{}", "tcp://[::1]:{}", "tcp://localhost:{}"])
+def test_rank_0_serves_and_others_come_even_earlier(url):
+    url = url.format(free_port())
+    late = threading.Event()
+
+    def serve():
+        assert late.wait(30)
+        return open_store(url, 0, 2, 30)
+
+    def join():
+        late.set()
+        return open_store(url, 1, 2, 30)
+
+    served, joined = in_threads(serve, join)
+    assert meets(served, joined)
+    assert (joined.rank, joined.world_size) == (1, 2)
+    assert joined.host in url
+
+
+def test_rank_and_size_in_the_url():
+    meeting = open_store(f"tcp://127.0.0.1:{free_port()}?rank=0&world_size=3", -1, None, 30)
+    assert (meeting.rank, meeting.world_size) == (0, 3)
+
+
+def test_the_environment(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    served = open_store("env://", -1, 2, 30)
+    assert served.rank == 0
+    joined = open_store("env://", 1, 2, 30)
+    assert meets(served, joined)
+    assert open_store("env://", 1, None, 30).world_size is None  # no size: a dynamic group
+
+
+def test_under_torchrun_nobody_serves(monkeypatch):
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first, second = open_store("env://", 0, 2, 30), open_store("env://", 1, 2, 30)
+    assert meets(first, second)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert Board(open_store("env://", 0, 2, 30).store).read("word") == ""
+
+
+def test_a_file(tmp_path):
+    url = f"file://{tmp_path}/store"
+    assert meets(open_store(url, 0, 2, 30), open_store(url, 1, 2, 5))
+    assert open_store(url, 1, 2, 30).host is None
+
+
+def test_a_file_that_cannot_be():
+    with pytest.raises(errors.StoreUnreachable, match="/nonexistent/store"):
+        open_store("file:///nonexistent/store", 0, 2, 30)
+
+
+def test_a_scheme_that_the_program_registered():
+    store = dist.HashStore()
+
+    def handler(url, **_):
+        yield store, 1, 2
+
+    with contextlib.suppress(RuntimeError):  # registered by an earlier run of this test in this process
+        dist.register_rendezvous_handler("ours", handler)
+    meeting = open_store("ours://", 1, 2, 30)
+    assert (meeting.rank, meeting.world_size, meeting.host) == (1, 2, None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tcp://host",
+        "tcp://:80",
+        "tcp://host:0",
+        "tcp://h:99999",
+        "tcp://h:x",
+        "file://",
+        "no://a",
+        "",
+        "tcp://h:1?rank=a",
+    ],
+)
+def test_urls_that_say_nothing(url):
+    with pytest.raises(errors.UsageError):
+        open_store(url, 0, 2, 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, None) for n in VARIABLES[:3]] + [("MASTER_PORT", "x"), ("MASTER_PORT", "0"), ("RANK", "-1")]
+)
+def test_a_variable_that_is_missing_or_wrong_is_named(monkeypatch, name, value):
+    for each, good in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port())), ("RANK", "0")):
+        monkeypatch.setenv(each, good)
+    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(errors.UsageError, match=name):
+        open_store("env://", -1, 2, 30)
+
+
+def test_a_port_that_is_taken():
+    with stranger(b"HTTP/1.0 400 Bad Request\r\n\r\n") as port:
+        with pytest.raises(errors.StorePortTaken, match=f"port {port}.*MASTER_PORT") as caught:
+            open_store(f"tcp://127.0.0.1:{port}", 0, 2, 30)
+        assert "\n" not in str(caught.value)
+        assert caught.value.__cause__ is not None
+
+
+def test_the_port_of_another_programs_store():
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(errors.StorePortTaken):
+        open_store(f"tcp://127.0.0.1:{other.port}", 0, 2, 30)
+
+
+def test_a_process_shares_its_own_store():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    for_torch = dist.TCPStore(*_host_port(url), is_master=True, wait_for_workers=False, multi_tenant=True)
+    assert meets(open_store(url, 0, 2, 30), open_store(url, 1, 2, 5))
+    assert Board(for_torch).read("word") == "heard"
+
+
+def _host_port(url):
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def test_nobody_serves():
+    port = free_port()
+    start = time.monotonic()
+    with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port}.*rank 0"):
+        open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.05)
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.0 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
+def test_a_stranger_in_the_stores_place(answer):
+    with stranger(answer) as port:
+        start = time.monotonic()
+        with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port} is not the group's store"):
+            open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
+        assert time.monotonic() - start < 2
+
+
+def test_a_store_that_is_over_is_not_joined():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    old = open_store(url, 0, 2, 30)
+    assert Board(old.store).read(SERVED) == OPEN
+    assert Board(old.store).swap(SERVED, OPEN, OVER) == OVER
+    with pytest.raises(errors.StoreUnreachable, match="earlier group"):
+        open_store(url, 1, 2, 0.02)
+    again = open_store(url, 0, 2, 30)
+    assert meets(again, open_store(url, 1, 2, 30))
+
+
+def test_a_worker_without_a_rank_serves_where_nobody_does():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    meetings = in_threads(*[lambda: open_store(url, -1, None, 30)] * 4)
+    assert all(meets(meetings[0], other) for other in meetings)
+    assert {(meeting.rank, meeting.world_size) for meeting in meetings} == {(-1, None)}
+
+
+def test_a_lost_store_is_told_briefly():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    served, joined = open_store(url, 0, 2, 30), open_store(url, 1, 2, 30)
+    del served
+    with pytest.raises(errors.RendezvousError, match="the store was lost") as caught:
+        Board(joined.store).read("a")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_board(kind, tmp_path):
+    store = {
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(f"{tmp_path}/store", -1),
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }[kind]()
+    board = Board(store, "prefix")
+    assert board.read("a") == "" == board.wait("a", 0)
+    assert board.swap("a", "", "1") == "1"
+    assert board.swap("a", "", "2") == "1" == board.read("a") == board.wait("a", 0)
+    assert board.swap("a", "1", "") == "" == board.read("a")
+    assert board.swap("a", "", "3") == "3"
+    board.write("b", "4")
+    assert board.read_all(["a", "b"]) == ["3", "4"]
+    assert [board.count("n"), board.count("n"), board.count("n", 0)] == [1, 2, 2]
+    assert Board(store).read("a") == ""
