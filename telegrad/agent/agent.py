@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
+from telegrad.agent.cargo import Rider, take_cargo
 from telegrad.agent.clock import Clock
 from telegrad.agent.deadlines import Deadlines
-from telegrad.agent.futures import Future
-from telegrad.agent.members import Member
+from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.members import Identity, Member
 from telegrad.agent.peer import AnyLink, Peer, Pending
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.server import Caller, Server
@@ -33,7 +34,7 @@ from telegrad.transport.memory import Arena, SharedPool
 from telegrad.transport.tls import TlsFiles
 from telegrad.wire.failures import rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import BYE, CALL, FAILURE, INFERENCE, NO_GRAD
+from telegrad.wire.messages import BYE, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, Frame, load
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import pack, unpack
 
@@ -76,10 +77,11 @@ class Agent:
         self.timeout = settings.timeout
         self.incarnation = secrets.token_hex(8)
         self.program = program()
-        self.lost: list[Callable[[str, PeerError], None]] = []  # called when the connection to a worker ended
+        self.lost: list[Callable[[Identity, PeerError], None]] = []  # called when a connection to a worker ended
+        self.rider: Rider | None = None
         self._clock = Clock(self._tick)
         self._reactor = Reactor(settings.threads, lambda: entered(self), self._clock.wake)
-        self._server = Server(name, self._reactor, lambda: entered(self), self._take_notice)
+        self._server = Server(name, self._reactor, lambda: entered(self), self._take_notice, self._take_cargo)
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
         self._handlers: dict[type, Callable[[str, Any], None]] = {}
@@ -167,14 +169,23 @@ class Agent:
         return self._open(pending)
 
     def call_async(
-        self, to: str | int | Member, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT
+        self,
+        to: str | int | Member,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        creation: Any = None,
     ) -> Future[Any]:
-        """Run `function(*args, **kwargs)` on another worker; a future of its value."""
+        """Run `function(*args, **kwargs)` on another worker; a future of its value.
+
+        With a `creation`, which the rider understands, the value stays there.
+        """
         peer = self._peer(to)
         future: Future[Any] = Future()
         pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, future)
         future.call = pending
-        parts = self._call_parts(peer, function, args, kwargs)
+        parts = self._call_parts(peer, function, args, kwargs, creation)
         if pending.timeout:
             with self._lock:
                 self._deadlines.add(pending, pending.timeout, monotonic())
@@ -197,12 +208,12 @@ class Agent:
         else:
             future.set_result(value)
 
-    def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any, creation: Any = None) -> dict[str, Any]:
         self._started += 1
         same = peer.program == self.program != ""
         name = name_of(function, same)
         args, kwargs = args or (), kwargs or {}
-        body, tensors = encode((args, kwargs) if name else (function, args, kwargs), same)
+        body, tensors, references = encode((args, kwargs) if name else (function, args, kwargs), same)
         parts: dict[str, Any] = {"kind": CALL, "body": body}
         if name:
             parts["head"] = name.encode()
@@ -210,6 +221,10 @@ class Agent:
             parts["meta"], parts["blobs"] = pack(tensors)
         if not torch.is_grad_enabled():
             parts["flags"] = NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        if references or creation is not None:  # last, since nothing can fail from here on
+            assert self.rider is not None
+            parts["flags"] = parts.get("flags", 0) | CARRIES
+            parts["body"] = load(body, self.rider.pack(references, peer.identity, creation))
         return parts
 
     def _open(self, pending: Pending) -> Any:
@@ -220,7 +235,22 @@ class Agent:
         assert frame is not None
         if frame.kind == FAILURE:
             raise rebuild(bytes(frame.body))
-        return decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [])
+        references = frame.cargo.references if frame.cargo is not None else ()
+        return decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [], references)
+
+    def _take_cargo(self, frame: Frame, sender: Identity) -> Frame:
+        assert self.rider is not None
+        return take_cargo(frame, self.rider, sender)
+
+    def carry(self, rider: Rider) -> None:
+        """Send and receive for `rider`."""
+        self.rider = rider
+        self._server.pack = rider.pack
+
+    def wait_for(self, future: Future[Any]) -> None:
+        """Wait until `future` is done; a thread of the reactor lets others run calls meanwhile."""
+        with self._reactor.waiting():
+            wait_for(future)
 
     # The group
 
@@ -255,12 +285,13 @@ class Agent:
                 peer = self._peers.get(member.incarnation)
                 if peer is None:
                     peer = Peer(
-                        member.name,
+                        member.identity,
                         member.program,
                         self._reactor,
                         lambda peer: self._connect(peer, member),
                         self._complete,
                         self._peer_lost,
+                        lambda frame: self._take_cargo(frame, member.identity),
                     )
                     self._peers[member.incarnation] = peer
             self._names[to] = peer
@@ -298,7 +329,7 @@ class Agent:
         return link
 
     def _loop(self, peer: Peer) -> LoopEnd:
-        caller = Caller(self.name, self.program != "")
+        caller = Caller(self.me.identity, self.program != "")
         near = LoopEnd(self.name, peer.on_frames, peer.on_closed)
         far = LoopEnd(self.name, lambda _, frames: self._server.on_frames(caller, frames), lambda *_: None)
         loop(near, far)
@@ -307,7 +338,8 @@ class Agent:
 
     def _accept(self, sock: Any, claim: Claim, shared: bool, leftover: bytes) -> None:
         """A worker has connected and has proved who it is."""
-        caller = Caller(claim.name, claim.program == self.program != "")
+        who = Identity(claim.name, claim.id, claim.incarnation)
+        caller = Caller(who, claim.program == self.program != "")
         link = Link(
             sock,
             claim.name,
@@ -315,7 +347,7 @@ class Agent:
             self._arena,
             self._pool if shared else None,
             lambda _, frames: self._server.on_frames(caller, frames),
-            self._caller_gone,
+            lambda link, reason: self._caller_gone(link, who, reason),
             prompt=True,
         )
         caller.link = link
@@ -328,19 +360,21 @@ class Agent:
         link.feed(leftover)
         self._reactor.poller.watch(link, read=True)
 
-    def _caller_gone(self, link: Link, reason: PeerError) -> None:
+    def _caller_gone(self, link: Link, who: Identity, reason: PeerError) -> None:
         with self._lock:
             self._accepted.discard(link)
-        if isinstance(reason, PeerLost):
-            log.info("telegrad: %s", reason)
+        self._tell_lost(who, reason)
 
     def _peer_lost(self, peer: Peer, reason: PeerError) -> None:
         self._names.clear()  # in a dynamic group its name may now be another's
+        self._tell_lost(peer.identity, reason)
+
+    def _tell_lost(self, who: Identity, reason: PeerError) -> None:
         if not self._closed:
             if isinstance(reason, PeerLost):
                 log.info("telegrad: %s", reason)
             for told in self.lost:
-                told(peer.name, reason)
+                told(who, reason)
 
     # Time
 

@@ -15,6 +15,14 @@ SHOWN = 16  # names in an error message
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
 
+class Identity(NamedTuple):
+    """One worker, and no other that had or will have its name."""
+
+    name: str
+    id: int
+    incarnation: str
+
+
 class Member(NamedTuple):
     """What a worker publishes about itself."""
 
@@ -33,6 +41,10 @@ class Member(NamedTuple):
     def from_json(cls, text: str | bytes) -> Member:
         name, id_, incarnation, program, host, unix, (address, port) = json.loads(text)
         return cls(name, id_, incarnation, program, host, unix, (address, port))
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.name, self.id, self.incarnation)
 
     def __str__(self) -> str:
         address, port = self.tcp

@@ -17,11 +17,12 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.members import Identity
 from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.errors import CallTimeout, PeerError
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
-from telegrad.wire.messages import BYE, NOTICE, Frame
+from telegrad.wire.messages import BYE, CARRIES, NOTICE, Frame
 
 SPIN = 100e-6  # as in the reactor: look again for this long before sleeping
 SPIN_WITHIN = 300e-6  # only where the last answer came within this time
@@ -86,20 +87,23 @@ class Peer:
 
     def __init__(
         self,
-        name: str,
+        identity: Identity,
         program: str,
         reactor: Reactor,
         connect: Callable[[Peer], AnyLink],
         complete: Callable[[Pending], None],
         on_lost: Callable[[Peer, PeerError], None],
+        take_cargo: Callable[[Frame], Frame],
     ) -> None:
         """`complete` is called once for each call that has a future, when it is done."""
-        self.name = name
+        self.identity = identity
+        self.name = identity.name
         self.program = program
         self._reactor = reactor
         self._connect = connect
         self.complete = complete
         self._on_lost = on_lost
+        self._take_cargo = take_cargo
         self._lock = threading.Lock()  # guards all below
         self._ids = 0
         self._pending: dict[int, Pending] = {}
@@ -273,6 +277,8 @@ class Peer:
 
     def on_frames(self, link: AnyLink, frames: list[Frame]) -> None:
         for frame in frames:
+            if frame.flags & CARRIES:  # also where the caller gave up
+                frame = self._take_cargo(frame)
             with self._lock:
                 pending = self._pending.pop(frame.id, None)
             if pending is not None:  # else its caller gave up

@@ -6,26 +6,29 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from time import perf_counter
 from types import CoroutineType, coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from telegrad.agent.cargo import Cargo, Destination
+from telegrad.agent.members import Identity
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.errors import CannotEncode, PeerError
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve
-from telegrad.wire.messages import CALL, FAILURE, INFERENCE, NO_GRAD, NOTICE, RESULT, Frame
+from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, NOTICE, RESULT, Frame, load
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import pack, unpack
 
 SHORT = 150e-6  # a function that took less last time is expected to be short again
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
 ASYNC_MARK = "_telegrad_async_execution"
+_NOTHING = encode(None, False).body
 
 log = logging.getLogger("telegrad")
 
@@ -33,25 +36,39 @@ log = logging.getLogger("telegrad")
 class Caller:
     """Who is at the other end of an accepted connection."""
 
-    __slots__ = ("link", "name", "same_program")
+    __slots__ = ("identity", "link", "name", "same_program")
 
-    def __init__(self, name: str, same_program: bool) -> None:
-        self.name = name
+    def __init__(self, identity: Identity, same_program: bool) -> None:
+        self.identity = identity
+        self.name = identity.name
         self.same_program = same_program
         self.link: AnyLink | None = None
+
+
+class Later(NamedTuple):
+    """What a function of this package returns whose value will be that of a future."""
+
+    future: torch.futures.Future[Any]
 
 
 class Server:
     """The callee's side of an agent."""
 
     def __init__(
-        self, name: str, reactor: Reactor, entered: Callable[[], None], on_notice: Callable[[str, Any], None]
+        self,
+        name: str,
+        reactor: Reactor,
+        entered: Callable[[], None],
+        on_notice: Callable[[str, Any], None],
+        take_cargo: Callable[[Frame, Identity], Frame],
     ) -> None:
         """`entered` is called on each new thread that runs user code; `on_notice` gets the caller and its message."""
         self._name = name
         self._reactor = reactor
         self._entered = entered
         self._on_notice = on_notice
+        self._take_cargo = take_cargo
+        self.pack: Callable[[Sequence[Any], Identity, None], bytes]
         self._short: dict[bytes, bool] = {}  # by the function's name
         self._lock = threading.Lock()  # guards _loop and _running
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,6 +80,8 @@ class Server:
 
     def on_frames(self, caller: Caller, frames: list[Frame]) -> None:
         for frame in frames:
+            if frame.flags & CARRIES:
+                frame = self._take_cargo(frame, caller.identity)
             if frame.kind == CALL:
                 cost = QUICK if frame.head and self._short.get(frame.head) else LONG
                 self._reactor.submit(Work(self._run, (caller, frame), cost))
@@ -88,26 +107,41 @@ class Server:
                 limit = SHORT if self._short.get(frame.head) else SHORT + HANDING_OVER
                 self._short[frame.head] = perf_counter() - start < limit
         except BaseException as error:
-            self._fail(caller, frame.id, error)
+            self._fail(caller, frame, error)
         else:
             if type(result) is CoroutineType:
                 self._await(caller, frame, result)
+            elif type(result) is Later:
+                self._when_done(caller, frame, result.future)
             elif hasattr(function, ASYNC_MARK):
-                self._when_done(caller, frame.id, function, result)
+                self._when_done(caller, frame, _its_future(function, result))
             else:
-                self._answer(caller, frame.id, result)
+                self._answer(caller, frame, result)
 
-    def _answer(self, caller: Caller, call_id: int, result: Any) -> None:
-        try:
-            body, tensors = encode(result, caller.same_program)
-            meta, blobs = pack(tensors) if tensors else (b"", ())
-        except BaseException as error:
-            self._fail(caller, call_id, _about_result(error))
+    def _answer(self, caller: Caller, call: Frame, result: Any) -> None:
+        destination = destination_of(call)
+        if destination is not None:
+            destination.fulfil(result)
+            self._send(caller, RESULT, call.id, flags=CARRIES, body=load(_NOTHING, destination.receipt()))
             return
-        self._send(caller, RESULT, call_id, meta=meta, body=body, blobs=blobs)
+        flags = 0
+        try:
+            body, tensors, references = encode(result, caller.same_program)
+            meta, blobs = pack(tensors) if tensors else (b"", ())
+            if references:
+                flags, body = CARRIES, load(body, self.pack(references, caller.identity, None))
+        except BaseException as error:
+            self._fail(caller, call, _about_result(error))
+            return
+        self._send(caller, RESULT, call.id, flags=flags, meta=meta, body=body, blobs=blobs)
 
-    def _fail(self, caller: Caller, call_id: int, error: BaseException) -> None:
-        self._send(caller, FAILURE, call_id, body=describe(error, self._name))
+    def _fail(self, caller: Caller, call: Frame, error: BaseException) -> None:
+        flags, body = 0, describe(error, self._name)
+        destination = destination_of(call)
+        if destination is not None:
+            destination.fail(error)
+            flags, body = CARRIES, load(body, destination.receipt())
+        self._send(caller, FAILURE, call.id, flags=flags, body=body)
         if not isinstance(error, Exception):
             log.warning("telegrad: a call from worker %r ended with %r", caller.name, error)
 
@@ -120,14 +154,9 @@ class Server:
 
     # Functions that go on after they returned
 
-    def _when_done(self, caller: Caller, call_id: int, function: Any, future: Any) -> None:
+    def _when_done(self, caller: Caller, call: Frame, future: Any) -> None:
         if not isinstance(future, torch._C.Future):
-            name = getattr(function, "__qualname__", repr(function))
-            error = TypeError(
-                f"{name} is marked with async_execution and must return a torch.futures.Future, "
-                f"not {type(future).__name__}"
-            )
-            self._fail(caller, call_id, error)
+            self._fail(caller, call, future)
             return
         self._count(1)
 
@@ -135,24 +164,24 @@ class Server:
             try:
                 result = future.wait()
             except BaseException as error:
-                self._fail(caller, call_id, error)
+                self._fail(caller, call, error)
             else:
-                self._answer(caller, call_id, result)
+                self._answer(caller, call, result)
             finally:
                 self._count(-1)
 
         future.add_done_callback(done)
 
-    def _await(self, caller: Caller, frame: Frame, awaitable: Coroutine[Any, Any, Any]) -> None:
+    def _await(self, caller: Caller, call: Frame, awaitable: Coroutine[Any, Any, Any]) -> None:
         self._count(1)
 
         async def run() -> None:
             try:
-                result = await (_in_grad_mode(awaitable, frame.flags) if frame.flags else awaitable)
+                result = await (_in_grad_mode(awaitable, call.flags) if call.flags else awaitable)
             except BaseException as error:
-                self._fail(caller, frame.id, error)
+                self._fail(caller, call, error)
             else:
-                self._answer(caller, frame.id, result)
+                self._answer(caller, call, result)
             finally:
                 self._count(-1)
 
@@ -189,13 +218,31 @@ class Server:
 
 def open_call(frame: Frame) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function and the arguments of a CALL."""
-    value = decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [])
+    references = frame.cargo.references if frame.cargo is not None else ()
+    value = decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [], references)
     frame.blobs.clear()  # the tensors keep what they need
+    if references:
+        frame.cargo.references.clear()  # as do their handles
     if frame.head:
         args, kwargs = value
         return resolve(frame.head.decode()), args, kwargs
     function, args, kwargs = value
     return function, args, kwargs
+
+
+def destination_of(call: Frame) -> Destination | None:
+    cargo: Cargo | None = call.cargo
+    return cargo.destination if cargo is not None else None
+
+
+def _its_future(function: Any, result: Any) -> Any:
+    """The future that a function marked with async_execution returned, or the error that it is none."""
+    if isinstance(result, torch._C.Future):
+        return result
+    name = getattr(function, "__qualname__", repr(function))
+    return TypeError(
+        f"{name} is marked with async_execution and must return a torch.futures.Future, not {type(result).__name__}"
+    )
 
 
 def _about_result(error: BaseException) -> BaseException:

@@ -16,7 +16,7 @@ from time import monotonic
 from telegrad.agent.address import answers, host_identity, own_address
 from telegrad.agent.agent import Agent, Settings
 from telegrad.agent.farewell import DONE, Ask, Entered, Farewell, Leave, Left, Letter, Message, Quiet
-from telegrad.agent.members import Members, check_name
+from telegrad.agent.members import Identity, Member, Members, check_name
 from telegrad.agent.rendezvous import DynamicGroup, join_static
 from telegrad.agent.stores import open_store
 from telegrad.errors import CallTimeout, PeerError, PeerLost
@@ -30,16 +30,16 @@ log = logging.getLogger("telegrad")
 
 
 class Worker:
-    """An agent in its group."""
+    """An agent in its group. Made before the agent joins, since the others may say farewell from that moment on."""
 
-    def __init__(self, agent: Agent, directory: Members | DynamicGroup) -> None:
+    def __init__(self, agent: Agent, me: Member, directory: Members | DynamicGroup) -> None:
         self.agent = agent
         self.directory = directory
         self._lock = threading.Lock()  # guards _farewell
         self._farewell: Farewell | None = None
         self._changed = threading.Event()
         if isinstance(directory, Members):
-            self._farewell = Farewell(agent.me.id, {member.id for member in directory})
+            self._farewell = Farewell(me.id, {member.id for member in directory})
             for message in (Entered, Ask, Quiet, Leave, Left):
                 agent.on(message, self._on_message)
             agent.lost.append(self._on_lost)
@@ -105,8 +105,8 @@ class Worker:
         self._post(self._step(lambda: farewell.receive(id_, message)))
         self._changed.set()
 
-    def _on_lost(self, name: str, reason: PeerError) -> None:
-        farewell, id_ = self._farewell, self.directory.find(name).id
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        farewell, id_ = self._farewell, who.id
         assert farewell is not None
         if isinstance(reason, PeerLost) and farewell.inside:
             self._post([(id_, Entered())])  # a connection that broke is no death: that no new one can be made is
@@ -146,11 +146,13 @@ def start(
         if meeting.world_size is None:
             group = DynamicGroup(meeting.store)
             me, key = group.join(me, key, lambda member: answers(member.tcp, KNOCK))
-            agent.join(me, key, group)
-            return Worker(agent, group)
-        roster = join_static(meeting.store, me, meeting.world_size, key, timeout, generation)
-        agent.join(me, roster.key, roster.members)
-        return Worker(agent, roster.members)
+            worker = Worker(agent, me, group)
+        else:
+            roster = join_static(meeting.store, me, meeting.world_size, key, timeout, generation)
+            key = roster.key
+            worker = Worker(agent, me, roster.members)
+        agent.join(me, key, worker.directory)
+        return worker
     except BaseException:
         agent.close()
         raise

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import RemoteError
+from telegrad.errors import CannotEncode, RemoteError
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import memory, pack, unpack
 
@@ -75,7 +75,9 @@ Sent = tuple[bytes, bytes, list[bytes]]
 
 def _dump(value: Any) -> Sent:
     # An exception of the main program goes by name: the caller most likely runs that program, and catches that type.
-    body, tensors = encode(value, True)
+    body, tensors, references = encode(value, True)
+    if references:
+        raise CannotEncode("a reference cannot travel inside an exception")
     meta, blobs = pack(tensors)
     return body, meta, [bytes(memory(blob)) for blob in blobs]
 

@@ -23,6 +23,8 @@ CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE = range(1, 9)
 # Flags of a CALL: the caller's grad mode, as the function would find it in a local call.
 NO_GRAD = 1
 INFERENCE = 2
+# Of any frame: behind the body stands a pickle for the rooms above, and its size.
+CARRIES = 4
 
 PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
 ENTRY = struct.Struct("<QQ")  # of the table: number of the shared block (IN_STREAM for none), bytes
@@ -39,6 +41,22 @@ class Frame(NamedTuple):
     meta: bytes
     body: bytes | memoryview
     blobs: list[Any]
+    cargo: Any = None  # what the rooms above made of what stood behind the body
+
+
+_SIZE = struct.Struct("<I")
+
+
+def load(body: bytes, cargo: bytes) -> bytes:
+    """A body with something for the rooms above behind it."""
+    return b"".join((body, cargo, _SIZE.pack(len(cargo))))
+
+
+def unload(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
+    """The body, and what stands behind it."""
+    end = len(body) - _SIZE.size
+    start = end - _SIZE.unpack_from(body, end)[0]
+    return body[:start], body[start:end]
 
 
 def encode(

@@ -1,4 +1,4 @@
-"""Values as a pickle with their tensors lifted out.
+"""Values as a pickle with their tensors, and references of the rooms above, lifted out.
 
 Every tensor of a value gets a numbered slot, in order of appearance; the pickle holds the numbers only. So the rooms
 above can look at the tensors, or put others in their places, before they are packed and after they are unpacked, and
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 from telegrad.wire.functions import not_found
-from telegrad.wire.reducers import FROM_SLOTS, REBUILDERS, REDUCERS, NeedsValue, register_spawned_main
+from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, REDUCERS, NeedsValue, register_spawned_main
 from telegrad.wire.tensors import memory
 
 LARGE = 1 << 16  # bytes from which a buffer gets a slot
@@ -42,10 +42,11 @@ _NOTHING = pickle.dumps(((), {}), 5)
 
 
 class Encoded(NamedTuple):
-    """A value in two parts."""
+    """A value in parts."""
 
     body: bytes
     tensors: list[Tensor]
+    references: Sequence[Any] = ()
 
 
 def encode(value: Any, same_program: bool) -> Encoded:
@@ -72,8 +73,8 @@ def encode(value: Any, same_program: bool) -> Encoded:
         return _encode_by_value(value, same_program)
 
 
-def decode(body: bytes | memoryview, tensors: Sequence[Tensor]) -> Any:
-    """The value of a body whose slots are `tensors`.
+def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any] = ()) -> Any:
+    """The value of a body whose slots are `tensors` and `references`.
 
     Raises:
         FunctionNotFound: a function or class is not importable here.
@@ -87,7 +88,7 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor]) -> Any:
             return tensors[0]
         if how == _CALL:
             return _decode_call(body, tensors)
-        return _load(body, tensors)
+        return _load(body, tensors, references)
     except CodecError:
         raise
     except Exception as error:
@@ -142,11 +143,12 @@ def _dump(kind: type[_Pickler | _ValuePickler], value: Any, same_program: bool) 
     pickler = kind(file, 5, buffer_callback=partial(_keep, buffers))
     pickler.same_program = same_program
     pickler.tensors = []
+    pickler.references = []
     pickler.plain = True
     pickler.dump(value)
     if not pickler.plain or buffers:
         file.write(_TAIL.pack(len(buffers), _ANY))
-    return Encoded(file.getvalue(), pickler.tensors + buffers)
+    return Encoded(file.getvalue(), pickler.tensors + buffers, pickler.references)
 
 
 def _keep(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -158,11 +160,12 @@ def _keep(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
     return False
 
 
-def _load(body: bytes | memoryview, tensors: Sequence[Tensor]) -> Any:
+def _load(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any]) -> Any:
     count, _ = _TAIL.unpack_from(body, len(body) - _TAIL.size)
     buffers = tensors[len(tensors) - count :] if count else ()
     unpickler = _Unpickler(io.BytesIO(body), buffers=map(_held, buffers))
     unpickler.tensors = tensors
+    unpickler.references = references
     return unpickler.load()
 
 
@@ -178,6 +181,7 @@ class _Pickler(pickle.Pickler):
 
     same_program: bool
     tensors: list[Tensor]
+    references: list[Any]
     plain: bool  # nothing but built-in types so far
 
     def reducer_override(self, obj: Any) -> Any:
@@ -197,6 +201,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     same_program: bool
     tensors: list[Tensor]
+    references: list[Any]
     plain: bool
 
     def reducer_override(self, obj: Any) -> Any:
@@ -213,10 +218,14 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 class _Unpickler(pickle.Unpickler):
     tensors: Sequence[Tensor]
+    references: Sequence[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == REBUILDERS and name in FROM_SLOTS:
-            return partial(FROM_SLOTS[name], self.tensors)
+        if module == REBUILDERS:
+            if name in FROM_SLOTS:
+                return partial(FROM_SLOTS[name], self.tensors)
+            if name in FROM_REFERENCES:
+                return partial(FROM_REFERENCES[name], self.references)
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError) as error:

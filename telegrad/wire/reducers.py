@@ -30,6 +30,7 @@ class Pickler(Protocol):
 
     same_program: bool
     tensors: list[Tensor]
+    references: list[Any]
 
     def by_value(self, obj: Any) -> Any:
         """Take apart a function or class that has no name."""
@@ -102,6 +103,18 @@ def _unflatten(
 ) -> Tensor:
     tensor: Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
     return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+
+
+# References of the rooms above, which enter their own types in REDUCERS
+
+
+def reduce_reference(pickler: Pickler, reference: Any) -> Any:
+    pickler.references.append(reference)
+    return _reference, (len(pickler.references) - 1,)
+
+
+def _reference(references: Sequence[Any], number: int) -> Any:
+    return references[number]
 
 
 # Bare memory
@@ -232,9 +245,12 @@ REDUCERS: dict[type, Reducer] = {
     torch.jit.ScriptModule: _reduce_script,
 }
 
-# Called by the unpickler with the tensors of the value before their arguments.
+# Called by the unpickler with the tensors, or the references, of the value before their arguments.
 FROM_SLOTS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (_slot, _slot_as, _parameter, _storage)}
-_OWN = frozenset({*FROM_SLOTS.values(), resolve, _unflatten, _typed_storage, _compile, _load_script})
+FROM_REFERENCES: dict[str, Callable[..., Any]] = {_reference.__name__: _reference}
+_OWN = frozenset(
+    {*FROM_SLOTS.values(), *FROM_REFERENCES.values(), resolve, _unflatten, _typed_storage, _compile, _load_script}
+)
 
 try:
     import numpy

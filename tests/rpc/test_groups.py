@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,7 +16,10 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from tests.cluster import PATIENCE, free_port, group, init, processes, run_all
+from telegrad.agent.agent import Agent
+from telegrad.rpc.cluster import start
+from telegrad.rpc.options import TelegradOptions
+from tests.cluster import PATIENCE, free_port, group, in_threads, init, processes, run_all
 
 ONE_SECOND = 1.0
 
@@ -108,6 +112,29 @@ def test_shutdown_waits_for_the_work_of_all():
 def relay(to, pause):
     time.sleep(pause)  # a function that takes a while
     return rpc.rpc_sync(to, operator.add, (1, 1))
+
+
+def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch):
+    told = threading.Event()
+    join, take = Agent.join, Agent._take_notice
+
+    def join_and_wait(agent, me, *rest):
+        join(agent, me, *rest)
+        assert me.id != 0 or told.wait(PATIENCE)
+
+    def take_and_tell(agent, sender, message):
+        take(agent, sender, message)
+        told.set()
+
+    monkeypatch.setattr(Agent, "join", join_and_wait)
+    monkeypatch.setattr(Agent, "_take_notice", take_and_tell)
+    port = free_port()
+
+    def live(rank):
+        options = TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
+        start(f"early{rank}", rank, 2, options, 0, lambda agent: None).shutdown(True, PATIENCE / 2)
+
+    in_threads(lambda: live(0), lambda: live(1))
 
 
 def test_shutdown_timeout_names_who_is_missing():

@@ -21,7 +21,7 @@ from telegrad.wire.tensors import pack, unpack
 
 
 def journey(value, same_program=True):
-    body, tensors = encode(value, same_program)
+    body, tensors, _ = encode(value, same_program)
     meta, blobs = pack(tensors)
     return decode(body, unpack(meta, [blob.clone() for blob in blobs]))
 
