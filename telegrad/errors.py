@@ -6,6 +6,7 @@ TelegradError (RuntimeError)
 │   ├── AlreadyInitialized     `init_rpc` twice without `shutdown` between
 │   ├── InvalidName            a worker name with forbidden characters
 │   ├── UnknownWorker          no worker of that name or rank
+│   ├── NotOwner               the value of a reference was asked for where it is not
 │   └── DeviceError            a tensor on a device that cannot be sent
 ├── RendezvousError            the group could not be formed
 │   ├── StoreUnreachable       nobody answers at the store's address
@@ -25,6 +26,9 @@ TelegradError (RuntimeError)
 │   ├── CannotEncode           an argument or a result cannot be pickled
 │   ├── CannotDecode           it arrived, but cannot be rebuilt there
 │   └── FunctionNotFound       the callee has no function of that name
+├── RRefError                  a remote reference cannot be used
+│   ├── OwnerLost (PeerLost)   its owner has died or left, and the value with it
+│   └── RRefLost               its value was never made, or the reference came too late
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
 """
 
@@ -43,10 +47,14 @@ __all__ = [
     "HandshakeError",
     "InvalidName",
     "NotInitialized",
+    "NotOwner",
+    "OwnerLost",
     "PeerError",
     "PeerLost",
     "PeerUnreachable",
     "ProtocolViolation",
+    "RRefError",
+    "RRefLost",
     "RemoteError",
     "RendezvousError",
     "ShutDown",
@@ -82,6 +90,10 @@ class InvalidName(UsageError, ValueError):
 
 class UnknownWorker(UsageError, ValueError):
     """No worker of that name or rank is in the group."""
+
+
+class NotOwner(UsageError):
+    """The value of a reference was asked for on a worker that does not own it."""
 
 
 class DeviceError(UsageError):
@@ -158,6 +170,18 @@ class CannotDecode(CodecError):
 
 class FunctionNotFound(CodecError, AttributeError):
     """The callee cannot import the function by its name."""
+
+
+class RRefError(TelegradError):
+    """A remote reference cannot be used."""
+
+
+class OwnerLost(RRefError, PeerLost):
+    """The worker that owned the value has died or left."""
+
+
+class RRefLost(RRefError):
+    """The value was never made, or the reference was given up when its connection broke."""
 
 
 class RemoteError(TelegradError):

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from telegrad.rpc import api
+from telegrad.rpc import current
 from telegrad.rpc.cluster import Worker, start
 from telegrad.rpc.options import TelegradOptions
 
@@ -39,7 +39,7 @@ def agents(count: int, **options: Any) -> Iterator[list[Worker]]:
 
         def begin(rank: int) -> Worker:
             own = TelegradOptions(init_method=f"file://{folder}/store", **{"rpc_timeout": PATIENCE, **options})
-            return start(f"w{rank}", rank, count, own, generation, api._enter)
+            return start(f"w{rank}", rank, count, own, generation, current.enter)
 
         with ThreadPoolExecutor(count) as pool:
             workers = list(pool.map(begin, range(count)))

@@ -84,7 +84,7 @@ class Agent:
         self._server = Server(name, self._reactor, lambda: entered(self), self._take_notice, self._take_cargo)
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
-        self._handlers: dict[type, Callable[[str, Any], None]] = {}
+        self._handlers: dict[type, Callable[[Identity, Any], None]] = {}
         self._lock = threading.Lock()  # guards _peers, _accepted, _deadlines and _closed
         self._peers: dict[str, Peer] = {}  # by incarnation
         self._accepted: set[Link] = set()
@@ -120,6 +120,8 @@ class Agent:
             self._closed = True
             peers, accepted = list(self._peers.values()), list(self._accepted)
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
+        if self.rider is not None:
+            self.rider.close()
         self._listener.close()
         for peer in peers:
             peer.close(reason)
@@ -176,14 +178,15 @@ class Agent:
         kwargs: Any,
         timeout: float = DEFAULT,
         creation: Any = None,
+        keeps: Any = None,
     ) -> Future[Any]:
         """Run `function(*args, **kwargs)` on another worker; a future of its value.
 
-        With a `creation`, which the rider understands, the value stays there.
+        With a `creation`, which the rider understands, the value stays there. `keeps` lives as long as the call.
         """
         peer = self._peer(to)
         future: Future[Any] = Future()
-        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, future)
+        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, future, keeps)
         future.call = pending
         parts = self._call_parts(peer, function, args, kwargs, creation)
         if pending.timeout:
@@ -247,10 +250,10 @@ class Agent:
         self.rider = rider
         self._server.pack = rider.pack
 
-    def wait_for(self, future: Future[Any]) -> None:
-        """Wait until `future` is done; a thread of the reactor lets others run calls meanwhile."""
+    def wait_for(self, future: Future[Any], timeout: float = -1) -> bool:
+        """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile."""
         with self._reactor.waiting():
-            wait_for(future)
+            return wait_for(future, timeout)
 
     # The group
 
@@ -260,15 +263,18 @@ class Agent:
 
     # Control messages of the rooms above
 
-    def on(self, message: type, handler: Callable[[str, Any], None]) -> None:
+    def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
         """Have `handler(sender, message)` called for every control message of that class."""
         self._handlers[message] = handler
 
-    def notify(self, to: str | int | Member, message: object) -> None:
-        """Send a control message; if it cannot be delivered, those in `lost` are told."""
-        self._peer(to).notify(encode(message, False).body)
+    def notify(self, to: str | int, message: object, incarnation: str = "") -> None:
+        """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told."""
+        peer = self._peer(to)
+        if incarnation not in ("", peer.identity.incarnation):
+            raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
+        peer.notify(encode(message, False).body)
 
-    def _take_notice(self, sender: str, message: object) -> None:
+    def _take_notice(self, sender: Identity, message: object) -> None:
         self._handlers[type(message)](sender, message)
 
     # Connections

@@ -35,6 +35,9 @@ class Rider(Protocol):
 
     def receive(self, data: bytes, sender: Identity) -> Cargo: ...
 
+    def close(self) -> None:
+        """The worker leaves."""
+
 
 def take_cargo(frame: Frame, rider: Rider, sender: Identity) -> Frame:
     """A frame that carries something, with that taken from behind its body."""

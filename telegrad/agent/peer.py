@@ -47,19 +47,23 @@ class Pending:
         "function",
         "future",
         "id",
+        "keeps",
         "left",
         "peer",
         "timeout",
         "told",
     )
 
-    def __init__(self, peer: Peer, function: Any, timeout: float, future: Future[Any] | None = None) -> None:
-        """`future` belongs to an asynchronous caller; who waits in place needs none."""
+    def __init__(
+        self, peer: Peer, function: Any, timeout: float, future: Future[Any] | None = None, keeps: Any = None
+    ) -> None:
+        """`future` belongs to an asynchronous caller; who waits in place needs neither it nor `keeps`."""
         self.peer = peer
         self.function = function
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else inf
         self.future = future
+        self.keeps = keeps
         self.id = 0
         self.frame: Frame | None = None
         self.error: BaseException | None = None

@@ -59,10 +59,10 @@ class Server:
         name: str,
         reactor: Reactor,
         entered: Callable[[], None],
-        on_notice: Callable[[str, Any], None],
+        on_notice: Callable[[Identity, Any], None],
         take_cargo: Callable[[Frame, Identity], Frame],
     ) -> None:
-        """`entered` is called on each new thread that runs user code; `on_notice` gets the caller and its message."""
+        """`entered` is called on each new thread that runs user code, `on_notice` with each control message."""
         self._name = name
         self._reactor = reactor
         self._entered = entered
@@ -90,7 +90,7 @@ class Server:
 
     def _notice(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work
-        self._on_notice(caller.name, decode(frame.body, []))
+        self._on_notice(caller.identity, decode(frame.body, []))
 
     def _run(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work
@@ -114,7 +114,7 @@ class Server:
             elif type(result) is Later:
                 self._when_done(caller, frame, result.future)
             elif hasattr(function, ASYNC_MARK):
-                self._when_done(caller, frame, _its_future(function, result))
+                self._when_done(caller, frame, its_future(function, result))
             else:
                 self._answer(caller, frame, result)
 
@@ -235,7 +235,7 @@ def destination_of(call: Frame) -> Destination | None:
     return cargo.destination if cargo is not None else None
 
 
-def _its_future(function: Any, result: Any) -> Any:
+def its_future(function: Any, result: Any) -> Any:
     """The future that a function marked with async_execution returned, or the error that it is none."""
     if isinstance(result, torch._C.Future):
         return result

@@ -4,28 +4,34 @@ from telegrad.agent.futures import Future
 from telegrad.rpc import functions
 from telegrad.rpc.api import (
     UNSET_RPC_TIMEOUT,
-    WorkerInfo,
+    debug_info,
     get_worker_info,
     init_rpc,
+    remote,
     rpc_async,
     rpc_sync,
     shutdown,
 )
+from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.references import RRef
 from telegrad.transport.tls import TlsFiles
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",
     "BackendType",
     "Future",
+    "RRef",
     "RpcBackendOptions",
     "TelegradOptions",
     "TensorPipeRpcBackendOptions",
     "TlsFiles",
     "WorkerInfo",
+    "debug_info",
     "functions",
     "get_worker_info",
     "init_rpc",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",

@@ -6,28 +6,23 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from telegrad.agent.agent import DEFAULT, Agent
+from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.errors import AlreadyInitialized, NotInitialized, UsageError
-from telegrad.rpc.cluster import Worker, start
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
+from telegrad.rpc.conversion import convert
+from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
+from telegrad.rpc.references import RRef
 
 UNSET_RPC_TIMEOUT = DEFAULT
 
 
-class WorkerInfo(NamedTuple):
-    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
-
-    name: str
-    id: int
-
-
-_lock = threading.Lock()  # guards _worker and _generation, one init or shutdown at a time
-_worker: Worker | None = None
+_lock = threading.Lock()  # guards current.worker and _generation, one init or shutdown at a time
 _generation = 0
-_here = threading.local()  # .agent: whose thread this is; in a process with several agents the calls go out from it
 
 
 def init_rpc(
@@ -46,17 +41,17 @@ def init_rpc(
         InvalidName: `name` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why.
     """
-    global _worker, _generation
+    global _generation
     if backend is not None and not isinstance(backend, BackendType):
         raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
     options = _options(rpc_backend_options)
     with _lock:
-        if _worker is not None:
+        if current.worker is not None:
             raise AlreadyInitialized(
-                f"this process is worker {_worker.agent.name!r} already; call shutdown() before init_rpc again"
+                f"this process is worker {current.worker.agent.name!r} already; call shutdown() before init_rpc again"
             )
         _generation += 1
-        _worker = start(name, rank, world_size, options, _generation, _enter)
+        current.worker = start(name, rank, world_size, options, _generation, current.enter)
 
 
 def _options(given: RpcBackendOptions | None) -> TelegradOptions:
@@ -79,14 +74,13 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         NotInitialized: this process is in no group.
         CallTimeout: the others did not come in time; this worker has left all the same.
     """
-    global _worker
-    worker = _worker
+    worker = current.worker
     if worker is None:
         raise NotInitialized("this process is in no group: call init_rpc first")
     try:
         worker.shutdown(graceful, timeout)
     finally:
-        _worker = None
+        current.worker = None
 
 
 def rpc_sync(
@@ -100,7 +94,8 @@ def rpc_sync(
 
     Raises what the function raised there; a subclass of `TelegradError` where the call itself failed.
     """
-    return _agent().call(to.name if isinstance(to, WorkerInfo) else to, func, args, kwargs, timeout)
+    call = convert(func, args, kwargs)
+    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout)
 
 
 def rpc_async(
@@ -114,43 +109,54 @@ def rpc_async(
 
     The tensors among the arguments must not be written to until the future is done.
     """
-    return _agent().call_async(to.name if isinstance(to, WorkerInfo) else to, func, args, kwargs, timeout)
+    call = convert(func, args, kwargs)
+    return current.agent().call_async(_name(to), call.function, call.args, call.kwargs, timeout, keeps=call.keeps)
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Begin to run `func(*args, **kwargs)` on the worker `to`, where its value stays; a reference to that.
+
+    Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
+    """
+    call = convert(func, args, kwargs)
+    made = current.keeper().create(_name(to), call.function, call.args, call.kwargs, timeout, call.keeps)
+    assert isinstance(made, RRef)
+    return made
+
+
+def _name(to: str | int | WorkerInfo) -> str | int:
+    return to.name if isinstance(to, WorkerInfo) else to
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The worker of that name, or this one."""
-    agent = _agent()
+    agent = current.agent()
     member = agent.me if worker_name is None else agent.find(worker_name)
     return WorkerInfo(member.name, member.id)
 
 
-def _agent() -> Agent:
-    agent: Agent | None = getattr(_here, "agent", None)
-    if agent is not None:
-        return agent
-    if _worker is None:
-        raise NotInitialized("this process is in no group: call init_rpc first")
-    return _worker.agent
-
-
-def _enter(agent: Agent) -> None:
-    _here.agent = agent
+def debug_info() -> dict[str, int]:
+    """How many references this worker owns and uses, and what is under way about them."""
+    return current.keeper().counts()
 
 
 def _leave_at_exit() -> None:
     """A program that forgot `shutdown` ends without it."""
-    if _worker is not None:
-        _worker.agent.close()
+    if current.worker is not None:
+        current.worker.agent.close()
 
 
 def _forget_after_fork() -> None:
     """A forked child is not the worker that its parent is."""
-    global _worker, _lock
+    global _lock
     _lock = threading.Lock()
-    if _worker is not None:
-        _worker.agent.abandon()
-        _worker = None
-    _here.__dict__.clear()
+    current.forget()
 
 
 atexit.register(_leave_at_exit)

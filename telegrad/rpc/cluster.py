@@ -21,6 +21,8 @@ from telegrad.agent.rendezvous import DynamicGroup, join_static
 from telegrad.agent.stores import open_store
 from telegrad.errors import CallTimeout, PeerError, PeerLost
 from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.references import RRef
+from telegrad.rref.keeper import Keeper
 
 KEY_VARIABLE = "TELEGRAD_KEY"
 KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
@@ -38,6 +40,7 @@ class Worker:
         self._lock = threading.Lock()  # guards _farewell
         self._farewell: Farewell | None = None
         self._changed = threading.Event()
+        self.keeper = Keeper(agent, lambda: RRef.__new__(RRef))
         if isinstance(directory, Members):
             self._farewell = Farewell(me.id, {member.id for member in directory})
             for message in (Entered, Ask, Quiet, Leave, Left):
@@ -99,10 +102,10 @@ class Worker:
             except PeerError:
                 log.debug("telegrad: %r has gone already", to)
 
-    def _on_message(self, sender: str, message: Message) -> None:
-        farewell, id_ = self._farewell, self.directory.find(sender).id
+    def _on_message(self, sender: Identity, message: Message) -> None:
+        farewell = self._farewell
         assert farewell is not None
-        self._post(self._step(lambda: farewell.receive(id_, message)))
+        self._post(self._step(lambda: farewell.receive(sender.id, message)))
         self._changed.set()
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:

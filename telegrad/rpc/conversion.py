@@ -1,0 +1,128 @@
+"""Between a value and a reference to it, where the callee's annotations ask for the other.
+
+    given    annotated    what travels
+    T        T            the value
+    T        RRef[T]      a reference that the caller owns
+    RRef[T]  T            the value: from the caller where it owns it, else the callee fetches it from the owner
+    RRef[T]  RRef[T]      the reference
+
+A parameter without an annotation, or with one that both would fit, takes what it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+import typing
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from telegrad.rpc.references import RRef
+from telegrad.rpc.values import with_values
+
+_REFERENCE, _VALUE = "reference", "value"
+
+log = logging.getLogger("telegrad")
+
+
+class Call(NamedTuple):
+    """What to send, and what must live until it is answered."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    keeps: Any = None
+
+
+class _Plan(NamedTuple):
+    """What a function wants for each parameter."""
+
+    positional: list[str]
+    rest: str  # for what is given beyond them
+    named: dict[str, str]
+    others: str  # for names that no parameter has
+
+
+_plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
+
+
+def convert(function: Any, args: Any, kwargs: Any) -> Call:
+    """A call as its callee wants it."""
+    plan = _plan_of(function)
+    if plan is None or not (args or kwargs):
+        return Call(function, args, kwargs)
+    args, kwargs = tuple(args or ()), kwargs or {}
+    wanted = plan.positional + [plan.rest] * (len(args) - len(plan.positional))
+    lent: list[RRef[Any]] = []
+    new_args = tuple(_convert(wish, each, lent) for wish, each in zip(wanted, args, strict=False))
+    new_kwargs = {name: _convert(plan.named.get(name, plan.others), each, lent) for name, each in kwargs.items()}
+    if lent:
+        return Call(with_values, (function, *new_args), new_kwargs, lent)
+    return Call(function, new_args, new_kwargs)
+
+
+def _convert(wish: str, given: Any, lent: list[RRef[Any]]) -> Any:
+    if wish == _REFERENCE and not isinstance(given, RRef) and given is not None:
+        return RRef(given)
+    if wish == _VALUE and isinstance(given, RRef):
+        if given.is_owner():
+            return given.local_value()
+        lent.append(given)
+        return given._lent()
+    return given
+
+
+def _plan_of(function: Any) -> _Plan | None:
+    """None where nothing is ever converted."""
+    bound = isinstance(function, type | types.MethodType)
+    if bound:
+        function = function.__init__ if isinstance(function, type) else function.__func__  # type: ignore[misc]
+    if type(function) is not types.FunctionType or not function.__annotations__:
+        return None
+    try:
+        return _plans[function]
+    except KeyError:
+        plan = _plans[function] = _make_plan(function, bound)
+        return plan
+
+
+def _make_plan(function: Callable[..., Any], bound: bool) -> _Plan | None:
+    try:
+        hints = typing.get_type_hints(function)
+        parameters = list(inspect.signature(function).parameters.values())[bound:]
+    except Exception as error:  # a name in an annotation that is known to type checkers only
+        log.debug("telegrad: no conversion for %r: %s", function, error)
+        return None
+    by_kind: dict[Any, list[tuple[str, str]]] = {}
+    for parameter in parameters:
+        by_kind.setdefault(parameter.kind, []).append((parameter.name, _wish(hints.get(parameter.name, Any))))
+    both = by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, [])
+    positional = by_kind.get(inspect.Parameter.POSITIONAL_ONLY, []) + both
+    plan = _Plan(
+        [wish for _, wish in positional],
+        next((wish for _, wish in by_kind.get(inspect.Parameter.VAR_POSITIONAL, [])), ""),
+        dict(both + by_kind.get(inspect.Parameter.KEYWORD_ONLY, [])),
+        next((wish for _, wish in by_kind.get(inspect.Parameter.VAR_KEYWORD, [])), ""),
+    )
+    return plan if any((*plan.positional, plan.rest, *plan.named.values(), plan.others)) else None
+
+
+def _wish(annotation: Any) -> str:
+    if _is_reference(annotation):
+        return _REFERENCE
+    if annotation in (Any, object, None, type(None)) or isinstance(annotation, typing.TypeVar):
+        return ""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return "" if any(_is_reference(arm) or not _wish(arm) for arm in _arms(annotation)) else _VALUE
+    return _VALUE
+
+
+def _arms(union: Any) -> list[Any]:
+    return [arm for arm in typing.get_args(union) if arm is not type(None)]
+
+
+def _is_reference(annotation: Any) -> bool:
+    origin = typing.get_origin(annotation) or annotation
+    return isinstance(origin, type) and issubclass(origin, RRef)

@@ -1,0 +1,59 @@
+"""Which worker a thread speaks for."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from telegrad.agent.agent import Agent
+from telegrad.errors import NotInitialized
+from telegrad.rref.keeper import Keeper
+
+if TYPE_CHECKING:
+    from telegrad.rpc.cluster import Worker
+
+
+class WorkerInfo(NamedTuple):
+    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
+
+    name: str
+    id: int
+
+
+worker: Worker | None = None  # of this process, set by init_rpc and shutdown
+_here = threading.local()  # .agent: whose thread this is; in a process with several agents the calls go out from it
+
+
+def agent() -> Agent:
+    """The agent of this thread.
+
+    Raises:
+        NotInitialized: this process is in no group.
+    """
+    own: Agent | None = getattr(_here, "agent", None)
+    if own is not None:
+        return own
+    if worker is None:
+        raise NotInitialized("this process is in no group: call init_rpc first")
+    return worker.agent
+
+
+def keeper() -> Keeper:
+    """The keeper of this thread's references."""
+    rider = agent().rider
+    assert isinstance(rider, Keeper)
+    return rider
+
+
+def enter(own: Agent) -> None:
+    """From now on this thread runs user code for `own`."""
+    _here.agent = own
+
+
+def forget() -> None:
+    """In a forked child: it is not the worker that its parent is."""
+    global worker
+    if worker is not None:
+        worker.agent.abandon()
+        worker = None
+    _here.__dict__.clear()

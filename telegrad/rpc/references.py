@@ -1,0 +1,201 @@
+"""RRef, as users see it: a value that lives on some worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.futures import Future
+from telegrad.errors import CallTimeout, NotOwner, UsageError
+from telegrad.rpc import current
+from telegrad.rpc.current import WorkerInfo
+from telegrad.rpc.operators import TENSOR_METHODS, Operators
+from telegrad.rpc.values import Borrowed, call_method, created, fetch, invoke, opened, when_full, with_values
+from telegrad.rref.box import Box
+from telegrad.rref.handle import Handle
+from telegrad.rref.keeper import number
+from telegrad.wire.reducers import REDUCERS, reduce_reference
+
+T = TypeVar("T")
+
+
+class RRef(Operators, Handle, Generic[T]):
+    """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it.
+
+    It can be sent to any worker inside the arguments or the result of a remote call. Operators and the methods of
+    tensors run at the owner and give a reference to their result, as does a call: `rref(*args)`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        """A reference to a value of this worker. `type_hint` is what annotations say of it."""
+        current.keeper().own(self, Box.of(value))
+        self._hint = type_hint
+
+    # Who has the value
+
+    def owner(self) -> WorkerInfo:
+        """The worker where the value lives."""
+        return WorkerInfo(self._owner.name, self._owner.id)
+
+    def owner_name(self) -> str:
+        return self._owner.name
+
+    def is_owner(self) -> bool:
+        """Whether this worker has the value."""
+        return self._owner == self._keeper.agent.me.identity
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows already that this worker holds a reference."""
+        return self._keeper.confirmed(self)
+
+    # Getting at it
+
+    def to_here(self, timeout: float = DEFAULT) -> T:
+        """The value itself on its owner, else a copy; waits until it is made.
+
+        Raises what the function raised that should have made it; RRefError where the value is lost.
+        """
+        if self._box is not None:
+            return self._open(timeout)
+        self._keeper.check(self)
+        value: T = self._keeper.agent.call(self._owner.name, fetch, self._id, None, timeout)
+        return value
+
+    def local_value(self) -> T:
+        """The value itself, on its owner; waits until it is made.
+
+        Raises:
+            NotOwner: the value lives on another worker.
+        """
+        if self._box is None:
+            raise NotOwner(
+                f"{self!r}: the value is not on this worker. Use to_here() for a copy, or rpc_sync() to use it there"
+            )
+        return self._open(0)
+
+    def _open(self, timeout: float) -> T:
+        self._keeper.check(self)
+        assert self._box is not None
+        limit = self._keeper.agent.timeout if timeout < 0 else timeout
+        try:
+            value: T = opened(self._box, limit)
+        except TimeoutError as error:
+            if self._box.full:
+                raise
+            raise CallTimeout(f"{self!r}: the value was not made within {limit:g} s") from error
+        return value
+
+    def future(self) -> Future[None]:
+        """A future that is done once the value exists, or that holds the error of the call that should have made it."""
+        creation = self._keeper.creation(self)
+        if creation is not None:
+            return creation
+        self._keeper.check(self)
+        if self._box is not None:
+            return when_full(self._box)
+        if self._keeper.made_here(self):  # and so it has succeeded
+            return Box.of(None).future()
+        return self._keeper.agent.call_async(self._owner.name, created, self._id, None, keeps=self)
+
+    _get_future = future
+
+    # Using it where it is
+
+    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+        """`rref.rpc_sync().method(*args)` runs a method of the value at the owner and waits for what it returns."""
+        return Proxy(self._call, timeout)
+
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but gives a future."""
+        return Proxy(self._call_async, timeout)
+
+    def remote(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but gives a reference to the result, which stays at the owner."""
+        return Proxy(self._create, timeout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Call the value at its owner; a reference to the result."""
+        return self._create("", DEFAULT, args, kwargs)
+
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> Any:
+        self._keeper.check(self)
+        return self._keeper.agent.call(self._owner.name, invoke, (*self._id, method, *args), kwargs, timeout)
+
+    def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any) -> Future[Any]:
+        self._keeper.check(self)
+        all_args = (*self._id, method, *args)
+        return self._keeper.agent.call_async(self._owner.name, invoke, all_args, kwargs, timeout, keeps=self)
+
+    def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
+        self._keeper.check(self)
+        made = self._keeper.create(self._owner.name, invoke, (*self._id, method, *args), kwargs, timeout, self)
+        assert isinstance(made, RRef)
+        return made
+
+    # Using it as if it were a tensor
+
+    def _operate(self, function: Callable[..., Any], *operands: Any, **named: Any) -> RRef[Any]:
+        """Call a function at the owner with the values of its operands."""
+        held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]
+        for each in held:
+            self._keeper.check(each)
+        args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
+        kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
+        made = self._keeper.create(self._owner.name, with_values, args, kwargs, DEFAULT, held)
+        assert isinstance(made, RRef)
+        return made
+
+    def _lent(self) -> Borrowed:
+        return Borrowed(self._id, self._owner.name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TENSOR_METHODS:
+            return lambda *args, **kwargs: self._operate(call_method, self, name, *args, **kwargs)
+        raise AttributeError(
+            f"RRef has no attribute {name!r}. For one of the value use rref.rpc_sync().{name}(...), or rref.to_here()"
+        )
+
+    # What it is not
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"{self!r} can only be sent in the arguments or the result of a remote call; pickled otherwise, nobody "
+            "would know of it. To save the value, pickle rref.to_here()"
+        )
+
+    def __copy__(self) -> RRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> RRef[T]:
+        return self
+
+    def __repr__(self) -> str:
+        name = f"RRef {number(self._id)}"
+        if self._box is not None:
+            state = f"here: {type(self._box.value).__name__}" if self._box.full else "here, still being made"
+            return f"<{name} {'here, failed' if self._box.error is not None else state}>"
+        return f"<{name} on {self._owner.name!r}{'' if self.confirmed_by_owner() else ', not confirmed yet'}>"
+
+
+class Proxy:
+    """Makes `proxy.method(*args)` a call of that method where the value lives, and `proxy(*args)` one of the value."""
+
+    __slots__ = ("_call", "_timeout")
+
+    def __init__(self, call: Callable[[str, float, Any, Any], Any], timeout: float) -> None:
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)  # nobody means a remote call when Python looks for a protocol
+        return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("", self._timeout, args, kwargs)
+
+
+REDUCERS[RRef] = reduce_reference

@@ -1,0 +1,85 @@
+"""What runs at a reference's owner, or where its value is wanted.
+
+A call that uses a reference names it by its id; the caller holds the handle until the answer, so nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad.agent.futures import Future
+from telegrad.agent.server import ASYNC_MARK, Later, its_future
+from telegrad.rpc import current
+from telegrad.rref.box import Box
+from telegrad.rref.protocol import Id
+
+
+class Borrowed(NamedTuple):
+    """In the place of a reference whose value is wanted."""
+
+    id: Id
+    owner: str
+
+
+def fetch(maker: str, number: int) -> Any:
+    """The value of a reference that this worker owns."""
+    box = current.keeper().box((maker, number))
+    return box.open() if box.full else Later(box.future())
+
+
+def created(maker: str, number: int) -> Any:
+    """None, once the value of a reference that this worker owns exists."""
+    return Later(when_full(current.keeper().box((maker, number))))
+
+
+def when_full(box: Box) -> Future[None]:
+    """A future of nothing but success."""
+
+    def look(done: torch.futures.Future[Any]) -> None:
+        done.wait()
+
+    return box.future().then(look)
+
+
+def invoke(maker: str, number: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the value, or the value itself where `method` is empty."""
+    value = opened(current.keeper().box((maker, number)))
+    return _finish(getattr(value, method) if method else value, args, kwargs)
+
+
+def call_method(value: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    return _finish(getattr(value, method), args, kwargs)
+
+
+def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `function` with the values of what is borrowed, each straight from its owner."""
+    agent = current.agent()
+    wanted = [each for each in (*args, *kwargs.values()) if type(each) is Borrowed]
+    coming = {each: agent.call_async(each.owner, fetch, each.id, None) for each in wanted if each.owner != agent.name}
+    values = {each: opened(current.keeper().box(each.id)) for each in wanted if each.owner == agent.name}
+    values |= {each: future.wait() for each, future in coming.items()}
+    return _finish(
+        function,
+        tuple(values[each] if type(each) is Borrowed else each for each in args),
+        {name: values[each] if type(each) is Borrowed else each for name, each in kwargs.items()},
+    )
+
+
+def opened(box: Box, timeout: float = 0) -> Any:
+    """What is in a box of this worker, once it is full.
+
+    Raises:
+        TimeoutError: it was not after so many seconds (0 for no limit).
+    """
+    if not box.full and not current.agent().wait_for(box.future(), timeout or -1):
+        raise TimeoutError
+    return box.open()
+
+
+def _finish(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function as the server would, had it been called directly."""
+    result = function(*args, **kwargs)
+    return Later(its_future(function, result)) if hasattr(function, ASYNC_MARK) else result

@@ -1,0 +1,126 @@
+"""Letters that arrive once each, over a network that may lose, double, delay and reorder what it carries.
+
+Letters to one worker are sent in numbered batches. A batch is sent again, ever more rarely, until its number comes
+back; the receiver passes on each number once. Pure: the driver tells the time and does the sending.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Generic, NamedTuple, TypeVar
+
+L = TypeVar("L")
+
+RESEND_AFTER, RESEND_AT_MOST = 1.0, 30.0  # seconds: the first pause, which doubles, and the longest
+ACKNOWLEDGE_WITHIN = 0.05  # seconds that a receipt may wait for a batch to travel with
+
+
+class Batch(NamedTuple, Generic[L]):
+    """Letters under a number (0 for none), and receipts."""
+
+    number: int
+    letters: list[L]
+    receipts: list[int]
+
+
+@dataclass(slots=True)
+class _Sent(Generic[L]):
+    letters: list[L]
+    pause: float
+    due: float
+
+
+@dataclass(slots=True)
+class _Line(Generic[L]):
+    """What there is between this worker and another."""
+
+    fresh: list[L] = field(default_factory=list)
+    number: int = 0
+    sent: dict[int, _Sent[L]] = field(default_factory=dict)  # without a receipt yet
+    receipts: list[int] = field(default_factory=list)  # owed
+    owed_by: float = inf
+    complete: int = 0  # all batches up to this number have come
+    ahead: set[int] = field(default_factory=set)  # and these
+
+    def take(self, number: int) -> bool:
+        """Note a batch; whether it is new."""
+        if number <= self.complete or number in self.ahead:
+            return False
+        self.ahead.add(number)
+        while self.complete + 1 in self.ahead:
+            self.complete += 1
+            self.ahead.remove(self.complete)
+        return True
+
+    def due(self) -> float:
+        return min([self.owed_by, *(sent.due for sent in self.sent.values())])
+
+
+class Courier(Generic[L]):
+    """One worker's post."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line[L]] = {}
+
+    def post(self, to: str, letter: L) -> None:
+        self._line(to).fresh.append(letter)
+
+    def outgoing(self, now: float) -> list[tuple[str, Batch[L]]]:
+        """What is to be sent now."""
+        out: list[tuple[str, Batch[L]]] = []
+        for to, line in self._lines.items():
+            if line.fresh:
+                line.number += 1
+                line.sent[line.number] = _Sent(line.fresh, RESEND_AFTER, now + RESEND_AFTER)
+                out.append((to, Batch(line.number, line.fresh, self._receipts(line))))
+                line.fresh = []
+            for number, sent in line.sent.items():
+                if sent.due <= now:
+                    sent.pause = min(2 * sent.pause, RESEND_AT_MOST)
+                    sent.due = now + sent.pause
+                    out.append((to, Batch(number, sent.letters, self._receipts(line))))
+            if line.owed_by <= now:
+                out.append((to, Batch(0, [], self._receipts(line))))
+        return out
+
+    def _receipts(self, line: _Line[L]) -> list[int]:
+        receipts, line.receipts, line.owed_by = line.receipts, [], inf
+        return receipts
+
+    def next(self) -> float:
+        """When something will be due, if nothing happens before."""
+        return min((line.due() for line in self._lines.values()), default=inf)
+
+    def receive(self, sender: str, batch: Batch[L], now: float) -> list[L]:
+        """The letters that have not come before."""
+        line = self._line(sender)
+        for number in batch.receipts:
+            line.sent.pop(number, None)
+        if not batch.number:
+            return []
+        line.receipts.append(batch.number)
+        line.owed_by = min(line.owed_by, now + ACKNOWLEDGE_WITHIN)
+        return batch.letters if line.take(batch.number) else []
+
+    def hurry(self, to: str, now: float) -> None:
+        """The way to a worker is open again: what it has not receipted is due."""
+        for sent in self._line(to).sent.values():
+            sent.due = now
+
+    def forget(self, worker: str) -> None:
+        """It has died: nothing more is to be delivered. The numbers stay, should it speak again."""
+        line = self._line(worker)
+        line.fresh = []
+        line.sent.clear()
+        self._receipts(line)
+
+    @property
+    def unsettled(self) -> int:
+        """Letters that have not been receipted."""
+        return sum(
+            len(line.fresh) + sum(len(sent.letters) for sent in line.sent.values()) for line in self._lines.values()
+        )
+
+    def _line(self, worker: str) -> _Line[L]:
+        return self._lines.setdefault(worker, _Line())

@@ -1,0 +1,390 @@
+"""The rim of the reference protocol: handles, values and letters of one worker.
+
+Letters and handles that ended are gathered for a moment and seen to by one thread, so that many together cost little.
+Values are freed there too, outside of the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.cargo import Cargo
+from telegrad.agent.futures import Future
+from telegrad.agent.members import Identity
+from telegrad.errors import CallTimeout, OwnerLost, PeerError, PeerLost, RRefLost, UnknownWorker, UsageError
+from telegrad.rref.box import Box
+from telegrad.rref.courier import Batch, Courier
+from telegrad.rref.handle import Handle
+from telegrad.rref.origins import Origins
+from telegrad.rref.protocol import OWNER_DIED, Id, Letter, References
+
+GATHER = 1e-3  # seconds that letters and ended handles are gathered
+LONGEST_WAIT = 3600.0
+
+_CREATE, _CREATED, _HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
+
+
+class Landing(NamedTuple):
+    """Where the value of a creating call goes, and what to answer."""
+
+    box: Box
+    answer: bytes
+
+    def fulfil(self, value: Any) -> None:
+        self.box.fulfil(value)
+
+    def fail(self, error: BaseException) -> None:
+        self.box.fail(error)
+
+    def receipt(self) -> bytes:
+        return self.answer
+
+
+@dataclass(slots=True)
+class _Creation:
+    """A call of this worker that makes the value of a reference, and has not succeeded yet."""
+
+    fork: Id
+    owner: str
+    future: Future[Any]
+    cut_off: bool = False  # it ended without an answer, and one may still come
+
+
+class Keeper:
+    """All references of one worker."""
+
+    def __init__(self, agent: Agent, make: Callable[[], Handle]) -> None:
+        """`make` makes an empty handle, of the class that users see."""
+        self.agent = agent
+        self.origins = Origins()
+        self._make = make
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles; None to wake; things to do
+        self._lock = threading.Lock()  # guards all below
+        self._machine = References(_key(agent.name, agent.incarnation))
+        self._courier: Courier[Letter] = Courier()
+        self._boxes: dict[Id, Box] = {}  # of owned references
+        self._creations: dict[Id, _Creation] = {}  # while the reference lives
+        self._woken = False  # since the thread last looked
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        agent.carry(self)
+        agent.on(Batch, self._on_batch)
+        agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
+
+    # Making references
+
+    def own(self, handle: Handle, box: Box) -> None:
+        """Make `handle` one of a new reference to what is, or will be, in `box`."""
+        with self._lock:
+            ref = self._machine.own()
+            self._boxes[ref] = box
+            self._begin(handle, ref, self.agent.me.identity, box)
+
+    def create(self, to: str | int, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any = None) -> Handle:
+        """Have a worker make a value that stays there; the handle is for this worker."""
+        owner = self.agent.find(to).identity
+        handle = self._make()
+        if owner == self.agent.me.identity:
+            self.own(handle, Box())
+            fork, kind = handle._id, _HERE
+        else:
+            with self._lock:
+                ref, fork = self._machine.create(_key_of(owner))
+                self._begin(handle, ref, owner, None)
+            kind = _CREATE
+        try:
+            future = self.agent.call_async(owner.name, function, args, kwargs, timeout, (kind, handle._id, fork), keeps)
+        except BaseException:
+            handle._fault = "never made"
+            with self._lock:
+                (self._machine.drop if kind == _HERE else self._machine.cancel)(handle._id)
+            raise
+        ref, creation = handle._id, _Creation(fork, _key_of(owner), future)
+        with self._lock:
+            self._creations[ref] = creation
+        future.add_done_callback(lambda future: self._on_created(ref, creation, future))
+        return handle
+
+    def _on_created(self, ref: Id, creation: _Creation, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except CallTimeout:
+            creation.cut_off = True
+        except PeerError:
+            with self._lock:
+                self._machine.stillborn(ref, creation.fork, creation.owner)
+                self._wake()
+        except Exception:
+            pass  # the function failed: so does each use
+        else:
+            with self._lock:
+                self._creations.pop(ref, None)
+
+    def _begin(self, handle: Handle, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
+        handle._begin(self, ref, owner, box, fault)
+        self.origins.note(ref)
+        self._have_thread()
+
+    # Using them
+
+    def check(self, handle: Handle) -> None:
+        """Raise why a reference cannot be used, if so."""
+        creation = self._creations.get(handle._id)
+        if creation is not None and creation.future.done():
+            _raise_anew(creation.future)
+        fault = handle._fault or self._machine.fault(handle._id)
+        if fault:
+            made = self.origins.of(handle._id)
+            about = f"the reference {number(handle._id)} to a value of worker {handle._owner.name!r}" + (
+                f", made at {made}," if made else ""
+            )
+            if fault == OWNER_DIED:
+                raise OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
+            raise RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
+
+    def creation(self, handle: Handle) -> Future[Any] | None:
+        """The future of the creating call, where this worker made it and it has not succeeded yet."""
+        creation = self._creations.get(handle._id)
+        return creation.future if creation is not None else None
+
+    def made_here(self, handle: Handle) -> bool:
+        """Whether the reference was made by this worker."""
+        return handle._id[0] == self._machine.me
+
+    def confirmed(self, handle: Handle) -> bool:
+        """Whether the owner knows of this worker's fork."""
+        share = self._machine.shares.get(handle._id)
+        return handle._box is not None or (share is not None and share.confirmed and not share.fault)
+
+    def box(self, ref: Id) -> Box:
+        """Where the value is, or will be, on its owner.
+
+        Raises:
+            RRefLost: there is none, and none will come.
+        """
+        with self._lock:
+            if not self._machine.seek(ref):
+                raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
+            self._wake()
+            return self._boxes.setdefault(ref, Box())
+
+    # With the user's messages
+
+    def pack(self, references: Sequence[Handle], to: Identity, creation: Any) -> bytes:
+        """References are about to leave, and perhaps a call that creates one."""
+        for handle in references:
+            if handle._keeper is not self:
+                raise UsageError(
+                    f"{handle!r} belongs to a group that this worker has left; make it anew after init_rpc"
+                )
+            self.check(handle)
+        key = _key_of(to)
+        with self._lock:
+            forks = [(handle._id, self._machine.fork(handle._id, key), tuple(handle._owner)) for handle in references]
+        return pickle.dumps((forks, creation), 5)
+
+    def receive(self, data: bytes, sender: Identity) -> Cargo:
+        """References have come, and perhaps a call that creates one, or the answer to such."""
+        forks, creation = pickle.loads(data)
+        key = _key_of(sender)
+        with self._lock:
+            self._heard_from(key)
+            handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
+            landing = self._take_creation(key, *creation) if creation is not None else None
+            self._wake()
+        return Cargo(handles, landing)
+
+    def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
+        handle, owner_key = self._make(), _key_of(owner)
+        fault = self._machine.arrive(ref, fork, owner_key, sender)
+        box = self._boxes.setdefault(ref, Box()) if owner_key == self._machine.me and not fault else None
+        self._begin(handle, ref, owner, box, fault)
+        return handle
+
+    def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id) -> Landing | None:
+        if kind == _CREATED:
+            self._machine.created(ref, fork)
+            return None
+        box = self._boxes.get(ref) or Box()
+        if kind == _CREATE and self._machine.expect(ref, fork, sender):
+            self._boxes[ref] = box  # else nobody wants the value
+        return Landing(box, pickle.dumps(((), (_CREATED, ref, fork)), 5))
+
+    # The thread that sees to letters and ends
+
+    def let_go(self, ref: Id) -> None:
+        """A handle has ended."""
+        if not self._closed:
+            self._events.put(ref)
+
+    def _wake(self) -> None:
+        """With the lock held: have the thread look."""
+        if not self._woken:
+            self._woken = True
+            self._have_thread()
+            self._events.put(None)
+
+    def _have_thread(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._serve, name="telegrad-references", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        wait = LONGEST_WAIT
+        while True:
+            events = self._gather(wait)
+            if self._closed:
+                return
+            todo = [event for event in events if callable(event)]
+            for act in todo:
+                act()
+            wait = self._step([event for event in events if type(event) is tuple])
+
+    def _gather(self, wait: float) -> list[Any]:
+        events = []
+        with contextlib.suppress(queue.Empty):
+            events.append(self._events.get(timeout=wait))
+            time.sleep(GATHER)
+            while True:
+                events.append(self._events.get_nowait())
+        return events
+
+    def _step(self, ended: list[Id]) -> float:
+        """Drop handles, free values, send letters; the time until something is due."""
+        now = monotonic()
+        machine, courier = self._machine, self._courier
+        with self._lock:
+            self._woken = False
+            for ref in ended:
+                machine.drop(ref)
+            for to, letter in machine.letters:
+                courier.post(to, letter)
+            machine.letters.clear()
+            hopeless = [(ref, self._boxes.setdefault(ref, Box())) for ref in machine.hopeless]
+            machine.hopeless.clear()
+            freed = [self._forget(ref) for ref in machine.freed]
+            machine.freed.clear()
+            outgoing = courier.outgoing(now)
+            wait = min(max(courier.next() - now, 0.0), LONGEST_WAIT)
+        for to, batch in outgoing:
+            self._send(to, batch)
+        for ref, box in hopeless:
+            box.fail(RRefLost(f"the call that should have made the value of the reference {number(ref)} never came"))
+        del freed
+        return wait
+
+    def _forget(self, ref: Id) -> tuple[Box | None, _Creation | None]:
+        self.origins.forget(ref)
+        return self._boxes.pop(ref, None), self._creations.pop(ref, None)
+
+    def _send(self, to: str, batch: Batch[Letter]) -> None:
+        name, _, incarnation = to.rpartition("#")
+        try:
+            self.agent.notify(name, batch, incarnation)
+        except UnknownWorker:
+            self._on_death(to)
+        except PeerError:
+            pass  # this worker leaves
+
+    def _on_batch(self, sender: Identity, batch: Batch[Letter]) -> None:
+        key = _key_of(sender)
+        with self._lock:
+            self._heard_from(key)
+            for letter in self._courier.receive(key, batch, monotonic()):
+                self._machine.receive(key, letter)
+            self._wake()
+
+    # Connections that broke, workers that died
+
+    def _heard_from(self, key: str) -> None:
+        """With the lock held: a worker speaks. Had it been taken for dead, it may have missed something."""
+        if self._machine.alive(key):
+            self._machine.ask(key)
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        key = _key_of(who)
+        if not isinstance(reason, PeerLost):
+            self._on_death(key)
+            return
+        with self._lock:
+            self._machine.ask(key)
+            for ref, creation in self._creations.items():
+                if creation.cut_off and creation.owner == key:
+                    self._machine.stillborn(ref, creation.fork, key)
+            self._courier.hurry(key, monotonic())
+        self._send(key, Batch(0, [], []))  # a connection that broke is no death: that no new one can be made is
+
+    def _on_death(self, key: str) -> None:
+        with self._lock:
+            self._machine.dead(key)
+            self._courier.forget(key)
+            self._wake()
+
+    # The end, and the view from outside
+
+    def flush(self, timeout: float = 5.0) -> None:
+        """Wait until what ended before this call is seen to here."""
+        if self._thread is not None and not self._closed:
+            done = threading.Event()
+            self._events.put(lambda: self._events.put(done.set))  # a second round: the first has dropped the handles
+            done.wait(timeout)
+
+    def counts(self) -> dict[str, int]:
+        """How much there is of what."""
+        self.flush()
+        with self._lock:
+            shares, owned = self._machine.shares.values(), self._machine.owned.values()
+            return {
+                "owned": len(owned),
+                "forks_of_owned": sum(len(each.forks) for each in owned),
+                "used": len(shares),
+                "unconfirmed": sum(not share.confirmed for share in shares),
+                "unsettled_children": sum(len(share.children) for share in shares),
+                "unanswered_creations": sum(not creation.future.done() for creation in self._creations.values()),
+                "unreceipted_letters": self._courier.unsettled,
+            }
+
+    def close(self) -> None:
+        """Release everything; handles that live on cannot be used any more, but for values in this process."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            boxes, self._boxes = self._boxes, {}
+            machine = self._machine
+            leaked = [ref for ref, share in machine.shares.items() if share.handles]
+            leaked += [ref for ref, owned in machine.owned.items() if owned.handles]
+        self._events.put(None)
+        self.origins.warn_of_leaks(leaked)
+        del boxes
+
+
+def _key(name: str, incarnation: str) -> str:
+    return f"{name}#{incarnation}"
+
+
+def _key_of(who: Identity) -> str:
+    return f"{who.name}#{who.incarnation}"
+
+
+def number(ref: Id) -> str:
+    """A reference as people read it."""
+    return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
+
+
+def _raise_anew(future: Future[Any]) -> None:
+    try:
+        future.value()
+    except Exception as error:
+        raise error.with_traceback(None) from error.__cause__

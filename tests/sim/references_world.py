@@ -1,0 +1,347 @@
+"""A cluster of reference machines under a seeded scheduler: see test_references.py."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from math import inf
+
+from telegrad.rref.courier import Courier
+from telegrad.rref.protocol import References
+
+ABSENT, PRESENT, FREED = "absent", "present", "freed"
+HOPELESS = "hopeless"  # whoever uses it finds an error in its place
+
+
+class Worker:
+    """One machine, its post, and the handles that its program holds."""
+
+    def __init__(self, name):
+        self.name = name
+        self.machine = References(name)
+        self.courier = Courier()
+        self.handles = []  # references, once for each handle
+        self.fetching = []  # references whose values it waits for, with a handle each
+        self.asked = []  # (ref, user): fetches that wait here for a value
+
+
+class World:
+    """Workers, what is on its way between them, and the faults that befall it."""
+
+    def __init__(self, seed, faults=True, crashes=True):
+        self.random = random.Random(seed)
+        self.faults = faults
+        size = self.random.choice([3, 3, 3, 4, 4, 5, 7, 10, 50])
+        self.workers = {f"w{n}": Worker(f"w{n}") for n in range(size)}
+        self.crashes = self.random.randint(1, max(1, size // 3)) if crashes else 0
+        self.dead = set()
+        self.messages = []  # (sender, to, what, ref, fork, owner): the program's own
+        self.batches = []  # (sender, to, batch)
+        self.news = []  # (event, of whom, who hears): broken connections and deaths that were not noticed yet
+        self.broken = set()  # pairs whose connection broke: what was on its way may be refused
+        self.values = {}  # at the owner
+        self.owners = {}
+        self.now = 0.0
+        self.letters = Counter()
+        self.steps = 0
+
+    # The program
+
+    def own(self, worker):
+        ref = worker.machine.own()
+        self.values[ref], self.owners[ref] = PRESENT, worker.name
+        worker.handles.append(ref)
+
+    def create(self, worker):
+        owner = self.other(worker)
+        ref, fork = worker.machine.create(owner)
+        self.values[ref], self.owners[ref] = ABSENT, owner
+        worker.handles.append(ref)
+        self.send(worker.name, owner, "create", ref, fork, owner)
+
+    def share(self, worker):
+        ref = self.random.choice(worker.handles)
+        if worker.machine.fault(ref):
+            return
+        to = self.random.choice([*self.alive(), worker.name])
+        fork = worker.machine.fork(ref, to)
+        self.send(worker.name, to, "pass", ref, fork, self.owners[ref])
+        if self.random.random() < 0.5:
+            self.drop(worker, ref)  # at once, while the message is on its way
+
+    def fetch(self, worker):
+        """Ask the owner for a value; the handle is held until the answer comes."""
+        ref = self.random.choice(worker.handles)
+        owner = self.owners[ref]
+        if worker.machine.fault(ref) or owner == worker.name:
+            return
+        worker.handles.remove(ref)
+        worker.fetching.append(ref)
+        self.send(worker.name, owner, "fetch", ref, None, owner)
+
+    def drop(self, worker, ref=None):
+        if ref is None:
+            ref = self.random.choice(worker.handles)
+        worker.handles.remove(ref)
+        worker.machine.drop(ref)
+
+    def send(self, sender, to, *message):
+        if to in self.dead:
+            self.hear(("death", to, sender))
+        self.messages.append((sender, to, *message))
+
+    # The network
+
+    def deliver(self, place):
+        sender, to, what, ref, fork, owner = self.messages.pop(place)
+        if to in self.dead:
+            if what == "fetch":
+                self.fetched(self.workers[sender], ref)
+            return
+        worker = self.workers[to]
+        self.heard_from(worker, sender)
+        machine = worker.machine
+        if what == "create":
+            if machine.expect(ref, fork, sender):
+                assert self.values[ref] in (ABSENT, PRESENT), (ref, self.values[ref])
+                self.values[ref] = PRESENT
+                if sender in self.dead:
+                    self.hear(("death", sender, to))
+                self.messages.append((to, sender, "answer", ref, fork, owner))
+        elif what == "answer":
+            machine.created(ref, fork)
+        elif what == "fetch":
+            if machine.seek(ref):
+                assert self.values[ref] != FREED or self.dead or (sender, to) in self.broken, f"{ref} was fetched freed"
+                worker.asked.append((ref, sender))
+            else:
+                assert self.values[ref] == HOPELESS or self.dead or (sender, to) in self.broken, f"{ref} is refused"
+                self.send(to, sender, "value", ref, None, owner)
+        elif what == "value":
+            self.fetched(worker, ref)
+        else:
+            if not machine.arrive(ref, fork, owner, sender):
+                worker.handles.append(ref)
+                if self.random.random() < 0.3:
+                    self.drop(worker, ref)
+
+    def fetched(self, worker, ref):
+        if ref in worker.fetching:
+            worker.fetching.remove(ref)
+            worker.handles.append(ref)
+
+    def answer_fetches(self, worker):
+        """Values that came, or never will, go to who asked for them."""
+        for ref, user in list(worker.asked):
+            if self.values[ref] != ABSENT:
+                worker.asked.remove((ref, user))
+                self.send(worker.name, user, "value", ref, None, worker.name)
+
+    def deliver_batch(self, place):
+        sender, to, batch = self.batches[place]
+        if not self.faults or self.random.random() > 0.1:
+            self.batches.pop(place)  # else doubled
+        if to in self.dead:
+            return
+        worker = self.workers[to]
+        self.heard_from(worker, sender)
+        for letter in worker.courier.receive(sender, batch, self.now):
+            worker.machine.receive(sender, letter)
+
+    def heard_from(self, worker, sender):
+        if worker.machine.alive(sender):
+            self.hear(("death", sender, worker.name) if sender in self.dead else ("break", sender, worker.name))
+
+    def lose_batch(self, place):
+        self.batches.pop(place)
+
+    def break_connection(self, a, b):
+        """Some of the messages between two workers are lost; each hears of it later."""
+        self.broken |= {(a, b), (b, a)}
+        kept = []
+        for message in self.messages:
+            sender, to, what, *reference = message
+            if {sender, to} == {a, b} and self.random.random() < 0.5:
+                if what == "create":
+                    self.values[reference[0]] = HOPELESS
+                if what in ("create", "answer"):
+                    creator = to if what == "answer" else sender
+                    if creator not in self.dead:
+                        self.news.append(("stillborn", reference, creator))
+            else:
+                kept.append(message)
+        self.messages = kept
+        for user, owner in ((a, b), (b, a)):  # calls that were on their way fail
+            for ref in [ref for ref in self.workers[user].fetching if self.owners[ref] == owner]:
+                self.fetched(self.workers[user], ref)
+        self.news += [("break", a, b), ("break", b, a)]
+
+    def crash(self, name):
+        self.crashes -= 1
+        self.dead.add(name)
+        for _ in range(len(self.messages)):
+            message = self.messages.pop(0)
+            if name not in message[:2] or (message[0] == name and self.random.random() < 0.5):
+                self.messages.append(message)
+        for ref, owner in self.owners.items():
+            if owner == name:
+                self.values[ref] = FREED
+        for worker in self.workers.values():
+            for ref in [ref for ref in worker.fetching if self.owners[ref] == name]:
+                self.fetched(worker, ref)
+        for other in self.alive():
+            self.news.append(("death", name, other))
+
+    def hear(self, news):
+        if news not in self.news:
+            self.news.append(news)
+
+    def notice(self, place):
+        event, about, who = self.news.pop(place)
+        if who in self.dead:
+            return
+        worker = self.workers[who]
+        if event == "stillborn":
+            worker.machine.stillborn(*about)
+        elif about in self.dead:
+            worker.machine.dead(about)
+            worker.courier.forget(about)
+        else:
+            worker.machine.ask(about)
+            worker.courier.hurry(about, self.now)
+
+    # The scheduler
+
+    def alive(self):
+        return [name for name in self.workers if name not in self.dead]
+
+    def other(self, worker):
+        return self.random.choice([name for name in self.alive() if name != worker.name])
+
+    def post(self):
+        """Collect what the machines have to say."""
+        for worker in self.workers.values():
+            machine = worker.machine
+            if worker.name in self.dead:
+                continue
+            for to, letter in machine.letters:
+                self.letters[letter.kind] += 1
+                assert to != worker.name, f"{worker.name} writes to itself: {letter}"
+                worker.courier.post(to, letter)
+                if to in self.dead:
+                    self.hear(("death", to, worker.name))
+            machine.letters.clear()
+            for ref in machine.hopeless:
+                self.values[ref] = HOPELESS
+            machine.hopeless.clear()
+            for ref in machine.freed:
+                if self.owners[ref] == worker.name and self.values[ref] == PRESENT:
+                    self.values[ref] = FREED
+            machine.freed.clear()
+            self.answer_fetches(worker)
+            for to, batch in worker.courier.outgoing(self.now):
+                self.batches.append((worker.name, to, batch))
+
+    def step(self, growing):
+        """One random event."""
+        self.steps += 1
+        chance = self.random.random()
+        worker = self.workers[self.random.choice(self.alive())]
+        if growing and chance < 0.12:
+            self.own(worker)
+        elif growing and chance < 0.24 and len(self.alive()) > 1:
+            self.create(worker)
+        elif growing and chance < 0.45 and worker.handles:
+            self.share(worker)
+        elif growing and chance < 0.50 and worker.handles:
+            self.fetch(worker)
+        elif growing and chance < 0.57 and worker.handles:
+            self.drop(worker)
+        elif growing and self.faults and chance < 0.59 and len(self.alive()) > 1:
+            self.break_connection(worker.name, self.other(worker))
+        elif growing and self.crashes and chance < 0.60 and len(self.alive()) > 2:
+            self.crash(worker.name)
+        elif growing and self.faults and chance < 0.63 and self.batches:
+            self.lose_batch(self.random.randrange(len(self.batches)))
+        else:
+            self.advance()
+        self.post()
+        self.check()
+
+    def advance(self):
+        """Something that is on its way comes; where nothing is, time passes."""
+        queues = [
+            (queue, act)
+            for queue, act in (
+                (self.messages, self.deliver),
+                (self.batches, self.deliver_batch),
+                (self.news, self.notice),
+            )
+            if queue
+        ]
+        if queues:
+            queue, act = self.random.choice(queues)
+            act(self.random.randrange(len(queue)))
+        else:
+            due = min(self.workers[name].courier.next() for name in self.alive())
+            self.now = max(self.now, due if due < inf else 0.0) + 1e-3
+
+    def settle(self):
+        """Let everything arrive."""
+        self.faults = False
+        self.post()
+        for _ in range(200_000):
+            if not (self.messages or self.batches or self.news) and not any(
+                self.workers[name].courier.unsettled for name in self.alive()
+            ):
+                return
+            self.step(growing=False)
+        raise AssertionError("it never comes to rest")
+
+    # What must hold
+
+    def check(self):
+        """No value is deleted while a fork lives or is on its way."""
+        if self.dead:
+            return  # a dead middleman's children learn of it a little later: see `check_rest`
+        for worker in self.workers.values():
+            for ref in [*worker.handles, *worker.fetching]:
+                assert self.values[ref] != FREED or worker.machine.fault(ref), f"{worker.name} holds {ref}, freed"
+        for sender, to, what, ref, *_ in self.messages:
+            if what == "pass" and (sender, to) not in self.broken:
+                assert self.values[ref] != FREED, f"{ref} is freed, and on its way to {to}"
+
+    def check_rest(self):
+        """All is quiet: whoever may use a reference finds its value."""
+        for name in self.alive():
+            worker = self.workers[name]
+            assert not worker.fetching, f"{name} waits for {worker.fetching} in vain"
+            for ref in worker.handles:
+                if self.owners[ref] != name and not worker.machine.fault(ref):
+                    assert self.values[ref] in (PRESENT, HOPELESS), f"{name} holds {ref}: {self.values[ref]}"
+                    assert worker.machine.shares[ref].confirmed
+
+    def drop_all(self):
+        for name in self.alive():
+            for _ in range(len(self.workers[name].handles)):
+                self.drop(self.workers[name])
+
+    def check_empty(self):
+        """All handles are gone: nothing is left anywhere."""
+        for name in self.alive():
+            machine = self.workers[name].machine
+            assert not machine.shares, f"{name} still has shares: {machine.shares}"
+            assert not machine.owned, f"{name} still owns: {machine.owned}"
+
+
+def run(seed, faults=True, crashes=True, events=120):
+    """One schedule, from nothing to nothing."""
+    world = World(seed, faults, crashes)
+    for _ in range(events):
+        world.step(growing=True)
+    world.settle()
+    world.check_rest()
+    world.drop_all()
+    world.settle()
+    world.check_empty()
+    return world
