@@ -28,6 +28,8 @@ PURE = [
     "agent/deadlines.py",
     "agent/members.py",
     "agent/farewell.py",
+    "rref/protocol.py",
+    "rref/courier.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))

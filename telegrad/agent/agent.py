@@ -32,7 +32,7 @@ from telegrad.transport.listener import Listener
 from telegrad.transport.loopback import LoopEnd, loop
 from telegrad.transport.memory import Arena, SharedPool
 from telegrad.transport.tls import TlsFiles
-from telegrad.wire.failures import rebuild
+from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import BYE, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, Frame, load
 from telegrad.wire.pickling import decode, encode
@@ -81,7 +81,9 @@ class Agent:
         self.rider: Rider | None = None
         self._clock = Clock(self._tick)
         self._reactor = Reactor(settings.threads, lambda: entered(self), self._clock.wake)
-        self._server = Server(name, self._reactor, lambda: entered(self), self._take_notice, self._take_cargo)
+        self._server = Server(
+            name, self._reactor, lambda: entered(self), self._take_notice, self._take_cargo, self._tell_lost
+        )
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
         self._handlers: dict[type, Callable[[Identity, Any], None]] = {}
@@ -200,14 +202,14 @@ class Agent:
         """Give a call's outcome to its future, and so to whoever has callbacks there."""
         future = pending.future
         assert future is not None
-        future.call = pending.future = None
+        future.call = pending.future = pending.keeps = None
         if pending.timeout:
             with self._lock:
                 self._deadlines.remove(pending, pending.timeout)
         try:
             value = self._open(pending)
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error.with_traceback(None))
         else:
             future.set_result(value)
 
@@ -233,7 +235,7 @@ class Agent:
     def _open(self, pending: Pending) -> Any:
         """The value of a call that is done, or its error raised."""
         if pending.error is not None:
-            raise pending.error
+            raise fresh(pending.error)
         frame = pending.frame
         assert frame is not None
         if frame.kind == FAILURE:

@@ -14,7 +14,8 @@ class Destination(Protocol):
 
     def fulfil(self, value: Any) -> None: ...
 
-    def fail(self, error: BaseException) -> None: ...
+    def fail(self, failure: bytes) -> None:
+        """There is an exception in its place, as `wire.failures` describes it."""
 
     def receipt(self) -> bytes:
         """What the answer carries."""

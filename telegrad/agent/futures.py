@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from telegrad.wire.failures import fresh
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -33,6 +36,19 @@ class Future(torch.futures.Future[T]):
             else:
                 wait_for(self)
         return super().wait()
+
+    def set_exception(self, result: T) -> None:
+        """End with an error, which each wait raises anew.
+
+        torch holds it where the garbage collector cannot look: with frames in it that hold the future, none of them
+        would ever be collected. So those where it was raised stay as text.
+        """
+        assert isinstance(result, BaseException)
+        error = fresh(result)
+        if result.__traceback__ is not None and hasattr(error, "add_note"):
+            error.add_note("".join(traceback.format_tb(result.__traceback__)))
+        self._set_unwrap_func(_raise_fresh)
+        self.set_result(error)  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
@@ -69,6 +85,10 @@ class Future(torch.futures.Future[T]):
     def value(self) -> T:
         """The value of a future that is done."""
         return super().wait() if self.done() else super().value()
+
+
+def _raise_fresh(error: BaseException) -> None:
+    raise fresh(error)
 
 
 def wait_for(future: torch.futures.Future[Any], timeout: float = -1) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from copy import copy
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any
@@ -22,6 +21,7 @@ from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.errors import CallTimeout, PeerError
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
+from telegrad.wire.failures import fresh
 from telegrad.wire.messages import BYE, CARRIES, NOTICE, Frame
 
 SPIN = 100e-6  # as in the reactor: look again for this long before sleeping
@@ -125,7 +125,7 @@ class Peer:
         """Send a call; `pending` will be done."""
         with self._lock:
             if self._closed is not None:
-                raise self._closed
+                raise fresh(self._closed)
             self._ids += 1
             pending.id = self._ids
             self._pending[pending.id] = pending
@@ -309,7 +309,7 @@ class Peer:
 
     def _fail(self, failed: list[Pending], reason: BaseException) -> None:
         for pending in failed:
-            pending.error = copy(reason)  # each is raised by itself, with a traceback of its own
+            pending.error = reason
             self._done(pending)
 
     # Making the connection

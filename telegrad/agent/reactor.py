@@ -263,6 +263,7 @@ class Reactor:
                 self._run(worker, work)
             else:
                 self._run_leading(worker, work)
+            del work  # and what it holds, before waiting for more
 
     def _take_slot(self, worker: _Worker, work: Work) -> bool:
         with self._lock:

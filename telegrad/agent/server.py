@@ -61,13 +61,18 @@ class Server:
         entered: Callable[[], None],
         on_notice: Callable[[Identity, Any], None],
         take_cargo: Callable[[Frame, Identity], Frame],
+        undelivered: Callable[[Identity, PeerError], None],
     ) -> None:
-        """`entered` is called on each new thread that runs user code, `on_notice` with each control message."""
+        """`entered` is called on each new thread that runs user code, `on_notice` with each control message.
+
+        `undelivered` is told where an answer that carries something finds no connection any more.
+        """
         self._name = name
         self._reactor = reactor
         self._entered = entered
         self._on_notice = on_notice
         self._take_cargo = take_cargo
+        self._undelivered = undelivered
         self.pack: Callable[[Sequence[Any], Identity, None], bytes]
         self._short: dict[bytes, bool] = {}  # by the function's name
         self._lock = threading.Lock()  # guards _loop and _running
@@ -139,7 +144,7 @@ class Server:
         flags, body = 0, describe(error, self._name)
         destination = destination_of(call)
         if destination is not None:
-            destination.fail(error)
+            destination.fail(body)
             flags, body = CARRIES, load(body, destination.receipt())
         self._send(caller, FAILURE, call.id, flags=flags, body=body)
         if not isinstance(error, Exception):
@@ -149,8 +154,11 @@ class Server:
         link = caller.link
         assert link is not None
         later = isinstance(link, Link) and self._reactor.send_later(link)
-        with contextlib.suppress(PeerError):  # the caller has gone: nobody waits for the answer
+        try:
             link.send(kind, call_id, later=later, **parts)
+        except PeerError as error:  # the caller has gone: nobody waits for the answer
+            if parts.get("flags", 0) & CARRIES:
+                self._undelivered(caller.identity, error)
 
     # Functions that go on after they returned
 

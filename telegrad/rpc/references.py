@@ -176,7 +176,7 @@ class RRef(Operators, Handle, Generic[T]):
         name = f"RRef {number(self._id)}"
         if self._box is not None:
             state = f"here: {type(self._box.value).__name__}" if self._box.full else "here, still being made"
-            return f"<{name} {'here, failed' if self._box.error is not None else state}>"
+            return f"<{name} {'here, failed' if self._box.failure else state}>"
         return f"<{name} on {self._owner.name!r}{'' if self.confirmed_by_owner() else ', not confirmed yet'}>"
 
 

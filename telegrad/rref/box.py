@@ -6,17 +6,18 @@ import threading
 from typing import Any
 
 from telegrad.agent.futures import Future
+from telegrad.wire.failures import rebuild
 
 
 class Box:
     """Filled once; others may wait for that."""
 
-    __slots__ = ("_future", "_lock", "error", "full", "value")
+    __slots__ = ("_future", "_lock", "failure", "full", "value")
 
     def __init__(self) -> None:
         self.full = False
         self.value: Any = None
-        self.error: BaseException | None = None
+        self.failure = b""  # the description: an exception would keep alive the frames where it was raised
         self._lock = threading.Lock()  # guards `full` and _future
         self._future: Future[Any] | None = None
 
@@ -30,8 +31,8 @@ class Box:
         self.value = value
         self._told()
 
-    def fail(self, error: BaseException) -> None:
-        self.error = error
+    def fail(self, failure: bytes) -> None:
+        self.failure = failure
         self._told()
 
     def _told(self) -> None:
@@ -53,13 +54,13 @@ class Box:
         return future
 
     def _pass_on(self, future: Future[Any]) -> None:
-        if self.error is not None:
-            future.set_exception(self.error)
+        if self.failure:
+            future.set_exception(rebuild(self.failure))
         else:
             future.set_result(self.value)
 
     def open(self) -> Any:
         """What is inside a box that is full."""
-        if self.error is not None:
-            raise self.error
+        if self.failure:
+            raise rebuild(self.failure)
         return self.value

@@ -28,6 +28,7 @@ from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.handle import Handle
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, Id, Letter, References
+from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
@@ -44,8 +45,8 @@ class Landing(NamedTuple):
     def fulfil(self, value: Any) -> None:
         self.box.fulfil(value)
 
-    def fail(self, error: BaseException) -> None:
-        self.box.fail(error)
+    def fail(self, failure: bytes) -> None:
+        self.box.fail(failure)
 
     def receipt(self) -> bytes:
         return self.answer
@@ -57,7 +58,8 @@ class _Creation:
 
     fork: Id
     owner: str
-    future: Future[Any]
+    future: Future[Any] | None  # until it is done
+    error: BaseException | None = None
     cut_off: bool = False  # it ended without an answer, and one may still come
 
 
@@ -117,19 +119,15 @@ class Keeper:
         return handle
 
     def _on_created(self, ref: Id, creation: _Creation, future: torch.futures.Future[Any]) -> None:
-        try:
-            future.value()
-        except CallTimeout:
-            creation.cut_off = True
-        except PeerError:
-            with self._lock:
+        error = creation.error = _error_of(future)
+        creation.future = None  # it holds the frames of those who waited
+        creation.cut_off = isinstance(error, CallTimeout)
+        with self._lock:
+            if error is None:
+                self._creations.pop(ref, None)
+            elif isinstance(error, PeerError):
                 self._machine.stillborn(ref, creation.fork, creation.owner)
                 self._wake()
-        except Exception:
-            pass  # the function failed: so does each use
-        else:
-            with self._lock:
-                self._creations.pop(ref, None)
 
     def _begin(self, handle: Handle, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
         handle._begin(self, ref, owner, box, fault)
@@ -141,8 +139,12 @@ class Keeper:
     def check(self, handle: Handle) -> None:
         """Raise why a reference cannot be used, if so."""
         creation = self._creations.get(handle._id)
-        if creation is not None and creation.future.done():
-            _raise_anew(creation.future)
+        if creation is not None:
+            future, error = creation.future, creation.error
+            if error is None and future is not None and future.done():
+                error = _error_of(future)
+            if error is not None:
+                raise fresh(error)
         fault = handle._fault or self._machine.fault(handle._id)
         if fault:
             made = self.origins.of(handle._id)
@@ -154,9 +156,11 @@ class Keeper:
             raise RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
 
     def creation(self, handle: Handle) -> Future[Any] | None:
-        """The future of the creating call, where this worker made it and it has not succeeded yet."""
+        """A future of the creating call, where this worker made it and it has not succeeded yet."""
         creation = self._creations.get(handle._id)
-        return creation.future if creation is not None else None
+        if creation is None:
+            return None
+        return _failed(fresh(creation.error)) if creation.error is not None else creation.future
 
     def made_here(self, handle: Handle) -> bool:
         """Whether the reference was made by this worker."""
@@ -280,7 +284,8 @@ class Keeper:
         for to, batch in outgoing:
             self._send(to, batch)
         for ref, box in hopeless:
-            box.fail(RRefLost(f"the call that should have made the value of the reference {number(ref)} never came"))
+            lost = RRefLost(f"the call that should have made the value of the reference {number(ref)} never came")
+            box.fail(describe(lost, self.agent.name))
         del freed
         return wait
 
@@ -335,9 +340,11 @@ class Keeper:
 
     def flush(self, timeout: float = 5.0) -> None:
         """Wait until what ended before this call is seen to here."""
-        if self._thread is not None and not self._closed:
-            done = threading.Event()
-            self._events.put(lambda: self._events.put(done.set))  # a second round: the first has dropped the handles
+        with self._lock:
+            self._have_thread()
+        done = threading.Event()
+        self._events.put(lambda: self._events.put(done.set))  # a second round: the first has dropped the handles
+        if not self._closed:
             done.wait(timeout)
 
     def counts(self) -> dict[str, int]:
@@ -351,7 +358,7 @@ class Keeper:
                 "used": len(shares),
                 "unconfirmed": sum(not share.confirmed for share in shares),
                 "unsettled_children": sum(len(share.children) for share in shares),
-                "unanswered_creations": sum(not creation.future.done() for creation in self._creations.values()),
+                "unanswered_creations": sum(creation.future is not None for creation in self._creations.values()),
                 "unreceipted_letters": self._courier.unsettled,
             }
 
@@ -383,8 +390,16 @@ def number(ref: Id) -> str:
     return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
 
 
-def _raise_anew(future: Future[Any]) -> None:
+def _error_of(future: torch.futures.Future[Any]) -> BaseException | None:
+    """The error of a future that is done."""
     try:
         future.value()
     except Exception as error:
-        raise error.with_traceback(None) from error.__cause__
+        return fresh(error)
+    return None
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future

@@ -26,6 +26,7 @@ from torch import Tensor
 from telegrad.errors import PeerError, PeerLost, ShutDown
 from telegrad.transport.memory import Arena, SharedMaps, SharedPool
 from telegrad.transport.poller import Poller
+from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
     BYE,
@@ -126,7 +127,7 @@ class Link:
         data = encode(kind, id, flags=flags, head=head, meta=meta, body=body)
         with self._lock:
             if self.closed is not None:
-                raise self.closed
+                raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
             self._outbox.append(_Chunk(data, (), None))
@@ -140,7 +141,7 @@ class Link:
         with self._lock:
             if self.closed is not None:
                 self._reclaim([number for number, _, _ in placed])
-                raise self.closed
+                raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
             table, fds = b"", []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from telegrad.errors import PeerError
+from telegrad.wire.failures import fresh
 from telegrad.wire.messages import Frame
 
 
@@ -43,7 +44,7 @@ class LoopEnd:
     ) -> None:
         """Deliver a frame; there is no `later`."""
         if self.closed is not None:
-            raise self.closed
+            raise fresh(self.closed)
         frame = Frame(kind, flags, id, head, meta, body, [blob.clone() for blob in blobs])
         self.other._on_frames(self.other, [frame])
 

@@ -53,6 +53,23 @@ def rebuild(data: bytes | memoryview) -> BaseException:
     return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
 
 
+def fresh(error: BaseException) -> BaseException:
+    """The same error once more, without the frames in which it was raised.
+
+    Whoever keeps an error raises a fresh one: frames would keep alive what is in them.
+    """
+    try:
+        made: BaseException = _copy(error, type(error))
+        if _STORY in vars(error):
+            vars(made)[_STORY] = vars(error)[_STORY]
+    except Exception:
+        return error.with_traceback(None)
+    made.__cause__ = error.__cause__
+    if hasattr(error, "__notes__"):
+        made.__notes__ = list(error.__notes__)  # type: ignore[attr-defined]
+    return made
+
+
 def _story(error: BaseException, worker: str) -> str:
     try:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))

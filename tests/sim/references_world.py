@@ -28,10 +28,10 @@ class Worker:
 class World:
     """Workers, what is on its way between them, and the faults that befall it."""
 
-    def __init__(self, seed, faults=True, crashes=True):
+    def __init__(self, seed, faults, crashes, size):
         self.random = random.Random(seed)
         self.faults = faults
-        size = self.random.choice([3, 3, 3, 4, 4, 5, 7, 10, 50])
+        size = size or self.random.choice([3, 3, 3, 4, 4, 5, 7, 10, 50])
         self.workers = {f"w{n}": Worker(f"w{n}") for n in range(size)}
         self.crashes = self.random.randint(1, max(1, size // 3)) if crashes else 0
         self.dead = set()
@@ -43,7 +43,7 @@ class World:
         self.owners = {}
         self.now = 0.0
         self.letters = Counter()
-        self.steps = 0
+        self.passes = 0
 
     # The program
 
@@ -65,6 +65,7 @@ class World:
             return
         to = self.random.choice([*self.alive(), worker.name])
         fork = worker.machine.fork(ref, to)
+        self.passes += 1
         self.send(worker.name, to, "pass", ref, fork, self.owners[ref])
         if self.random.random() < 0.5:
             self.drop(worker, ref)  # at once, while the message is on its way
@@ -244,7 +245,6 @@ class World:
 
     def step(self, growing):
         """One random event."""
-        self.steps += 1
         chance = self.random.random()
         worker = self.workers[self.random.choice(self.alive())]
         if growing and chance < 0.12:
@@ -334,9 +334,9 @@ class World:
             assert not machine.owned, f"{name} still owns: {machine.owned}"
 
 
-def run(seed, faults=True, crashes=True, events=120):
+def run(seed, faults=True, crashes=True, events=120, size=None):
     """One schedule, from nothing to nothing."""
-    world = World(seed, faults, crashes)
+    world = World(seed, faults, crashes, size)
     for _ in range(events):
         world.step(growing=True)
     world.settle()

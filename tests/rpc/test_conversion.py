@@ -1,0 +1,204 @@
+"""Values and references where the callee's annotations ask for the other, and how many messages each case takes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, Optional, TypeVar, Union
+
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad.rpc import current
+from telegrad.rref.courier import Batch
+from telegrad.transport.link import Link
+from telegrad.wire.messages import CALL, FAILURE, NOTICE, RESULT
+from tests.cluster import PATIENCE, agents
+
+T = TypeVar("T")
+
+
+def plain(x: torch.Tensor) -> str:
+    return type(x).__name__
+
+
+def wanted(x: rpc.RRef[torch.Tensor]) -> str:
+    return type(x).__name__
+
+
+def bare(x: rpc.RRef) -> str:
+    return type(x).__name__
+
+
+def free(x):
+    return type(x).__name__
+
+
+def anything(x: Any, y: object, z: T) -> list[str]:
+    return [type(each).__name__ for each in (x, y, z)]
+
+
+def either(x: Union[torch.Tensor, rpc.RRef[torch.Tensor]]) -> str:  # noqa: UP007
+    return type(x).__name__
+
+
+def perhaps(x: Optional[rpc.RRef[torch.Tensor]] = None, y: torch.Tensor | None = None) -> list[str]:  # noqa: UP045
+    return [type(x).__name__, type(y).__name__]
+
+
+def many(first: torch.Tensor, *rest: rpc.RRef[int], named: int = 0, **others: rpc.RRef[int]) -> list[str]:
+    return [type(each).__name__ for each in (first, *rest, named, *others.values())]
+
+
+def unknown(x: Missing) -> str:  # type: ignore[name-defined]  # noqa: F821
+    return type(x).__name__
+
+
+@rpc.functions.async_execution
+def elsewhere(x: torch.Tensor) -> torch.futures.Future[str]:
+    return rpc.rpc_async("w2", plain, (x,))
+
+
+class Model:
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+
+    def kind(self, x: torch.Tensor) -> str:
+        return f"{type(self).__name__} {type(x).__name__}"
+
+
+@pytest.fixture(scope="module")
+def trio():
+    """Three agents in this process; this thread speaks for the first."""
+    with agents(3) as made:
+        current.enter(made[0].agent)
+        yield made
+        current.forget()
+
+
+@pytest.fixture
+def sent(trio, monkeypatch):
+    """What crosses connections: the kinds of frames, and of letters."""
+    for worker in trio:
+        worker.keeper.flush()
+    counts = Counter()
+    write, notify = Link.send, type(trio[0].agent).notify
+    names = {CALL: "call", RESULT: "result", FAILURE: "failure"}
+
+    def send(link, kind, *args, **parts):
+        if kind in names:
+            counts[names[kind]] += 1
+        return write(link, kind, *args, **parts)
+
+    def tell(agent, to, message, *rest):
+        if isinstance(message, Batch):
+            counts.update(letter.kind for letter in message.letters)
+        return notify(agent, to, message, *rest)
+
+    monkeypatch.setattr(Link, "send", lambda link, kind=NOTICE, *args, **parts: send(link, kind, *args, **parts))
+    monkeypatch.setattr(type(trio[0].agent), "notify", tell)
+    return counts
+
+
+def settled(trio, sent):
+    """The counts, once no letter is on its way any more."""
+    until = time.monotonic() + PATIENCE
+    while any(worker.keeper.counts()["unreceipted_letters"] for worker in trio):
+        assert time.monotonic() < until
+    counts = dict(sent)
+    sent.clear()
+    return counts
+
+
+def on(owner):
+    """A reference to a tensor on that worker, known there."""
+    if owner == "w0":
+        return rpc.RRef(torch.ones(2))
+    ref = rpc.remote(owner, torch.ones, (2,))
+    ref.future().wait()
+    return ref
+
+
+def test_value_to_value(trio, sent):
+    assert rpc.rpc_sync("w1", plain, (torch.ones(2),)) == "Tensor"
+    assert settled(trio, sent) == {"call": 1, "result": 1}
+
+
+def test_value_to_reference(trio, sent):
+    assert rpc.rpc_sync("w1", wanted, (torch.ones(2),)) == "RRef"
+    assert settled(trio, sent) == {"call": 1, "result": 1, "dropped": 1}
+
+
+@pytest.mark.parametrize(("owner", "calls"), [("w0", 1), ("w1", 1), ("w2", 2)])
+def test_reference_to_value(trio, sent, owner, calls):
+    ref = on(owner)
+    settled(trio, sent)
+    assert rpc.rpc_sync("w1", plain, (ref,)) == "Tensor"
+    assert settled(trio, sent) == {"call": calls, "result": calls}
+
+
+@pytest.mark.parametrize(
+    ("owner", "letters"),
+    [
+        ("w0", {"dropped": 1}),
+        ("w1", {"settled": 1}),
+        ("w2", {"confirm": 1, "confirmed": 1, "settled": 1, "dropped": 1}),
+    ],
+)
+def test_reference_to_reference(trio, sent, owner, letters):
+    ref = on(owner)
+    settled(trio, sent)
+    assert rpc.rpc_sync("w1", wanted, (ref,)) == "RRef"
+    assert settled(trio, sent) == {"call": 1, "result": 1, **letters}
+
+
+@pytest.mark.parametrize("function", [bare, wanted])
+def test_any_form_of_reference(trio, function):
+    assert rpc.rpc_sync("w1", function, (torch.ones(2),)) == "RRef"
+
+
+def test_without_a_clear_wish_nothing_is_converted(trio):
+    ref, tensor = on("w1"), torch.ones(2)
+    assert rpc.rpc_sync("w1", free, (ref,)) == "RRef"
+    assert rpc.rpc_sync("w1", free, (tensor,)) == "Tensor"
+    assert rpc.rpc_sync("w1", anything, (ref, ref, ref)) == ["RRef"] * 3
+    assert rpc.rpc_sync("w1", either, (ref,)) == "RRef"
+    assert rpc.rpc_sync("w1", either, (tensor,)) == "Tensor"
+    assert rpc.rpc_sync("w1", unknown, (ref,)) == "RRef"
+
+
+def test_optional_parameters(trio):
+    ref = on("w2")
+    assert rpc.rpc_sync("w1", perhaps) == ["NoneType", "NoneType"]
+    assert rpc.rpc_sync("w1", perhaps, (None, ref)) == ["NoneType", "Tensor"]
+    assert rpc.rpc_sync("w1", perhaps, (ref,), {"y": ref}) == ["RRef", "Tensor"]
+
+
+def test_all_kinds_of_parameters(trio):
+    ref = on("w2")
+    kinds = rpc.rpc_sync("w1", many, (ref, 1, ref), {"named": rpc.RRef(3), "other": 4})
+    assert kinds == ["Tensor", "RRef", "RRef", "int", "RRef"]
+
+
+@pytest.mark.parametrize("owner", ["w0", "w1", "w2"])
+def test_all_ways_to_call(trio, owner):
+    ref = on(owner)
+    assert rpc.rpc_async("w1", plain, (ref,)).wait() == "Tensor"
+    assert rpc.remote("w1", plain, (ref,)).to_here() == "Tensor"
+    assert rpc.rpc_sync("w1", plain, kwargs={"x": ref}) == "Tensor"
+    assert rpc.rpc_sync("w1", elsewhere, (ref,)) == "Tensor"
+    assert rpc.remote("w1", Model, (ref,)).to_here().weight.tolist() == [1, 1]
+    assert rpc.rpc_sync("w1", Model(torch.zeros(1)).kind, (ref,)) == "Model Tensor"
+    assert rpc.rpc_sync("w0", plain, (ref,)) == "Tensor"
+
+
+def test_a_borrowed_reference_may_be_dropped_at_once(trio):
+    futures = [rpc.rpc_async("w1", plain, (rpc.remote("w2", torch.ones, (2,)),)) for _ in range(20)]
+    assert [future.wait() for future in futures] == ["Tensor"] * 20
+
+
+def test_the_error_of_a_value_is_the_calls(trio):
+    failed = rpc.remote("w2", torch.ones, ("x",))
+    with pytest.raises(TypeError):
+        rpc.rpc_sync("w1", plain, (failed,))

@@ -1,0 +1,300 @@
+"""References when workers are killed while they are on their way, and what is left at the end."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.rpc import current
+from tests.cluster import PATIENCE, free_port, group, init
+from tests.rpc.test_references import assert_empty, count, ones, value_of
+
+ROUNDS = 50  # before the kill
+rounds = itertools.count()
+done = 0
+
+
+def created():
+    rpc.remote("worker1", ones).to_here()
+
+
+def to_owner():
+    rpc.rpc_sync("worker1", value_of, (rpc.remote("worker1", ones),))
+
+
+def to_user():
+    rpc.rpc_sync("worker1", value_of, (rpc.RRef(torch.ones(2)),))
+
+
+def user_to_user():
+    rpc.rpc_sync("worker2", value_of, (rpc.remote("worker1", ones),))
+
+
+FLOWS = [
+    (created, {"user": 0, "owner": 1}),
+    (to_owner, {"user": 0, "owner": 1}),
+    (to_user, {"owner": 0, "user": 1}),
+    (user_to_user, {"middleman": 0, "owner": 1, "user": 2}),
+]
+
+
+def churn(flow):
+    """Go round on three threads until it fails; what was raised."""
+    raised = []
+
+    def go():
+        global done
+        try:
+            while True:
+                flow()
+                done = next(rounds)
+        except errors.TelegradError as error:
+            raised.append((type(error), str(error)))
+
+    threads = [threading.Thread(target=go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(raised) == len(threads)
+    return raised
+
+
+def how_far():
+    return done
+
+
+def watch():
+    until = time.monotonic() + PATIENCE
+    while rpc.rpc_sync("worker0", how_far) < ROUNDS:
+        assert time.monotonic() < until
+
+
+@pytest.mark.parametrize(
+    ("flow", "roles", "victim"),
+    [(flow, roles, victim) for flow, roles in FLOWS for victim in roles],
+    ids=[f"{flow.__name__}, {victim}" for flow, roles in FLOWS for victim in roles],
+)
+def test_killed_in_the_middle(flow, roles, victim):
+    with group(4) as workers:
+        dead = workers[roles[victim]]
+        workers[0].begin(churn, flow)
+        workers[3].run(watch)
+        dead.kill()
+        if dead is not workers[0]:
+            for kind, text in workers[0].end():
+                assert issubclass(kind, (errors.PeerError, errors.RRefError)), (kind, text)
+                assert dead.name in text
+        assert_empty([worker for worker in workers if worker is not dead])
+
+
+held = []
+
+
+def hold(ref):
+    held.append(ref)
+
+
+def hold_remote(on):
+    hold(rpc.remote(on, ones))
+    held[-1].to_here()
+
+
+def use_held():
+    raised = []
+    for use in (held[-1].to_here, held[-1].rpc_sync().sum, lambda: held[-1] + 1, lambda: rpc.rpc_sync(2, hold, held)):
+        try:
+            use()
+        except Exception as error:
+            raised.append((type(error), str(error)))
+        else:
+            raised.append(None)
+    return raised
+
+
+def owner_is_lost():
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            held[-1].to_here()
+        except errors.OwnerLost:
+            return
+        except errors.PeerError:  # not noticed yet
+            assert time.monotonic() < until
+
+
+def test_uses_after_the_owners_death_name_it():
+    with group(3) as workers:
+        workers[0].run(hold_remote, "worker1")
+        workers[1].kill()
+        workers[1].join()
+        workers[0].run(owner_is_lost)
+        for kind, text in workers[0].run(use_held):
+            assert kind is errors.OwnerLost
+            assert "'worker1'" in text
+            assert "died" in text
+
+
+def tell_of_value(freed):
+    value = torch.ones(1)
+    weakref.finalize(value, freed.set)
+    return value
+
+
+freed = threading.Event()
+
+
+def own_and_share():
+    rpc.rpc_sync("worker1", hold, (rpc.RRef(tell_of_value(freed)),))
+    assert not freed.is_set()
+
+
+def test_a_users_death_releases_the_value():
+    with group(2) as workers:
+        workers[0].run(own_and_share)
+        workers[1].kill()
+        assert workers[0].run(wait_freed)
+
+
+def wait_freed():
+    return freed.wait(PATIENCE)
+
+
+def break_all():
+    """Every connection of this worker ends, as if the network had failed for a moment."""
+    for peer in list(current.agent()._peers.values()):
+        if hasattr(peer.link, "_sock"):
+            with suppress(OSError):
+                peer.link._sock.shutdown(2)
+
+
+def flaky(others, turns):
+    """Share references while connections break; what fails is tried no more."""
+    for _ in range(turns):
+        with suppress(errors.PeerError, errors.RRefError):
+            ref = rpc.remote(others[0], ones)
+            rpc.rpc_sync(others[1], value_of, (ref,))
+
+
+def test_connections_that_break_leave_nothing_behind():
+    with group(3) as workers:
+        for _ in range(10):
+            for rank, worker in enumerate(workers):
+                worker.begin(flaky_and_break, [f"worker{(rank + 1) % 3}", f"worker{(rank + 2) % 3}"])
+            for worker in workers:
+                worker.end()
+        assert_empty(workers)
+
+
+def flaky_and_break(others):
+    thread = threading.Thread(target=flaky, args=(others, 20))
+    thread.start()
+    break_all()
+    thread.join()
+    flaky(others, 1)
+
+
+gate = threading.Event()
+
+
+def give_late():
+    assert gate.wait(PATIENCE)
+    return rpc.RRef(torch.ones(2))
+
+
+def break_while_it_runs():
+    lost = rpc.rpc_async("worker1", give_late)
+    rpc.rpc_sync("worker1", ones)  # and so that one is there already
+    break_all()
+    with pytest.raises(errors.PeerLost):
+        lost.wait()
+
+
+def open_after_a_loss():
+    """Let `give_late` go on once the break has been seen to."""
+
+    def open_gate():
+        current.keeper().flush()
+        gate.set()
+
+    current.agent().lost.append(lambda *_: threading.Thread(target=open_gate).start())
+
+
+def test_a_reference_whose_answer_finds_no_connection():
+    with group(2) as workers:
+        workers[1].run(open_after_a_loss)
+        workers[0].run(break_while_it_runs)
+        assert_empty(workers)
+
+
+# The end
+
+
+LEAKING = """
+import os, sys, threading
+import torch
+import telegrad.rpc as rpc
+
+def work(rank):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=1)
+    kept.append(rpc.RRef(torch.ones(1)))
+    kept.extend([rpc.RRef(2) for _ in range(3)])
+    rpc.shutdown()
+    print(kept[0].local_value().item(), kept[0])
+    try:
+        rpc.remote("w0", int)
+    except rpc.errors.NotInitialized:
+        print("not initialized")
+
+kept = []
+import telegrad.errors
+rpc.errors = telegrad.errors
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+work(0)
+"""
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_leaked_references_are_listed_in_debug_mode(debug, tmp_path, monkeypatch):
+    monkeypatch.setenv("TELEGRAD_DEBUG", debug)
+    script = tmp_path / "leaking.py"
+    script.write_text(LEAKING)
+    ended = subprocess.run(
+        [sys.executable, script, str(free_port())], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert "1.0 <RRef" in ended.stdout
+    assert "not initialized" in ended.stdout
+    if debug:
+        assert "4 references outlive their group" in ended.stderr
+        assert "1 made at" in ended.stderr
+        assert "3 made at" in ended.stderr
+        assert f"{script}:8 in work" in ended.stderr
+    else:
+        assert "outlive" not in ended.stderr
+
+
+def test_a_reference_of_a_former_group():
+    port = free_port()
+    init(0, 1, port)
+    ref = rpc.RRef(torch.ones(1))
+    remote = rpc.remote("worker0", ones)
+    remote.to_here()
+    rpc.shutdown()
+    init(0, 1, free_port())
+    try:
+        with pytest.raises(errors.UsageError, match="has left"):
+            rpc.rpc_sync("worker0", value_of, (ref,))
+        assert ref.to_here().item() == 1
+        assert count()["owned"] == 0
+    finally:
+        rpc.shutdown()

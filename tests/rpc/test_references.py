@@ -1,0 +1,505 @@
+"""Remote references as users meet them, on a group of processes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import operator
+import pickle
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from tests.cluster import PATIENCE
+
+NOTHING = dict.fromkeys(
+    (
+        "owned",
+        "forks_of_owned",
+        "used",
+        "unconfirmed",
+        "unsettled_children",
+        "unanswered_creations",
+        "unreceipted_letters",
+    ),
+    0,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(workers):
+    """After each test no worker has anything left."""
+    yield
+    assert_empty(workers)
+
+
+def assert_empty(workers):
+    until = time.monotonic() + PATIENCE
+    while left := {worker.name: counts for worker in workers if (counts := worker.run(count)) != NOTHING}:
+        assert time.monotonic() < until, left
+
+
+def count():
+    gc.collect()
+    return rpc.debug_info()
+
+
+# What runs on the workers
+
+
+@dataclass
+class Box:
+    inside: Any
+
+
+class Counter:
+    def __init__(self, start=0):
+        self.value = start
+
+    def add(self, amount, times=1):
+        self.value += amount * times
+        return self.value
+
+    def fail(self):
+        raise ValueError(f"at {self.value}")
+
+    @rpc.functions.async_execution
+    def add_elsewhere(self, to, amount):
+        return rpc.rpc_async(to, operator.add, (self.value, amount))
+
+    async def add_soon(self, amount):
+        return self.add(amount)
+
+    def __call__(self, amount):
+        return self.add(amount)
+
+
+def here():
+    return rpc.get_worker_info().name
+
+
+def ones(size=2):
+    return torch.ones(size)
+
+
+def make(on):
+    """A reference owned by worker `on`, made by this worker."""
+    return rpc.RRef(torch.ones(2)) if on == here() else rpc.remote(on, ones)
+
+
+def value_of(ref):
+    return ref.to_here()
+
+
+def value_inside(holder, key=0):
+    return holder[key].to_here()
+
+
+def value_of_box(box):
+    return box.inside.to_here()
+
+
+def value_of_nested(ref):
+    return ref.to_here().to_here()
+
+
+def pass_on(ref, to, *further):
+    return rpc.rpc_sync(to, pass_on, (ref, *further)) if further else rpc.rpc_sync(to, value_of, (ref,))
+
+
+def hand_back(ref):
+    return ref
+
+
+def make_remote(on):
+    return rpc.remote(on, ones)
+
+
+kept: dict[str, Any] = {}
+
+
+def keep(name, ref):
+    kept[name] = ref
+
+
+def use_kept(name):
+    return kept[name].to_here()
+
+
+def let_go(name):
+    del kept[name]
+
+
+# Making and using
+
+
+def use_everything(on):
+    ref = make(on)
+    assert ref.owner_name() == on
+    assert ref.owner() == rpc.get_worker_info(on)
+    assert ref.is_owner() == (on == here())
+    assert ref.future().wait() is None
+    assert ref._get_future().wait() is None
+    assert ref.to_here().tolist() == [1, 1]
+    assert ref.confirmed_by_owner()
+    assert on in repr(ref) or "Tensor" in repr(ref)
+    if ref.is_owner():
+        assert ref.local_value() is ref.to_here()
+    else:
+        with pytest.raises(errors.NotOwner, match="to_here"):
+            ref.local_value()
+
+
+@pytest.mark.parametrize("on", ["worker0", "worker1"])
+def test_everything_that_a_reference_tells(workers, on):
+    workers[0].run(use_everything, on)
+
+
+def remote_to_self():
+    ref = rpc.remote(here(), ones, (3,))
+    assert ref.is_owner()
+    assert ref.to_here().tolist() == [1, 1, 1]
+    assert rpc.remote(here(), Counter).rpc_sync().add(2) == 2
+
+
+def test_remote_to_self(workers):
+    workers[0].run(remote_to_self)
+
+
+def targets():
+    by_rank = rpc.remote(1, ones)
+    by_info = rpc.remote(rpc.get_worker_info("worker1"), ones, kwargs={"size": 3}, timeout=PATIENCE)
+    assert by_rank.owner_name() == by_info.owner_name() == "worker1"
+    assert by_info.to_here(timeout=PATIENCE).shape == (3,)
+    with pytest.raises(errors.UnknownWorker):
+        rpc.remote("nobody", ones)
+    with pytest.raises(errors.CannotEncode):
+        rpc.remote("worker1", ones, (threading.Lock(),))
+
+
+def test_whom_and_how(workers):
+    workers[0].run(targets)
+
+
+def call_proxies(on):
+    ref = rpc.remote(on, Counter, (3,)) if on != here() else rpc.RRef(Counter(3))
+    assert ref.rpc_sync().add(1) == 4
+    assert ref.rpc_sync(timeout=PATIENCE).add(1, times=2) == 6
+    assert ref.rpc_async().add(1).wait() == 7
+    assert ref.remote().add(1).to_here() == 8
+    assert ref.rpc_sync().add_elsewhere("worker2", 10) == 18
+    assert ref.rpc_async().add_elsewhere("worker2", 11).wait() == 19
+    assert ref.remote().add_elsewhere("worker2", 12).to_here() == 20
+    assert ref.rpc_sync().add_soon(2) == 10
+    assert ref(5).to_here() == 15
+    assert ref.rpc_sync()(5) == 20
+    for call in (ref.rpc_sync().fail, lambda: ref.rpc_async().fail().wait(), lambda: ref.remote().fail().to_here()):
+        with pytest.raises(ValueError, match="at 20"):
+            call()
+    with pytest.raises(AttributeError, match="no_such"):
+        ref.rpc_sync().no_such()
+    with pytest.raises(AttributeError, match=r"rpc_sync\(\).value"):
+        ref.value  # noqa: B018
+
+
+@pytest.mark.parametrize("on", ["worker0", "worker1"])
+def test_proxies(workers, on):
+    workers[0].run(call_proxies, on)
+
+
+def proxy_outlives_handle():
+    assert rpc.remote("worker1", Counter, (3,)).rpc_async().add(1).wait() == 4
+    futures = [rpc.remote("worker1", Counter, (n,)).remote().add(1) for n in range(20)]
+    assert [future.to_here() for future in futures] == list(range(1, 21))
+
+
+def test_a_call_keeps_its_reference_alive(workers):
+    workers[0].run(proxy_outlives_handle)
+
+
+def proxy_timeout():
+    ref = rpc.remote("worker1", threading.Event)
+    with pytest.raises(errors.CallTimeout):
+        ref.rpc_sync(timeout=0.05).wait()
+    with pytest.raises(errors.CallTimeout):
+        ref.rpc_async(timeout=0.05).wait().wait()
+    ref.rpc_sync().set()
+
+
+def test_proxy_timeouts(workers):
+    workers[0].run(proxy_timeout)
+
+
+# Operators
+
+
+def operate(on, other):
+    a, b = make(on), make(other)
+    assert isinstance(a + b, rpc.RRef)
+    assert (a + b).owner_name() == on
+    results = {
+        "binary": (a + b, [2, 2]),
+        "with a value": (a * 3, [3, 3]),
+        "reflected": (3 - a, [2, 2]),
+        "unary": (-a, [-1, -1]),
+        "item": (a[:1], [1]),
+        "compared": (a <= b, [True, True]),
+        "method": (a.add(b, alpha=2), [3, 3]),
+        "named": (a.add(other=b), [2, 2]),
+        "matrix": (a.reshape(1, 2).mm(b.reshape(2, 1)), [[2]]),
+        "chain": ((a + b).mul(2).sum(dim=0, keepdim=True), [8]),
+        "power": (2**a, [2, 2]),
+        "matmul": ((a @ b).reshape(1), [2]),
+    }
+    for name, (ref, expected) in results.items():
+        assert ref.to_here().tolist() == expected, name
+    with pytest.raises(TypeError):
+        list(a)
+    with pytest.raises(TypeError):
+        1 in a  # noqa: B015
+    assert a != b
+    assert bool(a)
+
+
+@pytest.mark.parametrize(("on", "other"), [("worker1", "worker1"), ("worker1", "worker2"), ("worker0", "worker1")])
+def test_operators_run_at_the_owner(workers, on, other):
+    workers[0].run(operate, on, other)
+
+
+# Sharing
+
+
+WAYS = {
+    "argument": lambda ref: (value_of, (ref,)),
+    "list": lambda ref: (value_inside, ([ref],)),
+    "dictionary": lambda ref: (value_inside, ({"x": ref}, "x")),
+    "own class": lambda ref: (value_of_box, (Box(ref),)),
+    "nested": lambda ref: (value_of_nested, (rpc.RRef(ref),)),
+    "closure": lambda ref: (lambda: ref.to_here(), ()),
+    "twice": lambda ref: (value_inside, ([ref, ref], 1)),
+}
+
+
+def share(way, owner, to):
+    function, args = WAYS[way](make(owner))
+    assert rpc.rpc_sync(to, function, args).tolist() == [1, 1]
+    assert rpc.rpc_async(to, function, args).wait().tolist() == [1, 1]
+    assert rpc.remote(to, function, args).to_here().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("owner", ["worker0", "worker1", "worker2"])
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_sharing(workers, way, owner, to):
+    workers[0].run(share, way, owner, to)
+
+
+def share_far():
+    for owner in ("worker0", "worker1", "worker3"):
+        ref = make(owner)
+        path = ("worker1", "worker2", "worker3", "worker0", "worker0", "worker1")
+        assert rpc.rpc_sync("worker1", pass_on, (ref, *path)).tolist() == [1, 1]
+
+
+def test_from_worker_to_worker(workers):
+    workers[0].run(share_far)
+
+
+def returned():
+    assert rpc.rpc_sync("worker1", make_remote, ("worker2",)).to_here().tolist() == [1, 1]
+    assert rpc.rpc_sync("worker1", make_remote, ("worker0",)).local_value().tolist() == [1, 1]
+    assert rpc.rpc_sync("worker1", make_remote, ("worker1",)).owner_name() == "worker1"
+    assert rpc.remote("worker1", make_remote, ("worker2",)).to_here().to_here().tolist() == [1, 1]
+    ref = make("worker3")
+    again = rpc.rpc_sync("worker1", hand_back, (ref,))
+    assert again is not ref
+    assert again.to_here().tolist() == [1, 1]
+    boxes = rpc.rpc_sync("worker2", hand_back, ([Box(ref), {"deep": (ref,)}],))
+    assert boxes[1]["deep"][0].to_here().tolist() == [1, 1]
+
+
+def test_as_a_return_value(workers):
+    workers[0].run(returned)
+
+
+def kept_by_others():
+    ref = make("worker1")
+    rpc.rpc_sync("worker2", keep, ("x", ref))
+    rpc.rpc_sync("worker1", keep, ("x", ref))
+    del ref
+    gc.collect()
+    rpc.rpc_sync("worker2", let_go, ("x",))
+    assert rpc.rpc_sync("worker1", use_kept, ("x",)).tolist() == [1, 1]
+    rpc.rpc_sync("worker3", keep, ("x", rpc.rpc_sync("worker1", kept.__class__, ({"x": 1},))["x"]))
+    rpc.rpc_sync("worker1", let_go, ("x",))
+    rpc.rpc_sync("worker3", let_go, ("x",))
+
+
+def test_the_value_lives_while_anybody_holds_it(workers):
+    workers[0].run(kept_by_others)
+
+
+def mutate():
+    ref = rpc.RRef(Counter())
+    rpc.rpc_sync("worker1", add_through, (ref, 5))
+    assert ref.local_value().value == 5
+
+
+def add_through(ref, amount):
+    ref.rpc_sync().add(amount)
+
+
+def test_it_is_the_same_value_for_all(workers):
+    workers[0].run(mutate)
+
+
+def pickles():
+    ref = rpc.RRef(1)
+    for attempt in (lambda: pickle.dumps(ref), lambda: torch.save(ref, io.BytesIO())):
+        with pytest.raises(errors.UsageError, match="to_here"):
+            attempt()
+    assert copy.deepcopy([ref])[0].local_value() == 1
+    error = ValueError(ref)
+    with pytest.raises(Exception, match="reference"):
+        rpc.rpc_sync("worker1", raise_with, (ref,))
+    del error
+
+
+def raise_with(ref):
+    raise ValueError("with a reference", ref)
+
+
+def test_pickled_otherwise(workers):
+    workers[0].run(pickles)
+
+
+# Failures
+
+
+def fail():
+    raise KeyError("why")
+
+
+def failing():
+    for on in ("worker0", "worker1"):
+        ref = rpc.remote(on, fail)
+        with pytest.raises(KeyError, match="why"):
+            ref.to_here()
+        with pytest.raises(KeyError, match="why"):
+            ref.to_here()
+        with pytest.raises(KeyError, match="why"):
+            ref.future().wait()
+        with pytest.raises(KeyError, match="why"):
+            ref.rpc_sync().anything()
+        with pytest.raises(KeyError, match="why"):
+            rpc.rpc_sync("worker2", value_of, (ref,))
+
+
+def test_a_creation_that_fails(workers):
+    workers[0].run(failing)
+
+
+def failing_later():
+    gate = rpc.remote("worker1", threading.Event)
+    ref = rpc.remote("worker1", fail_after, (gate,))
+    outcome = rpc.rpc_async("worker2", value_of, (ref,))
+    gate.rpc_sync().set()
+    with pytest.raises(KeyError, match="why"):
+        outcome.wait()
+
+
+def fail_after(gate):
+    gate.local_value().wait()
+    fail()
+
+
+def test_a_creation_that_fails_after_it_was_shared(workers):
+    workers[0].run(failing_later)
+
+
+def late():
+    gate = rpc.remote("worker1", threading.Event)
+    ref = rpc.remote("worker1", ones_after, (gate,), timeout=0.05)
+    with pytest.raises(errors.CallTimeout):
+        ref.future().wait()
+    with pytest.raises(errors.CallTimeout):
+        ref.to_here()
+    patient = rpc.remote("worker1", ones_after, (gate,))
+    with pytest.raises(errors.CallTimeout):
+        patient.to_here(timeout=0.05)
+    own = rpc.remote(here(), ones_after, (gate,))
+    with pytest.raises(errors.CallTimeout):
+        own.to_here(timeout=0.05)
+    gate.rpc_sync().set()
+    assert patient.to_here().tolist() == [1, 1]
+    assert own.to_here().tolist() == [1, 1]
+
+
+def ones_after(gate):
+    gate.rpc_sync().wait()
+    return ones()
+
+
+def test_a_creation_that_takes_too_long(workers):
+    workers[0].run(late)
+
+
+def shared_before_it_exists():
+    gate = rpc.remote("worker1", threading.Event)
+    ref = rpc.remote("worker1", ones_after, (gate,))
+    waiting = [rpc.rpc_async(to, value_of, (ref,)) for to in ("worker2", "worker3", "worker1", "worker0")]
+    assert not any(future.done() for future in waiting)
+    gate.rpc_sync().set()
+    assert [future.wait().tolist() for future in waiting] == [[1, 1]] * 4
+
+
+def test_shared_before_the_value_exists(workers):
+    workers[0].run(shared_before_it_exists)
+
+
+# Many
+
+
+def churn(rank, rounds):
+    """Create, share around, and drop."""
+    others = [f"worker{(rank + n) % 4}" for n in range(1, 4)]
+    for start in range(0, rounds, 50):
+        refs = [rpc.remote(others[n % 3], ones) if n % 2 else rpc.RRef(n) for n in range(start, start + 50)]
+        futures = [rpc.rpc_async(others[(n + 1) % 3], hand_back, ([ref],)) for n, ref in enumerate(refs)]
+        for future in futures:
+            (again,) = future.wait()
+            again.to_here()
+
+
+def run_churn(workers, total):
+    for rank, worker in enumerate(workers):
+        worker.begin(churn, rank, total // len(workers))
+    for worker in workers:
+        worker.end(patience=20 * PATIENCE)
+
+
+def test_five_thousand_references(workers):
+    run_churn(workers, 5000)
+
+
+@pytest.mark.nightly
+def test_a_hundred_thousand_references(workers):
+    run_churn(workers, 5000)  # every table and pool has grown by then
+    before = [worker.run(memory) for worker in workers]
+    run_churn(workers, 100_000)
+    assert_empty(workers)
+    for worker, then in zip(workers, before, strict=True):
+        assert worker.run(memory) < then + (16 << 20)
+
+
+def memory():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096

@@ -1,0 +1,92 @@
+"""Letters arrive once each, whatever the network does with the batches."""
+
+from __future__ import annotations
+
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad.rref.courier import ACKNOWLEDGE_WITHIN, RESEND_AFTER, RESEND_AT_MOST, Batch, Courier
+
+
+def test_letters_to_one_worker_travel_together():
+    courier = Courier()
+    for letter in "abc":
+        courier.post("x", letter)
+    courier.post("y", "d")
+    assert courier.outgoing(0.0) == [("x", Batch(1, ["a", "b", "c"], [])), ("y", Batch(1, ["d"], []))]
+    assert courier.outgoing(0.0) == []
+
+
+def test_what_is_not_receipted_is_sent_again_ever_more_rarely():
+    courier, now, pauses = Courier(), 0.0, []
+    courier.post("x", "a")
+    ((_, first),) = courier.outgoing(now)
+    for _ in range(8):
+        pauses.append(courier.next() - now)
+        now = courier.next()
+        assert courier.outgoing(now) == [("x", first)]
+    assert pauses[:3] == [RESEND_AFTER, 2 * RESEND_AFTER, 4 * RESEND_AFTER]
+    assert pauses[-1] == RESEND_AT_MOST
+    courier.receive("x", Batch(0, [], [1]), now)
+    assert courier.next() == inf
+    assert courier.unsettled == 0
+
+
+def test_a_receipt_travels_with_letters_or_soon_alone():
+    courier = Courier()
+    assert courier.receive("x", Batch(7, ["a"], []), 1.0) == ["a"]
+    assert courier.next() == 1.0 + ACKNOWLEDGE_WITHIN
+    courier.post("x", "b")
+    assert courier.outgoing(1.0) == [("x", Batch(1, ["b"], [7]))]
+    courier.receive("x", Batch(8, ["c"], [1]), 2.0)
+    assert courier.outgoing(courier.next()) == [("x", Batch(0, [], [8]))]
+    assert courier.next() == inf
+
+
+def test_an_open_way_is_used_at_once():
+    courier = Courier()
+    courier.post("x", "a")
+    courier.outgoing(0.0)
+    courier.hurry("x", 0.5)
+    assert courier.outgoing(0.5) == [("x", Batch(1, ["a"], []))]
+
+
+def test_nothing_is_sent_to_the_dead():
+    courier = Courier()
+    courier.post("x", "a")
+    courier.outgoing(0.0)
+    courier.post("x", "b")
+    courier.forget("x")
+    assert courier.next() == inf
+    assert courier.outgoing(99.0) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["deliver", "double", "lose", "post", "wait"]))))
+def test_each_letter_arrives_once(events):
+    sender, receiver = Courier(), Courier()
+    now, posted, received, out, back = 0.0, 0, [], [], []
+    for place, event in events:
+        if event == "post":
+            sender.post("r", posted)
+            posted += 1
+        elif event == "wait":
+            now += RESEND_AT_MOST
+        elif out:
+            batch = out[place % len(out)]
+            if event != "double":
+                out.remove(batch)
+            if event != "lose":
+                received += receiver.receive("s", batch, now)
+        out += [batch for _, batch in sender.outgoing(now)]
+        back += [batch for _, batch in receiver.outgoing(now)]
+        if back and place % 2:
+            sender.receive("r", back.pop(), now)
+    while sender.unsettled:
+        now += RESEND_AT_MOST
+        for _, batch in sender.outgoing(now):
+            received += receiver.receive("s", batch, now)
+        for _, batch in receiver.outgoing(now + 1):
+            sender.receive("r", batch, now)
+    assert sorted(received) == list(range(posted))

@@ -1,0 +1,302 @@
+"""The reference protocol: its flows and their letters one by one, then any schedule of a seeded cluster.
+
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_references.py` replays it alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from telegrad.rref.protocol import (
+    ASK,
+    CAME_LATE,
+    CONFIRM,
+    CONFIRMED,
+    DROPPED,
+    GONE,
+    MISSING,
+    OWNER_DIED,
+    SETTLED,
+    STILLBORN,
+    VALUE_GONE,
+    WANTED,
+    Letter,
+    References,
+)
+from tests.sim.references_world import run
+
+SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(1000)
+MANY_SEEDS = range(1000, 26_000)  # for each of the four kinds of weather
+WEATHER = {
+    "calm": {"faults": False, "crashes": False},
+    "loss and doubling": {"faults": True, "crashes": False},
+    "deaths": {"faults": False, "crashes": True},
+    "all at once": {"faults": True, "crashes": True},
+}
+
+
+class Trio:
+    """Three machines whose letters arrive at once, and are counted."""
+
+    def __init__(self):
+        self.machines = {name: References(name) for name in "abc"}
+        self.seen = []
+
+    def __getattr__(self, name):
+        return self.machines[name]
+
+    def post(self):
+        """Deliver until nothing is left."""
+        while any(machine.letters for machine in self.machines.values()):
+            for name, machine in self.machines.items():
+                letters, machine.letters = machine.letters, []
+                for to, letter in letters:
+                    self.seen.append(letter.kind)
+                    self.machines[to].receive(name, letter)
+
+    def letters(self):
+        """What was sent since the last look."""
+        self.post()
+        seen, self.seen = self.seen, []
+        return Counter(seen)
+
+    def created(self, creator="a", owner="b"):
+        """A reference made by a remote call."""
+        ref, fork = self.machines[creator].create(owner)
+        assert self.machines[owner].expect(ref, fork, creator)
+        self.machines[creator].created(ref, fork)
+        return ref
+
+    def passed(self, ref, owner, sender, receiver):
+        return self.machines[receiver].arrive(ref, self.machines[sender].fork(ref, receiver), owner, sender)
+
+    def is_empty(self):
+        return not any(machine.shares or machine.owned for machine in self.machines.values())
+
+
+@pytest.fixture
+def trio():
+    return Trio()
+
+
+# How many letters each way costs, however many workers there are
+
+
+def test_creation_takes_no_letter(trio):
+    ref = trio.created()
+    assert trio.letters() == {}
+    trio.a.drop(ref)
+    assert trio.letters() == {DROPPED: 1}
+    assert trio.is_empty()
+
+
+def test_owner_to_user_takes_no_letter(trio):
+    ref = trio.b.own()
+    trio.passed(ref, "b", "b", "a")
+    assert trio.letters() == {}
+    trio.b.drop(ref)
+    trio.a.drop(ref)
+    assert trio.letters() == {DROPPED: 1}
+    assert trio.is_empty()
+
+
+def test_user_to_owner_takes_one_letter(trio):
+    ref = trio.created()
+    trio.passed(ref, "b", "a", "b")
+    assert trio.letters() == {SETTLED: 1}
+    trio.a.drop(ref)
+    trio.b.drop(ref)
+    assert trio.letters() == {DROPPED: 1}
+    assert trio.is_empty()
+
+
+def test_user_to_user_takes_three_letters(trio):
+    ref = trio.created()
+    trio.passed(ref, "b", "a", "c")
+    assert trio.letters() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}
+    trio.a.drop(ref)
+    trio.c.drop(ref)
+    assert trio.letters() == {DROPPED: 2}
+    assert trio.is_empty()
+
+
+def test_a_second_handle_on_one_worker_is_the_same_fork(trio):
+    ref = trio.created()
+    trio.passed(ref, "b", "a", "c")
+    assert trio.letters() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}
+    trio.passed(ref, "b", "a", "c")
+    assert trio.letters() == {SETTLED: 1}
+    assert len(trio.b.owned[ref].forks) == 2
+    for _ in range(2):
+        trio.c.drop(ref)
+    trio.a.drop(ref)
+    assert trio.letters() == {DROPPED: 2}
+    assert trio.is_empty()
+
+
+def test_a_reference_that_outruns_its_creation(trio):
+    ref, fork = trio.a.create("b")
+    trio.passed(ref, "b", "a", "c")
+    assert trio.letters() == {CONFIRM: 1, WANTED: 1, CONFIRMED: 1, SETTLED: 1}
+    assert trio.b.expect(ref, fork, "a")
+    trio.a.created(ref, fork)
+    trio.a.drop(ref)
+    trio.c.drop(ref)
+    trio.post()
+    assert trio.is_empty()
+
+
+# What must wait for what
+
+
+def test_a_parent_outlives_its_child_until_the_owner_knows_it(trio):
+    ref = trio.created()
+    child = trio.a.fork(ref, "c")
+    trio.a.drop(ref)
+    trio.post()
+    assert ref in trio.b.owned
+    assert ref in trio.a.shares
+    trio.c.arrive(ref, child, "b", "a")
+    trio.post()
+    assert ref not in trio.a.shares
+    assert trio.b.owned[ref].forks == {child: "c"}
+
+
+def test_an_unconfirmed_fork_is_not_dropped(trio):
+    ref, fork = trio.a.create("b")
+    trio.a.drop(ref)
+    assert trio.a.letters == []
+    trio.b.expect(ref, fork, "a")
+    trio.a.created(ref, fork)
+    assert trio.a.letters == [("b", Letter(DROPPED, ref, fork))]
+
+
+# Deaths and broken connections
+
+
+def test_the_owners_death_is_told_to_its_users(trio):
+    ref = trio.created()
+    trio.passed(ref, "b", "a", "c")
+    trio.post()
+    for user in (trio.a, trio.c):
+        user.dead("b")
+        assert user.fault(ref) == OWNER_DIED
+        user.drop(ref)
+        assert user.letters == []
+        assert not user.shares
+
+
+def test_a_users_death_drops_its_forks(trio):
+    ref = trio.created()
+    trio.b.dead("a")
+    assert trio.b.freed == [ref]
+    assert not trio.b.owned
+
+
+def test_a_message_that_was_lost_is_asked_for_and_refused_later(trio):
+    ref = trio.b.own()
+    lost = trio.b.fork(ref, "a")
+    trio.b.drop(ref)
+    trio.b.ask("a")
+    assert trio.letters() == {ASK: 1, MISSING: 1}
+    assert trio.is_empty()
+    assert trio.a.arrive(ref, lost, "b", "b") == CAME_LATE
+
+
+def test_a_message_that_came_is_not_refused(trio):
+    ref = trio.b.own()
+    trio.passed(ref, "b", "b", "a")
+    trio.b.ask("a")
+    assert trio.letters() == {ASK: 1}
+    assert trio.a.fault(ref) == ""
+
+
+def test_a_creating_call_that_never_came(trio):
+    ref, fork = trio.a.create("b")
+    trio.passed(ref, "b", "a", "c")
+    trio.letters()
+    trio.a.stillborn(ref, fork, "b")
+    assert trio.letters() == {STILLBORN: 1, GONE: 1, MISSING: 1}
+    assert trio.b.hopeless == [ref]
+    assert trio.a.fault(ref) == trio.c.fault(ref) == VALUE_GONE
+    assert not trio.b.expect(ref, fork, "a")
+    trio.a.drop(ref)
+    trio.c.drop(ref)
+    trio.post()
+    assert trio.is_empty()
+
+
+def test_a_fetch_that_outruns_the_creation_waits(trio):
+    ref, fork = trio.a.create("b")
+    assert trio.b.seek(ref)
+    assert trio.letters() == {WANTED: 1}
+    trio.b.expect(ref, fork, "a")
+    assert trio.b.owned[ref].made
+
+
+def test_a_fetch_of_what_was_dropped_is_refused(trio):
+    ref = trio.b.own()
+    trio.b.drop(ref)
+    assert not trio.b.seek(ref)
+
+
+def test_a_creation_that_was_never_sent(trio):
+    ref, _ = trio.a.create("b")
+    trio.a.cancel(ref)
+    assert trio.letters() == {}
+    assert trio.is_empty()
+
+
+# Any schedule
+
+
+def run_seeds(seeds, weather):
+    for seed in seeds:
+        try:
+            run(seed, **WEATHER[weather])
+        except Exception as error:
+            raise AssertionError(f"SEED={seed} ({weather}) {error}") from error
+
+
+@pytest.mark.parametrize("weather", WEATHER)
+def test_any_schedule(weather):
+    run_seeds(SEEDS, weather)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("weather", WEATHER)
+def test_a_hundred_thousand_schedules(weather):
+    run_seeds(MANY_SEEDS, weather)
+
+
+@pytest.mark.parametrize("size", [3, 10, 50])
+def test_letters_do_not_grow_with_the_workers(size):
+    """CONFIRM, CONFIRMED, SETTLED, DROPPED for each reference passed on, at most; WANTED, DROPPED for each created."""
+    world = run(0, faults=False, crashes=False, events=2000, size=size)
+    assert 0 < sum(world.letters.values()) <= 4 * world.passes + 2 * len(world.values)
+
+
+BREAKS = {
+    "a parent that does not wait": ("_end_if_unused", "children", {}),
+    "an owner that forgets its users": ("_free_if_unused", "forks", {}),
+}
+
+
+@pytest.mark.parametrize("rule", BREAKS)
+def test_the_simulation_finds_broken_rules(rule, monkeypatch):
+    method, field, ignored = BREAKS[rule]
+    original = getattr(References, method)
+
+    def broken(self, ref, *rest):
+        record = (self.shares if method == "_end_if_unused" else self.owned)[ref]
+        kept = getattr(record, field)
+        setattr(record, field, ignored)
+        original(self, ref, *rest)
+        setattr(record, field, kept)
+
+    monkeypatch.setattr(References, method, broken)
+    with pytest.raises(AssertionError, match="SEED="):
+        run_seeds(range(200), "calm")
