@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import operator
 import socket
 import threading
+import weakref
 
 import pytest
 import torch
@@ -449,3 +451,53 @@ def test_closed_agent_says_so():
         a.agent.close()
         with pytest.raises(errors.ShutDown, match="w0"):
             a.agent.call("w1", echo, (1,), None)
+
+
+class Witness:
+    """Lives as long as the frame that holds it."""
+
+
+def fail_and_wait(wait, seen):
+    witness = Witness()
+    seen.append(weakref.ref(witness))
+    with pytest.raises((ValueError, errors.PeerError)):
+        wait()
+    return witness is None
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda agent: agent.call("w1", fail, (ValueError,), None),
+        lambda agent: agent.call_async("w1", fail, (ValueError,), None).wait(),
+        lambda agent: agent.call_async("w1", fail, (ValueError,), None).then(lambda done: done.wait()).wait(),
+        lambda agent: agent.call_async("w1", fail, (ValueError, "x", 2), None).wait(),
+    ],
+    ids=["sync", "async", "then", "two arguments"],
+)
+def test_an_error_keeps_no_frames_alive(pair, wait):
+    seen = []
+    for _ in range(3):
+        fail_and_wait(lambda: wait(pair[0].agent), seen)
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3
+
+
+def test_a_closed_agents_error_keeps_no_frames_alive():
+    seen = []
+    with agents(2) as made:
+        agent = made[0].agent
+        agent.call("w1", echo, (1,), None)
+        agent.close()
+        for _ in range(3):
+            fail_and_wait(lambda: agent.call("w1", echo, (1,), None), seen)
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 3
+
+
+def test_a_callbacks_error_tells_where_it_was_raised(pair):
+    child = pair[0].agent.call_async("w1", echo, (1,), None).then(lambda done: fail(KeyError, done.wait()))
+    with pytest.raises(KeyError) as caught:
+        child.wait()
+    if hasattr(caught.value, "__notes__"):
+        assert "in fail" in caught.value.__notes__[0]
