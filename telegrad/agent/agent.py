@@ -19,10 +19,10 @@ import torch
 from telegrad.agent.cargo import Rider, take_cargo
 from telegrad.agent.clock import Clock
 from telegrad.agent.deadlines import Deadlines
-from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.futures import Future, Outcome, wait_for
 from telegrad.agent.members import Identity, Member
 from telegrad.agent.peer import AnyLink, Peer, Pending
-from telegrad.agent.reactor import Reactor
+from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.agent.server import Caller, Server
 from telegrad.errors import PeerError, PeerLost, ShutDown, UnknownWorker
 from telegrad.transport.connect import Wish, connect
@@ -173,45 +173,56 @@ class Agent:
         return self._open(pending)
 
     def call_async(
+        self, to: str | int | Member, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT, keeps: Any = None
+    ) -> Future[Any]:
+        """Run `function(*args, **kwargs)` on another worker; a future of its value. `keeps` lives until it is done."""
+        future: Future[Any] = Future()
+        self.call_for(future, to, function, args, kwargs, timeout, keeps)
+        return future
+
+    def call_for(
         self,
+        outcome: Outcome,
         to: str | int | Member,
         function: Any,
         args: Any,
         kwargs: Any,
-        timeout: float = DEFAULT,
+        timeout: float,
+        keeps: Any,
         creation: Any = None,
-        keeps: Any = None,
-    ) -> Future[Any]:
-        """Run `function(*args, **kwargs)` on another worker; a future of its value.
+    ) -> None:
+        """As `call_async`, but `outcome` is told. After one that is quick `expect` must follow.
 
-        With a `creation`, which the rider understands, the value stays there. `keeps` lives as long as the call.
+        With a `creation`, which the rider understands, the value stays there.
         """
         peer = self._peer(to)
-        future: Future[Any] = Future()
-        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, future, keeps)
-        future.call = pending
+        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, outcome, keeps)
+        outcome.call = pending
         parts = self._call_parts(peer, function, args, kwargs, creation)
         if pending.timeout:
             with self._lock:
                 self._deadlines.add(pending, pending.timeout, monotonic())
             self._clock.before(pending.deadline)
         peer.call(pending, parts)
-        return future
+
+    def expect(self, to: str | int) -> None:
+        """Have the answers of a worker read as they come, if nobody does."""
+        self._peer(to).expect()
 
     def _complete(self, pending: Pending) -> None:
-        """Give a call's outcome to its future, and so to whoever has callbacks there."""
-        future = pending.future
-        assert future is not None
-        future.call = pending.future = pending.keeps = None
+        """Tell the outcome of a call, and so whoever has callbacks there."""
+        outcome = pending.outcome
+        assert outcome is not None
+        outcome.call = pending.outcome = pending.keeps = None
         if pending.timeout:
             with self._lock:
                 self._deadlines.remove(pending, pending.timeout)
         try:
             value = self._open(pending)
         except Exception as error:
-            future.set_exception(error.with_traceback(None))
+            outcome.set_exception(error.with_traceback(None))
         else:
-            future.set_result(value)
+            outcome.set_result(value)
 
     def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any, creation: Any = None) -> dict[str, Any]:
         self._started += 1
@@ -251,6 +262,10 @@ class Agent:
         """Send and receive for `rider`."""
         self.rider = rider
         self._server.pack = rider.pack
+
+    def later(self, act: Callable[[Any], None], argument: Any) -> None:
+        """Have `act(argument)` run soon on a thread that may run anybody's code."""
+        self._reactor.submit(Work(act, argument, INSTANT))
 
     def wait_for(self, future: Future[Any], timeout: float = -1) -> bool:
         """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile."""
@@ -331,7 +346,7 @@ class Agent:
             peer.on_frames,
             peer.on_closed,
             prompt=False,
-            given_back=peer.given_back,
+            given_back=peer.expect,
         )
         link.feed(leftover)
         return link

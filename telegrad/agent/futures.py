@@ -16,6 +16,17 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+class Outcome(Protocol):
+    """What becomes of a call: a future, or what keeps the books of the room above."""
+
+    quick: bool  # telling it runs nobody else's code, so that the thread that reads the answer does it
+    call: Any
+
+    def set_result(self, result: Any) -> None: ...
+
+    def set_exception(self, result: Any) -> None: ...
+
+
 class Helper(Protocol):
     """Whose work a waiting thread can do."""
 
@@ -26,6 +37,7 @@ class Helper(Protocol):
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await."""
 
+    quick = False
     call: Helper | None = None  # while the call is under way
 
     def wait(self) -> T:

@@ -15,7 +15,7 @@ from math import inf
 from time import monotonic, perf_counter
 from typing import Any
 
-from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.futures import Future, Outcome, wait_for
 from telegrad.agent.members import Identity
 from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.errors import CallTimeout, PeerError
@@ -45,24 +45,24 @@ class Pending:
         "error",
         "frame",
         "function",
-        "future",
         "id",
         "keeps",
         "left",
+        "outcome",
         "peer",
         "timeout",
         "told",
     )
 
     def __init__(
-        self, peer: Peer, function: Any, timeout: float, future: Future[Any] | None = None, keeps: Any = None
+        self, peer: Peer, function: Any, timeout: float, outcome: Outcome | None = None, keeps: Any = None
     ) -> None:
-        """`future` belongs to an asynchronous caller; who waits in place needs neither it nor `keeps`."""
+        """`outcome` is told of an asynchronous call; who waits in place needs neither it nor `keeps`."""
         self.peer = peer
         self.function = function
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else inf
-        self.future = future
+        self.outcome = outcome
         self.keeps = keeps
         self.id = 0
         self.frame: Frame | None = None
@@ -81,9 +81,9 @@ class Pending:
             if self.left:
                 self.left = False
                 self.peer.complete(self)
-        future = self.future
-        if future is not None and not future.done():
-            self.peer.wait_for(future)
+        outcome = self.outcome
+        if isinstance(outcome, Future) and not outcome.done():
+            self.peer.wait_for(outcome)
 
 
 class Peer:
@@ -99,7 +99,7 @@ class Peer:
         on_lost: Callable[[Peer, PeerError], None],
         take_cargo: Callable[[Frame], Frame],
     ) -> None:
-        """`complete` is called once for each call that has a future, when it is done."""
+        """`complete` is called once for each call that has an outcome, when it is done."""
         self.identity = identity
         self.name = identity.name
         self.program = program
@@ -122,7 +122,7 @@ class Peer:
     # Calls
 
     def call(self, pending: Pending, parts: dict[str, Any]) -> None:
-        """Send a call; `pending` will be done."""
+        """Send a call; `pending` will be done. After one with a quick outcome `expect` must follow."""
         with self._lock:
             if self._closed is not None:
                 raise fresh(self._closed)
@@ -130,7 +130,7 @@ class Peer:
             pending.id = self._ids
             self._pending[pending.id] = pending
         self._send(pending.id, parts)
-        if pending.future is not None and not self._armed:
+        if pending.outcome is not None and not pending.outcome.quick and not self._armed:
             self._arm()
 
     def notify(self, body: bytes) -> None:
@@ -246,8 +246,8 @@ class Peer:
             pending.awaited = False
             self._prompt = perf_counter() - start < SPIN_WITHIN
 
-    def given_back(self) -> None:
-        """Nobody reads the connection now: where answers are expected, the leader shall."""
+    def expect(self) -> None:
+        """Where answers are expected and nobody reads the connection, the leader shall."""
         if self._pending and not self._armed:
             self._arm()
 
@@ -292,8 +292,11 @@ class Peer:
 
     def _done(self, pending: Pending) -> None:
         pending.done = True
-        if pending.future is not None and not pending.left:
-            self._reactor.submit(Work(self.complete, pending, INSTANT))
+        if pending.outcome is not None and not pending.left:
+            if pending.outcome.quick:
+                self.complete(pending)
+            else:
+                self._reactor.submit(Work(self.complete, pending, INSTANT))
         pending.told.release()
 
     def on_closed(self, link: AnyLink, reason: PeerError) -> None:

@@ -12,19 +12,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
 from telegrad.agent.members import Identity
-from telegrad.errors import CallTimeout, OwnerLost, PeerError, PeerLost, RRefLost, UnknownWorker, UsageError
+from telegrad.errors import OwnerLost, PeerError, PeerLost, RRefLost, UnknownWorker, UsageError
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
+from telegrad.rref.creation import Creation, Landing, tell_user
 from telegrad.rref.handle import Handle
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, Id, Letter, References
@@ -34,33 +32,6 @@ GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
 
 _CREATE, _CREATED, _HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
-
-
-class Landing(NamedTuple):
-    """Where the value of a creating call goes, and what to answer."""
-
-    box: Box
-    answer: bytes
-
-    def fulfil(self, value: Any) -> None:
-        self.box.fulfil(value)
-
-    def fail(self, failure: bytes) -> None:
-        self.box.fail(failure)
-
-    def receipt(self) -> bytes:
-        return self.answer
-
-
-@dataclass(slots=True)
-class _Creation:
-    """A call of this worker that makes the value of a reference, and has not succeeded yet."""
-
-    fork: Id
-    owner: str
-    future: Future[Any] | None  # until it is done
-    error: BaseException | None = None
-    cut_off: bool = False  # it ended without an answer, and one may still come
 
 
 class Keeper:
@@ -76,7 +47,8 @@ class Keeper:
         self._machine = References(_key(agent.name, agent.incarnation))
         self._courier: Courier[Letter] = Courier()
         self._boxes: dict[Id, Box] = {}  # of owned references
-        self._creations: dict[Id, _Creation] = {}  # while the reference lives
+        self._creations: dict[Id, Creation] = {}  # while the reference lives
+        self._expected: set[str] = set()  # whose answers to creating calls nobody may be reading
         self._woken = False  # since the thread last looked
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -105,29 +77,33 @@ class Keeper:
                 ref, fork = self._machine.create(_key_of(owner))
                 self._begin(handle, ref, owner, None)
             kind = _CREATE
+        creation = Creation(handle._id, fork, _key_of(owner), self._on_created)
+        with self._lock:
+            self._creations[handle._id] = creation
+        wish = kind, handle._id, fork
         try:
-            future = self.agent.call_async(owner.name, function, args, kwargs, timeout, (kind, handle._id, fork), keeps)
+            self.agent.call_for(creation, owner.name, function, args, kwargs, timeout, keeps, wish)
         except BaseException:
             handle._fault = "never made"
             with self._lock:
+                del self._creations[handle._id]
                 (self._machine.drop if kind == _HERE else self._machine.cancel)(handle._id)
             raise
-        ref, creation = handle._id, _Creation(fork, _key_of(owner), future)
         with self._lock:
-            self._creations[ref] = creation
-        future.add_done_callback(lambda future: self._on_created(ref, creation, future))
+            self._expected.add(owner.name)
+            self._wake()
         return handle
 
-    def _on_created(self, ref: Id, creation: _Creation, future: torch.futures.Future[Any]) -> None:
-        error = creation.error = _error_of(future)
-        creation.future = None  # it holds the frames of those who waited
-        creation.cut_off = isinstance(error, CallTimeout)
+    def _on_created(self, creation: Creation) -> None:
         with self._lock:
-            if error is None:
-                self._creations.pop(ref, None)
-            elif isinstance(error, PeerError):
-                self._machine.stillborn(ref, creation.fork, creation.owner)
+            creation.done, future = True, creation.future
+            if creation.error is None:
+                self._creations.pop(creation.ref, None)
+            elif isinstance(creation.error, PeerError):
+                self._machine.stillborn(creation.ref, creation.fork, creation.owner)
                 self._wake()
+        if future is not None:
+            self.agent.later(tell_user, creation)
 
     def _begin(self, handle: Handle, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
         handle._begin(self, ref, owner, box, fault)
@@ -139,12 +115,8 @@ class Keeper:
     def check(self, handle: Handle) -> None:
         """Raise why a reference cannot be used, if so."""
         creation = self._creations.get(handle._id)
-        if creation is not None:
-            future, error = creation.future, creation.error
-            if error is None and future is not None and future.done():
-                error = _error_of(future)
-            if error is not None:
-                raise fresh(error)
+        if creation is not None and creation.error is not None:
+            raise fresh(creation.error)
         fault = handle._fault or self._machine.fault(handle._id)
         if fault:
             made = self.origins.of(handle._id)
@@ -155,12 +127,18 @@ class Keeper:
                 raise OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
             raise RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
 
-    def creation(self, handle: Handle) -> Future[Any] | None:
+    def creation(self, handle: Handle) -> Future[None] | None:
         """A future of the creating call, where this worker made it and it has not succeeded yet."""
-        creation = self._creations.get(handle._id)
-        if creation is None:
-            return None
-        return _failed(fresh(creation.error)) if creation.error is not None else creation.future
+        with self._lock:
+            creation = self._creations.get(handle._id)
+            if creation is None:
+                return None
+            if creation.future is None:
+                creation.future = Future()
+                if creation.done:
+                    self.agent.later(tell_user, creation)
+        self.agent.expect(handle._owner.name)
+        return creation.future
 
     def made_here(self, handle: Handle) -> bool:
         """Whether the reference was made by this worker."""
@@ -280,16 +258,20 @@ class Keeper:
             freed = [self._forget(ref) for ref in machine.freed]
             machine.freed.clear()
             outgoing = courier.outgoing(now)
+            expected, self._expected = self._expected, set()
             wait = min(max(courier.next() - now, 0.0), LONGEST_WAIT)
         for to, batch in outgoing:
             self._send(to, batch)
+        for owner in expected:
+            with contextlib.suppress(PeerError, UnknownWorker):
+                self.agent.expect(owner)
         for ref, box in hopeless:
             lost = RRefLost(f"the call that should have made the value of the reference {number(ref)} never came")
             box.fail(describe(lost, self.agent.name))
         del freed
         return wait
 
-    def _forget(self, ref: Id) -> tuple[Box | None, _Creation | None]:
+    def _forget(self, ref: Id) -> tuple[Box | None, Creation | None]:
         self.origins.forget(ref)
         return self._boxes.pop(ref, None), self._creations.pop(ref, None)
 
@@ -358,7 +340,7 @@ class Keeper:
                 "used": len(shares),
                 "unconfirmed": sum(not share.confirmed for share in shares),
                 "unsettled_children": sum(len(share.children) for share in shares),
-                "unanswered_creations": sum(creation.future is not None for creation in self._creations.values()),
+                "unanswered_creations": sum(not creation.done for creation in self._creations.values()),
                 "unreceipted_letters": self._courier.unsettled,
             }
 
@@ -388,18 +370,3 @@ def _key_of(who: Identity) -> str:
 def number(ref: Id) -> str:
     """A reference as people read it."""
     return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
-
-
-def _error_of(future: torch.futures.Future[Any]) -> BaseException | None:
-    """The error of a future that is done."""
-    try:
-        future.value()
-    except Exception as error:
-        return fresh(error)
-    return None
-
-
-def _failed(error: BaseException) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future

@@ -64,7 +64,8 @@ def fresh(error: BaseException) -> BaseException:
             vars(made)[_STORY] = vars(error)[_STORY]
     except Exception:
         return error.with_traceback(None)
-    made.__cause__ = error.__cause__
+    if error.__cause__ is not None:
+        made.__cause__ = fresh(error.__cause__)
     if hasattr(error, "__notes__"):
         made.__notes__ = list(error.__notes__)  # type: ignore[attr-defined]
     return made

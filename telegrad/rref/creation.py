@@ -1,0 +1,64 @@
+"""Calls whose values stay at the callee: the maker's side, and the owner's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from telegrad.agent.futures import Future
+from telegrad.errors import CallTimeout
+from telegrad.rref.box import Box
+from telegrad.rref.protocol import Id
+from telegrad.wire.failures import fresh
+
+
+class Landing(NamedTuple):
+    """Where the value of a creating call goes, and what to answer."""
+
+    box: Box
+    answer: bytes
+
+    def fulfil(self, value: Any) -> None:
+        self.box.fulfil(value)
+
+    def fail(self, failure: bytes) -> None:
+        self.box.fail(failure)
+
+    def receipt(self) -> bytes:
+        return self.answer
+
+
+class Creation:
+    """A call of this worker that makes the value of a reference: the outcome of that call."""
+
+    __slots__ = ("_told", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref")
+
+    quick = True
+
+    def __init__(self, ref: Id, fork: Id, owner: str, told: Callable[[Creation], None]) -> None:
+        self.ref = ref
+        self.fork = fork
+        self.owner = owner
+        self.call: Any = None
+        self.error: BaseException | None = None
+        self.cut_off = False  # it ended without an answer, and one may still come
+        self.done = False
+        self.future: Future[None] | None = None  # for the user, where one was asked for
+        self._told = told
+
+    def set_result(self, result: Any) -> None:
+        self._told(self)
+
+    def set_exception(self, result: BaseException) -> None:
+        self.error = fresh(result)
+        self.cut_off = isinstance(result, CallTimeout)
+        self._told(self)
+
+
+def tell_user(creation: Creation) -> None:
+    future = creation.future
+    assert future is not None
+    if creation.error is not None:
+        future.set_exception(creation.error)  # type: ignore[arg-type]
+    else:
+        future.set_result(None)
