@@ -4,6 +4,7 @@ from telegrad.agent.futures import Future
 from telegrad.rpc import functions
 from telegrad.rpc.api import (
     UNSET_RPC_TIMEOUT,
+    _rref_context_get_debug_info,
     debug_info,
     get_worker_info,
     init_rpc,
@@ -27,6 +28,7 @@ __all__ = [
     "TensorPipeRpcBackendOptions",
     "TlsFiles",
     "WorkerInfo",
+    "_rref_context_get_debug_info",
     "debug_info",
     "functions",
     "get_worker_info",

@@ -142,8 +142,24 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def debug_info() -> dict[str, int]:
-    """How many references this worker owns and uses, and what is under way about them."""
+    """How many references there are on this worker, and what is under way about them.
+
+    `owners` are those whose values live here (`shared_owners`: held by others, in so many `forks`), `users` those of
+    other workers' values. Pending are users that their owner does not know yet, forks sent on that have not settled,
+    users that end as soon as they may, creating calls without an answer, and letters without a receipt.
+    """
     return current.keeper().counts()
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """The same, as far as `torch.distributed.rpc` tells of it, under its names."""
+    counts = debug_info()
+    return {
+        "num_owner_rrefs": str(counts["shared_owners"]),
+        "num_forks": str(counts["forks"]),
+        "num_pending_users": str(counts["pending_users"]),
+        "num_pending_futures": str(counts["pending_creations"]),
+    }
 
 
 def _leave_at_exit() -> None:

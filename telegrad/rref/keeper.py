@@ -335,13 +335,15 @@ class Keeper:
         with self._lock:
             shares, owned = self._machine.shares.values(), self._machine.owned.values()
             return {
-                "owned": len(owned),
-                "forks_of_owned": sum(len(each.forks) for each in owned),
-                "used": len(shares),
-                "unconfirmed": sum(not share.confirmed for share in shares),
-                "unsettled_children": sum(len(share.children) for share in shares),
-                "unanswered_creations": sum(not creation.done for creation in self._creations.values()),
-                "unreceipted_letters": self._courier.unsettled,
+                "owners": len(owned),
+                "shared_owners": sum(bool(each.forks) for each in owned),
+                "forks": sum(len(each.forks) for each in owned),
+                "users": len(shares),
+                "pending_users": sum(not share.confirmed for share in shares),
+                "pending_forks": sum(len(share.children) for share in shares),
+                "pending_deletes": sum(not share.handles for share in shares),
+                "pending_creations": sum(not creation.done for creation in self._creations.values()),
+                "pending_letters": self._courier.unsettled,
             }
 
     def close(self) -> None:

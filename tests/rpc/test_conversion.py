@@ -104,7 +104,7 @@ def sent(trio, monkeypatch):
 def settled(trio, sent):
     """The counts, once no letter is on its way any more."""
     until = time.monotonic() + PATIENCE
-    while any(worker.keeper.counts()["unreceipted_letters"] for worker in trio):
+    while any(worker.keeper.counts()["pending_letters"] for worker in trio):
         assert time.monotonic() < until
     counts = dict(sent)
     sent.clear()

@@ -295,6 +295,6 @@ def test_a_reference_of_a_former_group():
         with pytest.raises(errors.UsageError, match="has left"):
             rpc.rpc_sync("worker0", value_of, (ref,))
         assert ref.to_here().item() == 1
-        assert count()["owned"] == 0
+        assert count()["owners"] == 0
     finally:
         rpc.shutdown()

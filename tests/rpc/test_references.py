@@ -19,18 +19,8 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from tests.cluster import PATIENCE
 
-NOTHING = dict.fromkeys(
-    (
-        "owned",
-        "forks_of_owned",
-        "used",
-        "unconfirmed",
-        "unsettled_children",
-        "unanswered_creations",
-        "unreceipted_letters",
-    ),
-    0,
-)
+KINDS = "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_letters"
+NOTHING = dict.fromkeys(KINDS.split(), 0)
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +225,34 @@ def proxy_timeout():
 
 def test_proxy_timeouts(workers):
     workers[0].run(proxy_timeout)
+
+
+# The debug view
+
+
+def debug_view():
+    local = rpc.RRef(1)
+    own = rpc.RRef(2)
+    rpc.rpc_sync("worker1", keep, ("x", own))
+    other = make("worker1")
+    other.future().wait()
+    counts = rpc.debug_info()
+    names = rpc._rref_context_get_debug_info()
+    assert (counts["owners"], counts["shared_owners"], counts["forks"], counts["users"]) == (2, 1, 1, 1)
+    assert names == {"num_owner_rrefs": "1", "num_forks": "1", "num_pending_users": "0", "num_pending_futures": "0"}
+    rpc.rpc_sync("worker1", let_go, ("x",))
+    gate = rpc.remote("worker1", threading.Event)
+    pending = rpc.remote("worker1", ones_after, (gate,))
+    gate.future().wait()
+    assert rpc.debug_info()["pending_creations"] == rpc.debug_info()["pending_users"] == 1
+    gate.rpc_sync().set()
+    pending.future().wait()
+    assert rpc.debug_info()["pending_creations"] == 0
+    del local
+
+
+def test_the_debug_view(workers):
+    workers[0].run(debug_view)
 
 
 # Operators
