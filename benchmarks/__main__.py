@@ -15,7 +15,7 @@ import sys
 import torch
 
 from benchmarks import limits
-from benchmarks.pairs import TELEGRAD, TORCH, Pair
+from benchmarks.groups import TELEGRAD, TORCH, Group
 from benchmarks.report import Result, table
 from benchmarks.rows import ROWS
 
@@ -36,7 +36,7 @@ def main() -> None:
             for index, row in enumerate(ROWS)
             if way in row.ways and (not chosen.words or any(word in row.name for word in chosen.words))
         ]
-        ours, theirs = Pair(TELEGRAD, way), Pair(TORCH, way)
+        ours, theirs = Group(TELEGRAD, way), Group(TORCH, way)
         for index, row in rows:
             print(f"\r{way}: {row.name:40}", end="", file=sys.stderr, flush=True)
             pairs = [(ours.measure(index), theirs.measure(index)) for _ in range(rounds)]

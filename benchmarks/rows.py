@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-OTHER = "worker1"
+OTHER, THIRD = "worker1", "worker2"
 MB = 1 << 20
 SIZES = {"64 KB": MB // 16, "1 MB": MB, "16 MB": 16 * MB, "64 MB": 64 * MB, "256 MB": 256 * MB}
 
@@ -38,6 +38,17 @@ def give(size: int) -> torch.Tensor:
         _held.clear()
         _held[size] = torch.ones(size // 4)
     return _held[size]
+
+
+class Counter:
+    """A small object to be called where it lives."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
 
 
 # The rows
@@ -97,6 +108,29 @@ def bandwidth(rpc: Any, size: int, direction: str) -> float:
     return size / statistics.median(_times(max(4, min(100, 64 * MB // size)), call)) / 1e9
 
 
+def remote_round(rpc: Any) -> float:
+    """Make a value there, fetch it, drop the reference."""
+    return statistics.median(_times(1000, lambda: rpc.remote(OTHER, echo, (1,)).to_here())) * 1e6
+
+
+def references_per_second(rpc: Any, count: int) -> float:
+    start = perf_counter()
+    for reference in [rpc.remote(OTHER, nothing) for _ in range(count)]:
+        reference._get_future().wait()
+    return count / (perf_counter() - start)
+
+
+def sharing(rpc: Any) -> float:
+    """Pass a reference from one user to another, who drops it."""
+    reference = rpc.remote(OTHER, nothing)
+    return statistics.median(_times(1000, lambda: rpc.rpc_sync(THIRD, take, (reference,)))) * 1e6
+
+
+def proxy_call(rpc: Any) -> float:
+    reference = rpc.remote(OTHER, Counter)
+    return statistics.median(_times(1000, lambda: reference.rpc_sync().add(1))) * 1e6
+
+
 ROWS = [
     Row("empty rpc_sync, p50", "µs", False, partial(sync_empty, at=0.5), ("host", "tcp")),
     Row("empty rpc_sync, p99", "µs", False, partial(sync_empty, at=0.99), ("host", "tcp")),
@@ -104,6 +138,10 @@ ROWS = [
     Row("1 KB tensor echo", "µs", False, sync_small_echo),
     Row("rpc_async, 1000 in flight", "calls/s", True, partial(calls_per_second, window=1000, total=10_000)),
     Row("rpc_async, 10000 in flight", "calls/s", True, partial(calls_per_second, window=10_000, total=10_000)),
+    Row("remote, to_here, drop", "µs", False, remote_round),
+    Row("remote, 1000 at once", "references/s", True, partial(references_per_second, count=1000)),
+    Row("reference from user to user", "µs", False, sharing),
+    Row("call by proxy", "µs", False, proxy_call),
     *(
         Row(f"{name} {direction}", "GB/s", True, partial(bandwidth, size=size, direction=direction), ("host", "tcp"))
         for name, size in SIZES.items()

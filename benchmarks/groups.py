@@ -1,4 +1,4 @@
-"""Pairs of workers of one library: started once, taking turns, stopped while another pair is measured.
+"""Three workers of one library: started once, taking turns, stopped while another group is measured.
 
 Stopped, not only idle: the reference's shared memory transport polls with a whole core per process while it waits.
 """
@@ -16,12 +16,13 @@ from typing import Any
 
 from benchmarks.rows import ROWS
 
+SIZE = 3
 TELEGRAD, TORCH = "telegrad.rpc", "torch.distributed.rpc"
 _TRANSPORTS = {"host": None, "tcp": ["uv"]}  # the reference's names; Telegrad takes them as hints
 
 
-class Pair:
-    """Two processes; the first runs rows when told to."""
+class Group:
+    """Three processes; the first runs rows when told to."""
 
     def __init__(self, library: str, way: str) -> None:
         with socket.socket() as probe:
@@ -30,7 +31,7 @@ class Pair:
         context = mp.get_context("spawn")
         self._pipes = []
         self._processes = []
-        for rank in range(2):
+        for rank in range(SIZE):
             mine, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, library, way, port, theirs), daemon=True)
             process.start()
@@ -75,7 +76,7 @@ def _work(rank: int, library: str, way: str, port: int, pipe: Any) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"tcp://127.0.0.1:{port}", _transports=_TRANSPORTS[way], rpc_timeout=300
     )
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=SIZE, rpc_backend_options=options)
     pipe.send((True, None))
     while (row := pipe.recv()) is not None:
         try:
