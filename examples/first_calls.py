@@ -1,4 +1,4 @@
-"""Four workers on this machine call one another: at once, in the background, nested, and with large tensors."""
+"""Four workers on this machine call one another, share an object by reference, and send large tensors."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ def around(path: list[str]) -> list[str]:
     """Call on along a path of workers; who was met on the way back."""
     met = rpc.rpc_sync(path[0], around, (path[1:],)) if path else []
     return [*met, rpc.get_worker_info().name]
+
+
+class Counter:
+    """Lives on one worker; the others hold references to it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+
+def count_there(counter: rpc.RRef[Counter], times: int) -> None:
+    for _ in range(times):
+        counter.rpc_sync().add(1)
 
 
 @rpc.functions.async_execution
@@ -64,6 +80,11 @@ def drive() -> None:
     show(1, 1, f"a call through {len(path)} workers and back")
     assert rpc.rpc_sync("worker1", add_there, ("worker2", torch.ones(2), torch.ones(2))).tolist() == [2, 2]
     show(1, 1, "worker1 let worker2 add")
+    counter = rpc.remote("worker1", Counter)
+    for other in others:
+        rpc.rpc_sync(other, count_there, (counter, 1000))
+    assert counter.rpc_sync().add(0) == 1000 * len(others)
+    show(1, 1, f"all counted on worker1, to {1000 * len(others):,}")
 
     empty = measure("empty calls, one after the other", others, CALLS, lambda to: rpc.rpc_sync(to, nothing))
     start = time.perf_counter()
