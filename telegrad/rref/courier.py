@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 L = TypeVar("L")
 
@@ -16,11 +16,11 @@ RESEND_AFTER, RESEND_AT_MOST = 1.0, 30.0  # seconds: the first pause, which doub
 ACKNOWLEDGE_WITHIN = 0.05  # seconds that a receipt may wait for a batch to travel with
 
 
-class Batch(NamedTuple, Generic[L]):
+class Batch(NamedTuple):
     """Letters under a number (0 for none), and receipts."""
 
     number: int
-    letters: list[L]
+    letters: list[Any]
     receipts: list[int]
 
 
@@ -66,9 +66,9 @@ class Courier(Generic[L]):
     def post(self, to: str, letter: L) -> None:
         self._line(to).fresh.append(letter)
 
-    def outgoing(self, now: float) -> list[tuple[str, Batch[L]]]:
+    def outgoing(self, now: float) -> list[tuple[str, Batch]]:
         """What is to be sent now."""
-        out: list[tuple[str, Batch[L]]] = []
+        out: list[tuple[str, Batch]] = []
         for to, line in self._lines.items():
             if line.fresh:
                 line.number += 1
@@ -92,7 +92,7 @@ class Courier(Generic[L]):
         """When something will be due, if nothing happens before."""
         return min((line.due() for line in self._lines.values()), default=inf)
 
-    def receive(self, sender: str, batch: Batch[L], now: float) -> list[L]:
+    def receive(self, sender: str, batch: Batch, now: float) -> list[L]:
         """The letters that have not come before."""
         line = self._line(sender)
         for number in batch.receipts:

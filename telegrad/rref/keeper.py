@@ -275,7 +275,7 @@ class Keeper:
         self.origins.forget(ref)
         return self._boxes.pop(ref, None), self._creations.pop(ref, None)
 
-    def _send(self, to: str, batch: Batch[Letter]) -> None:
+    def _send(self, to: str, batch: Batch) -> None:
         name, _, incarnation = to.rpartition("#")
         try:
             self.agent.notify(name, batch, incarnation)
@@ -284,7 +284,7 @@ class Keeper:
         except PeerError:
             pass  # this worker leaves
 
-    def _on_batch(self, sender: Identity, batch: Batch[Letter]) -> None:
+    def _on_batch(self, sender: Identity, batch: Batch) -> None:
         key = _key_of(sender)
         with self._lock:
             self._heard_from(key)
