@@ -159,7 +159,7 @@ class Agent:
 
     # Calls
 
-    def call(self, to: str | int | Member, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT) -> Any:
+    def call(self, to: str | int | Identity, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT) -> Any:
         """Run `function(*args, **kwargs)` on another worker and wait for its value."""
         peer = self._peer(to)
         pending = Pending(peer, function, self.timeout if timeout < 0 else timeout)
@@ -173,7 +173,13 @@ class Agent:
         return self._open(pending)
 
     def call_async(
-        self, to: str | int | Member, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT, keeps: Any = None
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        keeps: Any = None,
     ) -> Future[Any]:
         """Run `function(*args, **kwargs)` on another worker; a future of its value. `keeps` lives until it is done."""
         future: Future[Any] = Future()
@@ -183,7 +189,7 @@ class Agent:
     def call_for(
         self,
         outcome: Outcome,
-        to: str | int | Member,
+        to: str | int | Identity,
         function: Any,
         args: Any,
         kwargs: Any,
@@ -278,6 +284,10 @@ class Agent:
         """The member of that name or rank."""
         return self._directory.find(to)
 
+    def identify(self, to: str | int | Identity) -> Identity:
+        """Who has that name or rank; looked up once only."""
+        return self._peer(to).identity
+
     # Control messages of the rooms above
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
@@ -296,9 +306,12 @@ class Agent:
 
     # Connections
 
-    def _peer(self, to: str | int | Member) -> Peer:
-        if isinstance(to, Member):
-            to = to.name
+    def _peer(self, to: str | int | Identity) -> Peer:
+        if isinstance(to, Identity):
+            found = self._peer(to.name)
+            if found.identity != to:
+                raise UnknownWorker(f"the worker named {to.name!r} is not the one that it was")
+            return found
         peer = self._names.get(to)
         if peer is None:
             member = self._directory.find(to)

@@ -18,10 +18,13 @@ from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.transport.tls import TlsFiles
 
+PyRRef = RRef  # its name in the documentation of torch.distributed.rpc
+
 __all__ = [
     "UNSET_RPC_TIMEOUT",
     "BackendType",
     "Future",
+    "PyRRef",
     "RRef",
     "RpcBackendOptions",
     "TelegradOptions",

@@ -60,8 +60,7 @@ class RRef(Operators, Handle, Generic[T]):
         """
         if self._box is not None:
             return self._open(timeout)
-        self._keeper.check(self)
-        value: T = self._keeper.agent.call(self._owner.name, fetch, self._id, None, timeout)
+        value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout)
         return value
 
     def local_value(self) -> T:
@@ -98,7 +97,7 @@ class RRef(Operators, Handle, Generic[T]):
             return when_full(self._box)
         if self._keeper.made_here(self):  # and so it has succeeded
             return Box.of(None).future()
-        return self._keeper.agent.call_async(self._owner.name, created, self._id, None, keeps=self)
+        return self._keeper.agent.call_async(self._keeper.reach(self), created, self._id, None, keeps=self)
 
     _get_future = future
 
@@ -121,17 +120,14 @@ class RRef(Operators, Handle, Generic[T]):
         return self._create("", DEFAULT, args, kwargs)
 
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> Any:
-        self._keeper.check(self)
-        return self._keeper.agent.call(self._owner.name, invoke, (*self._id, method, *args), kwargs, timeout)
+        return self._keeper.agent.call(self._keeper.reach(self), invoke, (*self._id, method, *args), kwargs, timeout)
 
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any) -> Future[Any]:
-        self._keeper.check(self)
         all_args = (*self._id, method, *args)
-        return self._keeper.agent.call_async(self._owner.name, invoke, all_args, kwargs, timeout, keeps=self)
+        return self._keeper.agent.call_async(self._keeper.reach(self), invoke, all_args, kwargs, timeout, keeps=self)
 
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
-        self._keeper.check(self)
-        made = self._keeper.create(self._owner.name, invoke, (*self._id, method, *args), kwargs, timeout, self)
+        made = self._keeper.create(self._keeper.reach(self), invoke, (*self._id, method, *args), kwargs, timeout, self)
         assert isinstance(made, RRef)
         return made
 
@@ -144,7 +140,7 @@ class RRef(Operators, Handle, Generic[T]):
             self._keeper.check(each)
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
-        made = self._keeper.create(self._owner.name, with_values, args, kwargs, DEFAULT, held)
+        made = self._keeper.create(self._keeper.reach(self), with_values, args, kwargs, DEFAULT, held)
         assert isinstance(made, RRef)
         return made
 

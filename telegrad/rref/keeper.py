@@ -7,6 +7,7 @@ Values are freed there too, outside of the lock.
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import queue
 import threading
@@ -19,7 +20,16 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
 from telegrad.agent.members import Identity
-from telegrad.errors import OwnerLost, PeerError, PeerLost, RRefLost, UnknownWorker, UsageError
+from telegrad.errors import (
+    OwnerLost,
+    PeerError,
+    PeerLost,
+    RRefError,
+    RRefLost,
+    TelegradError,
+    UnknownWorker,
+    UsageError,
+)
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.creation import Creation, Landing, tell_user
@@ -30,6 +40,8 @@ from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
+
+log = logging.getLogger("telegrad")
 
 _CREATE, _CREATED, _HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
 
@@ -65,9 +77,11 @@ class Keeper:
             self._boxes[ref] = box
             self._begin(handle, ref, self.agent.me.identity, box)
 
-    def create(self, to: str | int, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any = None) -> Handle:
+    def create(
+        self, to: str | int | Identity, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any = None
+    ) -> Handle:
         """Have a worker make a value that stays there; the handle is for this worker."""
-        owner = self.agent.find(to).identity
+        owner = self.agent.identify(to)
         handle = self._make()
         if owner == self.agent.me.identity:
             self.own(handle, Box())
@@ -82,7 +96,7 @@ class Keeper:
             self._creations[handle._id] = creation
         wish = kind, handle._id, fork
         try:
-            self.agent.call_for(creation, owner.name, function, args, kwargs, timeout, keeps, wish)
+            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, wish)
         except BaseException:
             handle._fault = "never made"
             with self._lock:
@@ -112,6 +126,16 @@ class Keeper:
 
     # Using them
 
+    def reach(self, handle: Handle) -> Identity:
+        """The owner, who is to be called; raises as `check`."""
+        self.check(handle)
+        try:
+            return self.agent.identify(handle._owner)
+        except UnknownWorker:  # it has left, and this worker has not heard of it yet
+            self._on_death(_key_of(handle._owner))
+            self.check(handle)
+            raise
+
     def check(self, handle: Handle) -> None:
         """Raise why a reference cannot be used, if so."""
         creation = self._creations.get(handle._id)
@@ -119,13 +143,15 @@ class Keeper:
             raise fresh(creation.error)
         fault = handle._fault or self._machine.fault(handle._id)
         if fault:
-            made = self.origins.of(handle._id)
-            about = f"the reference {number(handle._id)} to a value of worker {handle._owner.name!r}" + (
-                f", made at {made}," if made else ""
-            )
-            if fault == OWNER_DIED:
-                raise OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
-            raise RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
+            raise self._error_for(fault, handle)
+
+    def _error_for(self, fault: str, handle: Handle) -> RRefError:
+        made = self.origins.of(handle._id)
+        about = f"the reference {number(handle._id)} to a value of worker {handle._owner.name!r}"
+        about += f", made at {made}," if made else ""
+        if fault == OWNER_DIED:
+            return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
+        return RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
 
     def creation(self, handle: Handle) -> Future[None] | None:
         """A future of the creating call, where this worker made it and it has not succeeded yet."""
@@ -137,7 +163,8 @@ class Keeper:
                 creation.future = Future()
                 if creation.done:
                     self.agent.later(tell_user, creation)
-        self.agent.expect(handle._owner.name)
+        with contextlib.suppress(TelegradError):  # the owner has left: the call is told so
+            self.agent.expect(handle._owner.name)
         return creation.future
 
     def made_here(self, handle: Handle) -> bool:
@@ -228,8 +255,7 @@ class Keeper:
             events = self._gather(wait)
             if self._closed:
                 return
-            todo = [event for event in events if callable(event)]
-            for act in todo:
+            for act in filter(callable, events):
                 act()
             wait = self._step([event for event in events if type(event) is tuple])
 
@@ -263,7 +289,7 @@ class Keeper:
         for to, batch in outgoing:
             self._send(to, batch)
         for owner in expected:
-            with contextlib.suppress(PeerError, UnknownWorker):
+            with contextlib.suppress(TelegradError):
                 self.agent.expect(owner)
         for ref, box in hopeless:
             lost = RRefLost(f"the call that should have made the value of the reference {number(ref)} never came")
@@ -281,8 +307,8 @@ class Keeper:
             self.agent.notify(name, batch, incarnation)
         except UnknownWorker:
             self._on_death(to)
-        except PeerError:
-            pass  # this worker leaves
+        except TelegradError as error:  # this worker leaves, or cannot look the other up: the courier tries again
+            log.debug("telegrad: no letter to %r now: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:
         key = _key_of(sender)

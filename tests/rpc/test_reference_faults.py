@@ -16,7 +16,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.rpc import current
-from tests.cluster import PATIENCE, free_port, group, init
+from tests.cluster import PATIENCE, free_port, group, init, processes
 from tests.rpc.test_references import assert_empty, count, ones, value_of
 
 ROUNDS = 50  # before the kill
@@ -143,6 +143,31 @@ def test_uses_after_the_owners_death_name_it():
             assert kind is errors.OwnerLost
             assert "'worker1'" in text
             assert "died" in text
+
+
+def join_dynamic(name, port, rank=-1):
+    rpc.init_rpc(
+        name, rank=rank, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    )
+
+
+def third_fetches(ref_of):
+    hold_remote(ref_of)
+    return rpc.rpc_sync("third", value_of, (held[-1],)).tolist()
+
+
+def test_owners_that_leave_a_dynamic_group():
+    with processes(3) as workers:
+        port = free_port()
+        workers[0].run(join_dynamic, "first", port, 0)
+        workers[1].run(join_dynamic, "second", port)
+        workers[2].run(join_dynamic, "third", port)
+        assert workers[0].run(third_fetches, "second") == [1, 1]
+        workers[1].run(rpc.shutdown)
+        workers[0].run(owner_is_lost)
+        workers[1].run(join_dynamic, "second", port)  # another one under the old name
+        workers[0].run(owner_is_lost)
+        assert workers[0].run(third_fetches, "second") == [1, 1]
 
 
 def tell_of_value(freed):
