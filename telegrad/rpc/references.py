@@ -30,9 +30,8 @@ class RRef(Operators, Handle, Generic[T]):
     __slots__ = ()
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        """A reference to a value of this worker. `type_hint` is what annotations say of it."""
+        """A reference to a value of this worker. `type_hint` is accepted and changes nothing: any type will do."""
         current.keeper().own(self, Box.of(value))
-        self._hint = type_hint
 
     # Who has the value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from telegrad.agent.members import Identity
 from telegrad.rref.box import Box
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 class Handle:
     """What a keeper gives out; the class that users see derives from it."""
 
-    __slots__ = ("__weakref__", "_box", "_fault", "_hint", "_id", "_keeper", "_owner")
+    __slots__ = ("__weakref__", "_box", "_fault", "_id", "_keeper", "_owner")
 
     _keeper: Keeper
     _id: Id
     _owner: Identity
     _box: Box | None  # on the owner
     _fault: str  # why this handle never was one
-    _hint: Any
 
     def _begin(self, keeper: Keeper, id_: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
         self._keeper = keeper
@@ -30,7 +29,6 @@ class Handle:
         self._owner = owner
         self._box = box
         self._fault = fault
-        self._hint = None
 
     def __del__(self) -> None:
         # On any thread, even inside of the garbage collector under somebody's lock.
