@@ -13,7 +13,7 @@ test: lint
 	$(BIN)/pytest -m "not nightly and not cuda"
 
 nightly: lint
-	$(BIN)/pytest -m "not cuda"
+	$(BIN)/pytest -m "not cuda" --timeout 900
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
