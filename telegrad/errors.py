@@ -29,6 +29,9 @@ TelegradError (RuntimeError)
 ├── RRefError                  a remote reference cannot be used
 │   ├── OwnerLost (PeerLost)   its owner has died or left, and the value with it
 │   └── RRefLost               its value was never made, or the reference came too late
+├── AutogradError              a backward pass across workers could not run
+│   ├── ContextEnded           there is no context of that id, or no longer
+│   └── UnusedSends            a fast pass, but something that was sent took no part
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
 """
 
@@ -37,10 +40,12 @@ from __future__ import annotations
 __all__ = [
     "AlreadyInitialized",
     "AuthenticationFailed",
+    "AutogradError",
     "CallTimeout",
     "CannotDecode",
     "CannotEncode",
     "CodecError",
+    "ContextEnded",
     "DeviceError",
     "FunctionNotFound",
     "GroupIncomplete",
@@ -62,6 +67,7 @@ __all__ = [
     "StoreUnreachable",
     "TelegradError",
     "UnknownWorker",
+    "UnusedSends",
     "UsageError",
     "VersionMismatch",
     "WorkerTaken",
@@ -182,6 +188,18 @@ class OwnerLost(RRefError, PeerLost):
 
 class RRefLost(RRefError):
     """The value was never made, or the reference was given up when its connection broke."""
+
+
+class AutogradError(TelegradError):
+    """A backward pass across workers could not run."""
+
+
+class ContextEnded(AutogradError):
+    """There is no context of that id on this worker, or it has ended."""
+
+
+class UnusedSends(AutogradError):
+    """In a fast pass no gradient came for something that was sent."""
 
 
 class RemoteError(TelegradError):

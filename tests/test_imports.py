@@ -30,6 +30,8 @@ PURE = [
     "agent/farewell.py",
     "rref/protocol.py",
     "rref/courier.py",
+    "autograd/schedule.py",
+    "autograd/passes.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))

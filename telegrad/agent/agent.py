@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.agent.cargo import Rider, take_cargo
+from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
 from telegrad.agent.deadlines import Deadlines
 from telegrad.agent.futures import Future, Outcome, wait_for
 from telegrad.agent.members import Identity, Member
 from telegrad.agent.peer import AnyLink, Peer, Pending
-from telegrad.agent.reactor import INSTANT, Reactor, Work
+from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.server import Caller, Server
 from telegrad.errors import PeerError, PeerLost, ShutDown, UnknownWorker
 from telegrad.transport.connect import Wish, connect
@@ -34,9 +34,9 @@ from telegrad.transport.memory import Arena, SharedPool
 from telegrad.transport.tls import TlsFiles
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import BYE, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, Frame, load
+from telegrad.wire.messages import BYE, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, RECORDED, Frame, load
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.tensors import pack, unpack
+from telegrad.wire.tensors import pack
 
 DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
@@ -78,7 +78,9 @@ class Agent:
         self.incarnation = secrets.token_hex(8)
         self.program = program()
         self.lost: list[Callable[[Identity, PeerError], None]] = []  # called when a connection to a worker ended
+        self.ticking: list[Callable[[float], float]] = []  # called now and then; each tells when it wants to be next
         self.rider: Rider | None = None
+        self.recorder: Recorder | None = None
         self._clock = Clock(self._tick)
         self._reactor = Reactor(settings.threads, lambda: entered(self), self._clock.wake)
         self._server = Server(
@@ -124,6 +126,8 @@ class Agent:
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
         if self.rider is not None:
             self.rider.close()
+        if self.recorder is not None:
+            self.recorder.close(reason)
         self._listener.close()
         for peer in peers:
             peer.close(reason)
@@ -241,11 +245,16 @@ class Agent:
             parts["head"] = name.encode()
         if tensors:
             parts["meta"], parts["blobs"] = pack(tensors)
-        if not torch.is_grad_enabled():
-            parts["flags"] = NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        context = self.recorder.current() if self.recorder is not None else None
+        if context is not None:
+            flags |= RECORDED
+            parts["body"] = body = load(body, context.sent(tensors, peer.identity, function, not flags & NO_GRAD))
+        if flags:
+            parts["flags"] = flags
         if references or creation is not None:  # last, since nothing can fail from here on
             assert self.rider is not None
-            parts["flags"] = parts.get("flags", 0) | CARRIES
+            parts["flags"] = flags | CARRIES
             parts["body"] = load(body, self.rider.pack(references, peer.identity, creation))
         return parts
 
@@ -258,7 +267,8 @@ class Agent:
         if frame.kind == FAILURE:
             raise rebuild(bytes(frame.body))
         references = frame.cargo.references if frame.cargo is not None else ()
-        return decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [], references)
+        frame, tensors = take_tensors(frame, self.recorder, pending.peer.identity)
+        return decode(frame.body, tensors, references)
 
     def _take_cargo(self, frame: Frame, sender: Identity) -> Frame:
         assert self.rider is not None
@@ -268,6 +278,18 @@ class Agent:
         """Send and receive for `rider`."""
         self.rider = rider
         self._server.pack = rider.pack
+
+    def record(self, recorder: Recorder) -> None:
+        """Have `recorder` see the tensors that leave and come."""
+        self.recorder = self._server.recorder = recorder
+
+    def run(self, act: Callable[[Any], None], argument: Any, short: bool) -> None:
+        """Have `act(argument)`, which may be user code, run on a thread for that, as a call would."""
+        self._reactor.submit(Work(act, argument, QUICK if short else LONG))
+
+    def wake_at(self, when: float) -> None:
+        """Have those in `ticking` called at that time."""
+        self._clock.before(when)
 
     def later(self, act: Callable[[Any], None], argument: Any) -> None:
         """Have `act(argument)` run soon on a thread that may run anybody's code."""
@@ -294,12 +316,22 @@ class Agent:
         """Have `handler(sender, message)` called for every control message of that class."""
         self._handlers[message] = handler
 
-    def notify(self, to: str | int, message: object, incarnation: str = "") -> None:
-        """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told."""
+    def notify(self, to: str | int, message: object, incarnation: str = "", context: Context | None = None) -> None:
+        """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
+
+        In a `context` its tensors are recorded there.
+        """
         peer = self._peer(to)
         if incarnation not in ("", peer.identity.incarnation):
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
-        peer.notify(encode(message, False).body)
+        body, tensors, _ = encode(message, False)
+        parts: dict[str, Any] = {}
+        if tensors:
+            parts["meta"], parts["blobs"] = pack(tensors)
+        if context is not None:
+            parts["flags"] = RECORDED
+            body = load(body, context.sent(tensors, peer.identity, type(message), True))
+        peer.notify(body, parts)
 
     def _take_notice(self, sender: Identity, message: object) -> None:
         self._handlers[type(message)](sender, message)
@@ -433,6 +465,7 @@ class Agent:
                 peer.retire(retired)
             for link in accepted:
                 link.retire(retired)
+        upcoming = min([upcoming, *(tick(now) for tick in self.ticking)])
         return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from telegrad.agent.members import Identity
-from telegrad.wire.messages import CARRIES, Frame, unload
+from telegrad.errors import PeerError
+from telegrad.wire.messages import CARRIES, RECORDED, Frame, unload
+from telegrad.wire.tensors import unpack
 
 
 class Destination(Protocol):
@@ -38,6 +43,40 @@ class Rider(Protocol):
 
     def close(self) -> None:
         """The worker leaves."""
+
+
+class Context(Protocol):
+    """In which calls run and tensors cross."""
+
+    def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
+        """Tensors are about to leave; what the frame shall say of that. Without `graph` nothing is recorded."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """What runs inside of it belongs to this context."""
+
+
+class Recorder(Protocol):
+    """The room above that follows tensors from worker to worker."""
+
+    def current(self) -> Context | None:
+        """The context in which this thread's code runs."""
+
+    def received(self, data: bytes, tensors: list[Tensor], sender: Identity) -> tuple[Context | None, Sequence[Tensor]]:
+        """Tensors have come: their context, if it has not ended, and what to put in their places."""
+
+    def close(self, reason: PeerError) -> None:
+        """The worker leaves."""
+
+
+def take_tensors(frame: Frame, recorder: Recorder | None, sender: Identity) -> tuple[Frame, Sequence[Tensor]]:
+    """The tensors of a frame; what recorded them is taken from behind its body, and its context entered."""
+    tensors: Sequence[Tensor] = unpack(frame.meta, frame.blobs) if frame.meta else []
+    if frame.flags & RECORDED:
+        assert recorder is not None
+        body, data = unload(frame.body)
+        context, tensors = recorder.received(bytes(data), list(tensors), sender)
+        frame = frame._replace(flags=frame.flags & ~RECORDED, body=body, context=context)
+    return frame, tensors
 
 
 def take_cargo(frame: Frame, rider: Rider, sender: Identity) -> Frame:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import traceback
 from collections.abc import Callable, Generator
+from contextvars import copy_context
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -76,6 +77,11 @@ class Future(torch.futures.Future[T]):
 
         self.add_done_callback(run)
         return child
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Have `callback` called with this future once it is done, in the context variables of this moment."""
+        context = copy_context()
+        super().add_done_callback(lambda future: context.run(callback, future))
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()

@@ -133,9 +133,9 @@ class Peer:
         if pending.outcome is not None and not pending.outcome.quick and not self._armed:
             self._arm()
 
-    def notify(self, body: bytes) -> None:
+    def notify(self, body: bytes, parts: dict[str, Any]) -> None:
         """Send a control message; where it cannot be delivered, `on_lost` is told."""
-        self._send(0, {"kind": NOTICE, "body": body})
+        self._send(0, {"kind": NOTICE, "body": body, **parts})
 
     def _send(self, id_: int, parts: dict[str, Any]) -> None:
         while True:

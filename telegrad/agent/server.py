@@ -12,8 +12,9 @@ from types import CoroutineType, coroutine
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from telegrad.agent.cargo import Cargo, Destination
+from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
 from telegrad.agent.members import Identity
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
@@ -21,9 +22,9 @@ from telegrad.errors import CannotEncode, PeerError
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve
-from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, NOTICE, RESULT, Frame, load
+from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, NOTICE, RECORDED, RESULT, Frame, load
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.tensors import pack, unpack
+from telegrad.wire.tensors import pack
 
 SHORT = 150e-6  # a function that took less last time is expected to be short again
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
@@ -74,6 +75,7 @@ class Server:
         self._take_cargo = take_cargo
         self._undelivered = undelivered
         self.pack: Callable[[Sequence[Any], Identity, None], bytes]
+        self.recorder: Recorder | None = None
         self._short: dict[bytes, bool] = {}  # by the function's name
         self._lock = threading.Lock()  # guards _loop and _running
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,15 +97,18 @@ class Server:
 
     def _notice(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work
-        self._on_notice(caller.identity, decode(frame.body, []))
+        frame, tensors = take_tensors(frame, self.recorder, caller.identity)
+        self._on_notice(caller.identity, decode(frame.body, tensors))
 
     def _run(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work
         start = perf_counter()
         try:
-            function, args, kwargs = open_call(frame)
-            if frame.flags:
-                with grad_mode(frame.flags):
+            frame, tensors = take_tensors(frame, self.recorder, caller.identity)
+            function, args, kwargs = open_call(frame, tensors)
+            del tensors
+            if frame.flags or frame.context is not None:
+                with setting(frame):
                     result = function(*args, **kwargs)
             else:
                 result = function(*args, **kwargs)
@@ -121,9 +126,9 @@ class Server:
             elif hasattr(function, ASYNC_MARK):
                 self._when_done(caller, frame, its_future(function, result))
             else:
-                self._answer(caller, frame, result)
+                self._answer(caller, frame, result, function)
 
-    def _answer(self, caller: Caller, call: Frame, result: Any) -> None:
+    def _answer(self, caller: Caller, call: Frame, result: Any, function: Any = None) -> None:
         destination = destination_of(call)
         if destination is not None:
             destination.fulfil(result)
@@ -133,8 +138,12 @@ class Server:
         try:
             body, tensors, references = encode(result, caller.same_program)
             meta, blobs = pack(tensors) if tensors else (b"", ())
+            if call.context is not None and any(tensor.requires_grad for tensor in tensors):
+                what = function or call.head.decode()
+                flags = RECORDED
+                body = load(body, call.context.sent(tensors, caller.identity, what, not call.flags & NO_GRAD))
             if references:
-                flags, body = CARRIES, load(body, self.pack(references, caller.identity, None))
+                flags, body = flags | CARRIES, load(body, self.pack(references, caller.identity, None))
         except BaseException as error:
             self._fail(caller, call, _about_result(error))
             return
@@ -185,7 +194,7 @@ class Server:
 
         async def run() -> None:
             try:
-                result = await (_in_grad_mode(awaitable, call.flags) if call.flags else awaitable)
+                result = await (_in_setting(awaitable, call) if call.flags or call.context is not None else awaitable)
             except BaseException as error:
                 self._fail(caller, call, error)
             else:
@@ -224,10 +233,10 @@ class Server:
             loop.call_soon_threadsafe(loop.stop)
 
 
-def open_call(frame: Frame) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def open_call(frame: Frame, tensors: Sequence[Tensor]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function and the arguments of a CALL."""
     references = frame.cargo.references if frame.cargo is not None else ()
-    value = decode(frame.body, unpack(frame.meta, frame.blobs) if frame.meta else [], references)
+    value = decode(frame.body, tensors, references)
     frame.blobs.clear()  # the tensors keep what they need
     if references:
         frame.cargo.references.clear()  # as do their handles
@@ -262,19 +271,24 @@ def _about_result(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def grad_mode(flags: int) -> Generator[None, None, None]:
-    """The grad mode that the caller was in."""
-    with torch.inference_mode(bool(flags & INFERENCE)), torch.set_grad_enabled(not flags & NO_GRAD):
+def setting(call: Frame) -> Generator[None, None, None]:
+    """The grad mode and the context that the caller was in."""
+    with contextlib.ExitStack() as stack:
+        if call.flags:
+            stack.enter_context(torch.inference_mode(bool(call.flags & INFERENCE)))
+            stack.enter_context(torch.set_grad_enabled(not call.flags & NO_GRAD))
+        if call.context is not None:
+            stack.enter_context(call.context.entered())
         yield
 
 
 @coroutine
-def _in_grad_mode(inner: Coroutine[Any, Any, Any], flags: int) -> Generator[Any, Any, Any]:
-    """Drive `inner` with the grad mode set in each of its steps, and not in those of others between them."""
+def _in_setting(inner: Coroutine[Any, Any, Any], call: Frame) -> Generator[Any, Any, Any]:
+    """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them."""
     step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
     while True:
         try:
-            with grad_mode(flags):
+            with setting(call):
                 waited = step()
         except StopIteration as stop:
             return stop.value

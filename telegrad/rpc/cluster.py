@@ -19,9 +19,11 @@ from telegrad.agent.farewell import DONE, Ask, Entered, Farewell, Leave, Left, L
 from telegrad.agent.members import Identity, Member, Members, check_name
 from telegrad.agent.rendezvous import DynamicGroup, join_static
 from telegrad.agent.stores import open_store
+from telegrad.autograd.conductor import Conductor
 from telegrad.errors import CallTimeout, PeerError, PeerLost
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.values import open_roots
 from telegrad.rref.keeper import Keeper
 
 KEY_VARIABLE = "TELEGRAD_KEY"
@@ -41,6 +43,7 @@ class Worker:
         self._farewell: Farewell | None = None
         self._changed = threading.Event()
         self.keeper = Keeper(agent, lambda: RRef.__new__(RRef))
+        self.conductor = Conductor(agent, lambda values: open_roots(self.keeper, values))
         if isinstance(directory, Members):
             self._farewell = Farewell(me.id, {member.id for member in directory})
             for message in (Entered, Ask, Quiet, Leave, Left):

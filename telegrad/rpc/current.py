@@ -6,6 +6,8 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad.agent.agent import Agent
+from telegrad.autograd import api
+from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized
 from telegrad.rref.keeper import Keeper
 
@@ -45,6 +47,13 @@ def keeper() -> Keeper:
     return rider
 
 
+def conductor() -> Conductor:
+    """The conductor of this thread's backward passes."""
+    recorder = agent().recorder
+    assert isinstance(recorder, Conductor)
+    return recorder
+
+
 def enter(own: Agent) -> None:
     """From now on this thread runs user code for `own`."""
     _here.agent = own
@@ -57,3 +66,6 @@ def forget() -> None:
         worker.agent.abandon()
         worker = None
     _here.__dict__.clear()
+
+
+api.speak_for(conductor)

@@ -7,6 +7,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
+from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
 from telegrad.rpc import current
 from telegrad.rpc.current import WorkerInfo
@@ -99,6 +100,24 @@ class RRef(Operators, Handle, Generic[T]):
         return self._keeper.agent.call_async(self._keeper.reach(self), created, self._id, None, keeps=self)
 
     _get_future = future
+
+    # Gradients
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run backward from the value, which is a tensor of one element, across workers in a context.
+
+        Without a context the graph must be one of this worker alone, and the value live here.
+        """
+        if dist_autograd_ctx_id != -1:
+            backward(dist_autograd_ctx_id, self, retain_graph)
+            return
+        value = self.local_value()
+        check_root(value)
+        value.backward(retain_graph=retain_graph)  # type: ignore[attr-defined]
+
+    def _as_root(self) -> tuple[str, Any]:
+        self._keeper.check(self)
+        return self._owner.name, self._id
 
     # Using it where it is
 

@@ -5,15 +5,18 @@ A call that uses a reference names it by its id; the caller holds the handle unt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from telegrad.agent.futures import Future
 from telegrad.agent.server import ASYNC_MARK, Later, its_future
+from telegrad.autograd.api import check_root
 from telegrad.rpc import current
 from telegrad.rref.box import Box
+from telegrad.rref.keeper import Keeper
 from telegrad.rref.protocol import Id
 
 
@@ -77,6 +80,32 @@ def opened(box: Box, timeout: float = 0) -> Any:
     if not box.full and not current.agent().wait_for(box.future(), timeout or -1):
         raise TimeoutError
     return box.open()
+
+
+def open_roots(keeper: Keeper, values: Sequence[Any]) -> Future[list[Tensor]]:
+    """The tensors from which a backward pass shall begin here: some are there, of others `values` has the references.
+
+    Fails where one cannot be a root.
+    """
+    found: Future[list[Tensor]] = Future()
+    coming = [keeper.box(value).future() if not isinstance(value, Tensor) else None for value in values]
+
+    def look(_: Any = None) -> None:
+        missing = next((each for each in coming if each is not None and not each.done()), None)
+        if missing is not None:
+            missing.add_done_callback(look)
+            return
+        try:
+            roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
+            for root in roots:
+                check_root(root)
+        except Exception as error:
+            found.set_exception(error)  # type: ignore[arg-type]
+        else:
+            found.set_result(roots)
+
+    look()
+    return found
 
 
 def _finish(function: Any, args: Any, kwargs: Any) -> Any:

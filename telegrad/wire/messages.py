@@ -23,8 +23,9 @@ CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE = range(1, 9)
 # Flags of a CALL: the caller's grad mode, as the function would find it in a local call.
 NO_GRAD = 1
 INFERENCE = 2
-# Of any frame: behind the body stands a pickle for the rooms above, and its size.
+# Of any frame: behind the body stands something for the rooms above, and its size; first what recorded its tensors.
 CARRIES = 4
+RECORDED = 8
 
 PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
 ENTRY = struct.Struct("<QQ")  # of the table: number of the shared block (IN_STREAM for none), bytes
@@ -42,6 +43,7 @@ class Frame(NamedTuple):
     body: bytes | memoryview
     blobs: list[Any]
     cargo: Any = None  # what the rooms above made of what stood behind the body
+    context: Any = None  # in which the call runs, of the room that records
 
 
 _SIZE = struct.Struct("<I")

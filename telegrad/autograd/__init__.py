@@ -1,0 +1,5 @@
+"""Backward passes across workers: `telegrad.autograd`."""
+
+from telegrad.autograd.api import backward, backward_async, context, get_gradients
+
+__all__ = ["backward", "backward_async", "context", "get_gradients"]

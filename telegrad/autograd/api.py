@@ -1,0 +1,155 @@
+"""What users call: the functions of `telegrad.autograd`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from telegrad.agent.futures import Future
+from telegrad.autograd.conductor import Conductor
+from telegrad.autograd.contexts import entered_id
+from telegrad.errors import NotInitialized, UsageError
+
+
+class RemoteRoot(Protocol):
+    """A tensor that lives on some worker; references are."""
+
+    def _as_root(self) -> tuple[str, Any]:
+        """The worker, and what finds the value there."""
+
+
+Root = Tensor | RemoteRoot
+
+
+def _nobody() -> Conductor:
+    raise NotInitialized("this process is in no group: call telegrad.rpc.init_rpc first")
+
+
+_find: Callable[[], Conductor] = _nobody
+
+
+def speak_for(find: Callable[[], Conductor]) -> None:
+    """Have `find` tell which worker the calls of a thread are for. The room above does."""
+    global _find
+    _find = find
+
+
+class context:  # noqa: N801 - used like a function
+    """`with context() as context_id:` wraps a forward and a backward pass that cross workers.
+
+    The id names it on all workers. On exit everything that was recorded and added up in it is released everywhere.
+
+    Raises:
+        UsageError: this code runs inside of another context.
+    """
+
+    def __enter__(self) -> int:
+        inside = entered_id()
+        if inside is not None:
+            raise UsageError(f"already have an autograd context id for this thread: {inside}. End that context first")
+        self._contexts = _find().contexts
+        self._context = self._contexts.begin()
+        self._entered: AbstractContextManager[None] = self._context.entered()
+        self._entered.__enter__()
+        return self._context.id
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.__exit__(*error)
+        self._contexts.release(self._context.id)
+
+
+def backward(
+    context_id: int,
+    roots: Root | Sequence[Root],
+    retain_graph: bool = False,
+    *,
+    mode: str = "smart",
+    timeout: float | None = None,
+    create_graph: bool = False,
+) -> None:
+    """Run the backward pass from `roots` across all workers; returns when it has ended everywhere.
+
+    The gradients of leaves are added up in the context, on the workers where the leaves are: see `get_gradients`.
+    Roots are tensors of one element or references to such. With `mode="fast"` the program states that every tensor
+    that was sent in the context takes part. `timeout` is in seconds: None for the worker's `rpc_timeout`, 0 for none.
+
+    Raises:
+        ContextEnded: there is no such context.
+        UnusedSends: in fast mode, something that was sent did not take part.
+        CallTimeout: the pass did not end in its time.
+        PeerLost: a worker died that took part.
+        What was raised in the backward of a function, on whatever worker.
+    """
+    conductor = _find()
+    future = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph)
+    conductor.wait(future)
+    future.wait()
+
+
+def backward_async(
+    context_id: int,
+    roots: Root | Sequence[Root],
+    retain_graph: bool = False,
+    *,
+    mode: str = "smart",
+    timeout: float | None = None,
+    create_graph: bool = False,
+) -> Future[None]:
+    """As `backward`, but gives a future that is done when the pass has ended."""
+    return _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients of this worker's leaves that were added up in a context.
+
+    Raises:
+        ContextEnded: there is no such context here.
+    """
+    return _find().contexts.find(context_id).gradients.as_dict()
+
+
+def _begin(
+    conductor: Conductor,
+    context_id: int,
+    roots: Root | Sequence[Root],
+    retain: bool,
+    mode: str,
+    timeout: float | None,
+    create: bool,
+) -> Future[None]:
+    if mode not in ("smart", "fast"):
+        raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
+    found = conductor.contexts.find(context_id)
+    places = _places(conductor.name, roots)
+    return conductor.begin(found, places, retain or create, create, mode == "fast", timeout)
+
+
+def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:
+    """The roots, by the workers where they are."""
+    several = list(roots) if isinstance(roots, (list, tuple)) else [roots]
+    if not several:
+        raise UsageError("no tensors provided for gradient computation: give at least one root")
+    places: dict[str, list[Any]] = {}
+    for root in several:
+        if isinstance(root, Tensor):
+            check_root(root)
+            places.setdefault(here, []).append(root)
+        elif hasattr(root, "_as_root"):
+            worker, value = root._as_root()
+            places.setdefault(worker, []).append(value)
+        else:
+            raise UsageError(f"a root must be a tensor or a reference to one, not {type(root).__name__}")
+    return places
+
+
+def check_root(root: Any) -> None:
+    """Raise why a value cannot be a root, if so."""
+    if not isinstance(root, Tensor):
+        raise UsageError(f"a root must be a tensor, not {type(root).__name__}")
+    if not root.requires_grad:
+        raise UsageError("requires_grad not set on root: there is no graph to run backward")
+    if root.numel() != 1:
+        raise UsageError(f"root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it up")

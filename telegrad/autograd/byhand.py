@@ -1,0 +1,230 @@
+"""A node of torch's graph run outside of the engine, with all that the engine would do around it.
+
+That is: the hooks of the tensor and of the node, the fitting of what it gives to the shapes and types of what that goes
+to, anomaly mode's check, and the freeing of what it saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
+
+from telegrad.autograd.graph import RecvNode
+from telegrad.autograd.passes import Order
+from telegrad.errors import UsageError
+
+Node = Any
+Given = Sequence[Tensor | None]
+Accumulate = Callable[[Node, Tensor], None]
+
+CheckpointNode: type = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+
+_SECOND_TIME = (
+    "Trying to backward through the graph a second time, after its saved tensors were freed. "
+    "Specify retain_graph=True in the first backward pass"
+)
+
+
+def run(node: Node, gradients: Mapping[int, Tensor], fire: bool, order: Order, accumulate: Accumulate) -> Given:
+    """What a node gives to those that follow it. With `fire` the hooks of its tensors have not been called yet."""
+    with torch.set_grad_enabled(order.create):
+        if fire:
+            gradients = _call_tensor_hooks(node, gradients, order)
+        if hasattr(node, "variable"):
+            accumulate(node, gradients[0])
+            return ()
+        taken: tuple[Tensor | None, ...] = tuple(gradients.get(number) for number in range(len(node._input_metadata)))
+        taken = _call_hooks(_hooks(node.register_prehook), taken)
+        given = _as_tuple(_apply(node, taken, order, accumulate))
+        given = tuple(
+            _fit(gradient, following, number) if following is not None and gradient is not None else None
+            for gradient, (following, number) in zip(given, node.next_functions, strict=False)
+        )
+        given = _call_hooks(_hooks(node.register_hook), given, taken)
+        if torch.is_anomaly_check_nan_enabled():
+            _check_nan(node, given)
+        if not order.retain:
+            _free(node)
+    return given
+
+
+def _apply(node: Node, taken: Given, order: Order, accumulate: Accumulate) -> Any:
+    if type(node) is CheckpointNode:
+        with _inner_pass(node, order, accumulate):
+            return node.apply(*taken)
+    return node.apply(*taken) if hasattr(node, "apply") else node(*taken)
+
+
+def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+# Hooks
+
+
+def _call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor], order: Order) -> dict[int, Tensor]:
+    """To enter and to leave the engine at one edge does this and nothing else."""
+    edges = [GradientEdge(node, number) for number in gradients]
+    given = torch.autograd.grad(edges, edges, list(gradients.values()), retain_graph=True, create_graph=order.create)
+    return dict(zip(gradients, given, strict=True))
+
+
+def _hooks(register: Callable[[Any], Any]) -> list[Callable[..., Any]]:
+    """The hooks of a node, which are told only to one who registers another."""
+    handle = register(_nothing)
+    hooks = list(handle.hooks_dict_ref().values())[:-1]
+    handle.remove()
+    return hooks
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _call_hooks(
+    hooks: Sequence[Callable[..., Any]], values: tuple[Tensor | None, ...], *more: Any
+) -> tuple[Tensor | None, ...]:
+    for hook in hooks:
+        changed = hook(values, *more)
+        if changed is not None:
+            values = _as_tuple(changed)
+    return values
+
+
+# A hook after accumulation looks at the leaf's `.grad`. Contexts run at once, so they take turns to show theirs there.
+_showing = threading.RLock()
+
+
+def call_post_accumulate_hooks(leaf: Tensor, gradient: Tensor) -> None:
+    """Call the hooks that wait for the whole gradient, and show it to them where they look for it."""
+    with _showing:
+        hidden, leaf.grad = leaf.grad, gradient
+        try:
+            for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+                hook(leaf)
+        finally:
+            leaf.grad = hidden
+
+
+# What a node gives
+
+
+def _fit(gradient: Tensor, following: Node, number: int) -> Tensor:
+    expected = following.variable if hasattr(following, "variable") else following._input_metadata[number]
+    shape = tuple(expected.shape)
+    if tuple(gradient.shape) != shape:
+        gradient = gradient.sum_to_size(shape)
+    if gradient.dtype != expected.dtype or gradient.device != expected.device:
+        gradient = gradient.to(device=expected.device, dtype=expected.dtype)
+    return gradient
+
+
+def _check_nan(node: Node, given: Given) -> None:
+    for number, gradient in enumerate(given):
+        if gradient is not None and gradient.isnan().any():
+            trace = "".join(node.metadata.get("traceback_", ()))
+            raise RuntimeError(
+                f"Function '{type(node).__name__}' returned nan values in its {number}th output."
+                + (f" It was made here:\n{trace}" if trace else "")
+            )
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _free(node: Node) -> None:
+    """Drop what the node saved; to use it again is an error, as after the engine."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+            with contextlib.suppress(RuntimeError):  # nothing was saved, or it is somebody's who registered hooks
+                each.register_hooks(_drop, _second_time)
+
+
+def _drop(_: Tensor) -> None:
+    return None
+
+
+def _second_time(_: Any) -> Tensor:
+    raise RuntimeError(_SECOND_TIME)
+
+
+# Activation checkpoints of the reentrant kind: their backward runs a pass of its own, into `.grad`
+
+
+@contextlib.contextmanager
+def _inner_pass(node: Node, order: Order, accumulate: Accumulate) -> Iterator[None]:
+    """Have the function that is run anew give outputs whose gradients go to the leaves of the context."""
+    original = node.run_function
+
+    def run_function(*inputs: Any) -> Any:
+        outputs = original(*inputs)
+        several = _as_tuple(outputs)
+        graded = [output for output in several if isinstance(output, Tensor) and output.requires_grad]
+        if not graded:
+            return outputs
+        given = iter(_Segment.apply(order, accumulate, graded, *inputs))  # type: ignore[no-untyped-call]
+        replaced = tuple(
+            next(given) if isinstance(output, Tensor) and output.requires_grad else output for output in several
+        )
+        return replaced if isinstance(outputs, (tuple, list)) else replaced[0]
+
+    node.run_function = run_function
+    try:
+        yield
+    finally:
+        node.run_function = original
+
+
+class _Segment(torch.autograd.Function):
+    """Outputs that stand for others, behind which lies a graph of their own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, order: Order, accumulate: Accumulate, outputs: Sequence[Tensor], *inputs: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.order, ctx.accumulate, ctx.inputs = order, accumulate, inputs
+        ctx.outputs = [get_gradient_edge(output) for output in outputs]
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        inputs = [each for each in ctx.inputs if isinstance(each, Tensor) and each.requires_grad]
+        edges = [get_gradient_edge(each) for each in inputs]
+        leaves = _leaves(ctx.outputs, {edge.node for edge in edges})
+        wanted = [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)]
+        given = torch.autograd.grad(ctx.outputs, wanted, gradients, create_graph=ctx.order.create, allow_unused=True)
+        for leaf, gradient in zip(leaves, given[len(edges) :], strict=True):
+            if gradient is not None:
+                ctx.accumulate(leaf, gradient)
+        back = iter(given)
+        mine = (next(back) if isinstance(each, Tensor) and each.requires_grad else None for each in ctx.inputs)
+        return (None, None, None, *mine)
+
+
+def _leaves(outputs: Sequence[GradientEdge], stop: set[Node]) -> list[Node]:
+    stack, seen, leaves = [edge.node for edge in outputs], set(stop), []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node) is RecvNode:
+            raise UsageError(
+                "a remote call inside of torch.utils.checkpoint with use_reentrant=True has no gradient: "
+                "use use_reentrant=False"
+            )
+        if hasattr(node, "variable"):
+            leaves.append(node)
+        stack += [following for following, _ in node.next_functions if following is not None]
+    return leaves

@@ -1,0 +1,357 @@
+"""The rim of the backward passes: which thread runs what, what is sent when, and what becomes of failures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from math import inf
+from time import monotonic, perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.futures import Future
+from telegrad.agent.members import Identity
+from telegrad.autograd.contexts import Context, Contexts
+from telegrad.autograd.engine import LocalPass
+from telegrad.autograd.passes import (
+    Abandon,
+    Bury,
+    Driver,
+    Failed,
+    Mark,
+    Missing,
+    Order,
+    Participant,
+    Report,
+    Shipment,
+    Start,
+    Task,
+)
+from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends
+from telegrad.wire.failures import describe, rebuild
+
+SHORT = 150e-6  # tasks that took less last time are expected to be short again
+
+OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
+
+
+class Outbox:
+    """Gradients on their way out of one pass, gathered as long as more for the same worker is about to come."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        context: Context,
+        participant: Callable[[], Participant],
+        failed: Callable[[Order, BaseException], None],
+    ) -> None:
+        self._agent = agent
+        self._failed = failed
+        self._context = context
+        self._participant = participant
+        self._lock = threading.Lock()  # guards _ready and the participant's keys
+        self._ready: dict[Identity, list[tuple[int, Sequence[Tensor | None]]]] = {}
+        self.reached: set[str] = set()  # workers to whom something was sent
+
+    def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
+        """`more`: the same step of the pass will bring others for that worker."""
+        with self._lock:
+            gathered = self._ready.setdefault(worker, [])
+            gathered.append((number, gradients))
+        if not more:
+            self.send(worker)
+        elif len(gathered) == 1:
+            self._agent.later(self._send_early, worker)  # as soon as a thread is free, should the others take long
+
+    def _send_early(self, worker: Identity) -> None:
+        try:
+            self.send(worker)
+        except Exception as error:
+            self._failed(self._participant().order, error)
+
+    def send(self, worker: Identity) -> None:
+        with self._lock:
+            gathered = self._ready.pop(worker, None)
+            if gathered is None:
+                return
+            participant = self._participant()
+            shipment = participant.ship(worker.name, gathered)
+            self.reached.add(worker.name)
+        order = participant.order
+        self._agent.notify(worker.name, shipment, worker.incarnation, self._context if order.create else None)
+
+
+class Part:
+    """This worker's part in one pass."""
+
+    def __init__(
+        self, agent: Agent, context: Context, order: Order, failed: Callable[[Order, BaseException], None]
+    ) -> None:
+        self.outbox = Outbox(agent, context, lambda: self.participant, failed)
+        self.participant = Participant(order, agent.name, LocalPass(context, order, self.outbox.add))
+        self.held: list[Task] | None = [] if agent.name in order.roots else None  # until its own roots are there
+
+
+class Run:
+    """A pass that this worker drives."""
+
+    def __init__(self, order: Order, deadline: float) -> None:
+        self.driver = Driver(order)
+        self.future: Future[None] = Future()
+        self.deadline = deadline
+        self.lock = threading.Lock()  # guards the driver
+
+
+class Conductor:
+    """All passes in which this worker takes part."""
+
+    def __init__(self, agent: Agent, open_roots: OpenRoots) -> None:
+        """`open_roots` gives the tensors of values that live here, once they are there."""
+        self.contexts = Contexts(agent, self._context_ended)
+        self.current, self.received = self.contexts.current, self.contexts.received
+        self.name = agent.name
+        self._agent = agent
+        self._open_roots = open_roots
+        self._runs: dict[tuple[int, int], Run] = {}  # by context and number
+        self._short = False
+        for task in (Start, Shipment, Mark, Bury):
+            agent.on(task, lambda sender, message: self._post(message))
+        agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
+        agent.on(Failed, self._on_failed)
+        agent.on(Abandon, lambda sender, message: self._abandon(message.order))
+        agent.record(self)
+        agent.lost.append(self._on_lost)
+        agent.ticking.append(self._tick)
+
+    # Beginning
+
+    def begin(
+        self,
+        context: Context,
+        roots: dict[str, list[Any]],
+        retain: bool,
+        create: bool,
+        fast: bool,
+        timeout: float | None,
+    ) -> Future[None]:
+        """Run backward from `roots`: of this worker tensors or values, of others values that live there."""
+        if timeout is None:
+            timeout = self._agent.timeout
+        number = next(context.passes)
+        order = Order(context.id, self._agent.name, number, retain, create, fast, tuple(sorted(roots)))
+        run = Run(order, monotonic() + timeout if timeout else inf)
+        self._runs[context.id, number] = run
+        if timeout:
+            self._agent.wake_at(run.deadline)
+        with run.lock:
+            letters = run.driver.start(roots.items())
+        self._deliver(run, letters)
+        return run.future
+
+    def _deliver(self, run: Run, letters: Sequence[tuple[str, Task]]) -> None:
+        for worker, task in letters:
+            if worker == self._agent.name:
+                self._post(task)
+                continue
+            try:
+                self._agent.notify(worker, task)
+            except TelegradError as error:
+                self._fail(run, error)
+                return
+
+    def wait(self, future: Future[None]) -> None:
+        """Wait until a pass has ended."""
+        self._agent.wait_for(future)
+
+    # This worker's part
+
+    def _post(self, task: Task) -> None:
+        """Something is to be done in a context: by whoever is at it, or by a thread that begins now."""
+        context = self.contexts.join(task.order.context)
+        if context is None:
+            return
+        with context.lock:
+            context.inbox.append(task)
+            if context.busy:
+                return
+            context.busy = True
+        self._agent.run(self._work, context, self._short)
+
+    def _work(self, context: Context) -> None:
+        start = perf_counter()
+        while True:
+            with context.lock:
+                if not context.inbox:
+                    context.busy = False
+                    break
+                tasks = list(context.inbox)
+                context.inbox.clear()
+            for _, group in itertools.groupby(tasks, lambda task: task.order):
+                self._do(context, list(group))
+        self._short = perf_counter() - start < SHORT
+
+    def _do(self, context: Context, tasks: list[Task]) -> None:
+        order = tasks[0].order
+        pass_ = order.driver, order.number
+        if pass_ in context.over:
+            return
+        part = context.parts.get(pass_)
+        if part is None:
+            part = context.parts[pass_] = Part(self._agent, context, order, self._failed)
+        try:
+            if part.held is not None:
+                tasks = self._hold(part, tasks)
+            if tasks:
+                with context.entered():
+                    letters = part.participant.take(tasks)
+                for worker, task in letters:
+                    part.outbox.reached.add(worker)
+                    if worker == self._agent.name:
+                        self._post(task)
+                    else:
+                        self._agent.notify(worker, task)
+                self._report(part.participant.report())
+        except BaseException as error:
+            self._failed(order, error)
+
+    def _hold(self, part: Part, tasks: list[Task]) -> list[Task]:
+        """The roots of this worker come first: what waits for them must not run before they are known."""
+        assert part.held is not None
+        for task in tasks:
+            if isinstance(task, Start) and not all(isinstance(value, Tensor) for value in task.values):
+                future = self._open_roots(task.values)
+                future.add_done_callback(lambda done, task=task: self._opened(task, done))
+            else:
+                part.held.append(task)
+        if not any(isinstance(task, Start) for task in part.held):
+            return []
+        tasks, part.held = part.held, None
+        return sorted(tasks, key=lambda task: not isinstance(task, Start))
+
+    def _opened(self, task: Start, done: Any) -> None:
+        try:
+            self._post(task._replace(values=done.wait()))
+        except Exception as error:
+            self._failed(task.order, error)
+
+    def _failed(self, order: Order, error: BaseException) -> None:
+        """This worker cannot do its part."""
+        failure = describe(error, self._agent.name)
+        self._abandon(order)
+        if order.driver == self._agent.name:
+            self._fail_by(order, failure)
+        else:
+            with contextlib.suppress(TelegradError):  # it has gone, and its context with it
+                self._agent.notify(order.driver, Failed(order, failure))
+
+    def _abandon(self, order: Order) -> None:
+        context = self.contexts.join(order.context)
+        if context is not None:
+            context.over.add((order.driver, order.number))
+            context.parts.pop((order.driver, order.number), None)
+
+    def _report(self, report: Report) -> None:
+        if report.order.driver == self._agent.name:
+            self._on_report(self._agent.name, report)
+        else:
+            self._agent.notify(report.order.driver, report)
+
+    # Driving
+
+    def _run_of(self, order: Order) -> Run | None:
+        return self._runs.get((order.context, order.number))
+
+    def _on_report(self, worker: str, report: Report) -> None:
+        run = self._run_of(report.order)
+        if run is None:
+            if worker != self._agent.name:  # it came to the pass after that had failed
+                with contextlib.suppress(TelegradError):
+                    self._agent.notify(worker, Abandon(report.order))
+            return
+        try:
+            with run.lock:
+                letters = run.driver.report(worker, report)
+                ended = run.driver.ended
+        except Missing as missing:
+            self._fail(run, _unused(missing))
+            return
+        self._deliver(run, letters)
+        if ended and self._take(run):
+            run.future.set_result(None)
+
+    def _on_failed(self, sender: Identity, message: Failed) -> None:
+        self._fail_by(message.order, message.failure)
+
+    def _fail_by(self, order: Order, failure: bytes) -> None:
+        run = self._run_of(order)
+        if run is not None:
+            error = rebuild(failure)
+            self._fail(run, error)
+
+    def _fail(self, run: Run, error: BaseException) -> None:
+        """End a pass everywhere, and tell who waits for it."""
+        if not self._take(run):
+            return
+        order = run.driver.order
+        self._abandon(order)
+        for worker in sorted(run.driver.workers - {self._agent.name}):
+            with contextlib.suppress(TelegradError):
+                self._agent.notify(worker, Abandon(order))
+        run.future.set_exception(error)  # type: ignore[arg-type]
+
+    def _take(self, run: Run) -> bool:
+        """Whether the caller is the one to end the pass."""
+        return self._runs.pop((run.driver.order.context, run.driver.order.number), None) is not None
+
+    # What goes wrong by itself
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        lost = PeerLost(f"a backward pass cannot go on without worker {who.name!r}: {reason}")
+        for run in list(self._runs.values()):
+            if who.name in run.driver.workers:
+                self._fail(run, lost)
+        for context in self.contexts.knowing(who):
+            for part in list(context.parts.values()):
+                if who.name in part.outbox.reached:
+                    self._failed(part.participant.order, lost)
+
+    def _context_ended(self, id_: int) -> None:
+        for run in list(self._runs.values()):
+            if run.driver.order.context == id_:
+                self._fail(run, ContextEnded(f"the context {id_} ended before its backward pass did: wait for that"))
+
+    def close(self, reason: PeerError) -> None:
+        """This worker leaves."""
+        for run in list(self._runs.values()):
+            self._fail(run, reason)
+
+    def _tick(self, now: float) -> float:
+        upcoming = inf
+        for run in list(self._runs.values()):
+            if run.deadline <= now:
+                self._fail(run, _late(run))
+            else:
+                upcoming = min(upcoming, run.deadline)
+        return upcoming
+
+
+def _unused(missing: Missing) -> UnusedSends:
+    lines = [f"  on worker {worker!r}: {'; '.join(waiting)}" for worker, waiting in missing.waiting.items()]
+    return UnusedSends(
+        "mode='fast' states that every tensor that was sent takes part in the backward pass, but no gradient came for\n"
+        + "\n".join(lines)
+        + "\nUse mode='smart', which costs nothing where all take part"
+    )
+
+
+def _late(run: Run) -> CallTimeout:
+    with run.lock:
+        owing = sorted(run.driver.owing)
+    return CallTimeout(
+        f"the backward pass of context {run.driver.order.context} did not end in its time; it waited for "
+        f"{', '.join(map(repr, owing)) or 'nobody'}. Give it a longer timeout"
+    )

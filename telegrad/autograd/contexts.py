@@ -1,0 +1,216 @@
+"""The contexts of one worker: in each, what one forward and backward pass has recorded here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.members import Identity
+from telegrad.autograd.gradients import Gradients
+from telegrad.autograd.graph import Origin, Send, receive, send
+from telegrad.errors import ContextEnded, PeerError, PeerLost, TelegradError, UsageError
+
+if TYPE_CHECKING:
+    from telegrad.autograd.conductor import Part
+    from telegrad.autograd.engine import LocalPass
+
+REMEMBERED = 1 << 16  # contexts that have ended, for what comes late
+OWNER_SHIFT = 40  # a context's id: its owner's rank, above a number that is random at first
+
+_RECORD = struct.Struct("<QQ")  # the context, and the message's number; then which slots are recorded, four bytes each
+
+_current: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
+
+
+class Release(NamedTuple):
+    """A context has ended."""
+
+    context: int
+
+
+class Knock(NamedTuple):
+    """Is anybody there?"""
+
+
+class Context:
+    """One forward and backward pass, as far as this worker takes part."""
+
+    def __init__(self, id_: int, numbers: Iterator[int]) -> None:
+        self.id = id_
+        self.gradients = Gradients()
+        self.running: LocalPass | None = None  # which runs the graph at this moment
+        self.lock = threading.Lock()  # guards what follows
+        self.sends: dict[int, Send] = {}
+        self.known: dict[str, Identity] = {}  # workers that have heard of it from here, or told of it
+        self.parts: dict[tuple[str, int], Part] = {}  # in backward passes, by their drivers and numbers
+        self.over: set[tuple[str, int]] = set()  # passes that have failed
+        self.inbox: deque[Any] = deque()  # for the passes
+        self.busy = False  # a thread sees to the inbox
+        self.passes = itertools.count(1)
+        self._numbers = numbers
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """What runs inside of it belongs to this context."""
+        token = _current.set(self.id)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
+        """Tensors leave: keep the edges of those that have a graph."""
+        slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad] if graph else []
+        number = 0
+        with self.lock:
+            self.known[to.name] = to
+            if slots:
+                number = next(self._numbers)
+                self.sends[number] = send([tensors[slot] for slot in slots], to.name, what)
+        return _RECORD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
+
+    def received(self, number: int, slots: Sequence[int], tensors: list[Tensor], sender: Identity) -> list[Tensor]:
+        """Tensors have come: give a history to those that were recorded."""
+        with self.lock:
+            self.known[sender.name] = sender
+        if slots:
+            recorded = [tensors[slot].requires_grad_(False) for slot in slots]
+            with torch.inference_mode(False), torch.enable_grad():
+                for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number)), strict=True):
+                    tensors[slot] = tensor
+        return tensors
+
+    def gradients_of(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """A Recv runs."""
+        if self.running is None:
+            raise UsageError(
+                f"the graph leads to tensors that came from worker {origin.sender.name!r} in context {self.id}. "
+                "Run it with telegrad.autograd.backward, inside of that context"
+            )
+        self.running.ship(origin, gradients)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self.lock:
+            self.sends.clear()
+            self.parts.clear()
+            self.inbox.clear()
+        self.gradients.clear()
+
+
+class Contexts:
+    """All that this worker takes part in; and who else has to hear of their ends."""
+
+    def __init__(self, agent: Agent, ended: Callable[[int], None]) -> None:
+        """`ended` is called for each context that ends."""
+        self._agent = agent
+        self._tell_ended = ended
+        self._lock = threading.Lock()  # guards _contexts and _ended
+        self._contexts: dict[int, Context] = {}
+        self._ended: dict[int, None] = {}  # the latest, for calls and answers that come too late
+        self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))
+        self._numbers = itertools.count(1)
+        agent.on(Release, lambda sender, message: self.release(message.context, sender))
+        agent.on(Knock, lambda sender, message: None)
+        agent.lost.append(self._on_lost)
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def begin(self) -> Context:
+        """A new context, of this worker."""
+        return self._add(self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1))
+
+    def _add(self, id_: int) -> Context:
+        context = Context(id_, self._numbers)
+        with self._lock:
+            return self._contexts.setdefault(id_, context)
+
+    def find(self, id_: int) -> Context:
+        """The context of that id.
+
+        Raises:
+            ContextEnded: there is none here.
+        """
+        context = self._contexts.get(id_)
+        if context is None:
+            raise ContextEnded(
+                f"could not find autograd context with id: {id_} on worker {self._agent.name!r}. It has ended, or this "
+                "worker took no part in it; use the id inside of the `with` block that gave it"
+            )
+        return context
+
+    def join(self, id_: int) -> Context | None:
+        """The context that another worker speaks of; None where it has ended."""
+        context = self._contexts.get(id_)
+        if context is None and id_ not in self._ended:
+            return self._add(id_)
+        return context
+
+    def release(self, id_: int, sender: Identity | None = None) -> None:
+        """End a context here, and with all who know of it from here."""
+        with self._lock:
+            context = self._contexts.pop(id_, None)
+            self._ended[id_] = None
+            if len(self._ended) > REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+        if context is None:
+            return
+        with context.lock:
+            known = list(context.known.values())
+        for worker in known:
+            if worker != sender and worker != self._agent.me.identity:
+                self._tell(worker, Release(id_))
+        self._tell_ended(id_)
+        context.close()
+
+    def _tell(self, worker: Identity, message: Any) -> None:
+        with contextlib.suppress(TelegradError):  # it has left, and its contexts with it
+            self._agent.notify(worker.name, message, worker.incarnation)
+
+    # For the agent
+
+    def current(self) -> Context | None:
+        """The context in which this thread's code runs."""
+        id_ = _current.get()
+        return self.join(id_) if id_ is not None else None
+
+    def received(self, data: bytes, tensors: list[Tensor], sender: Identity) -> tuple[Context | None, Sequence[Tensor]]:
+        id_, number = _RECORD.unpack_from(data)
+        context = self.join(id_)
+        if context is None:
+            return None, tensors
+        slots = struct.unpack_from(f"<{(len(data) - _RECORD.size) // 4}I", data, _RECORD.size)
+        return context, context.received(number, slots, tensors, sender)
+
+    # Workers that die
+
+    def knowing(self, who: Identity) -> list[Context]:
+        """The contexts in which that worker takes part, as far as this one knows."""
+        with self._lock:
+            contexts = list(self._contexts.values())
+        return [context for context in contexts if context.known.get(who.name) == who]
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        theirs = [context for context in self.knowing(who) if context.id >> OWNER_SHIFT == who.id]
+        if theirs and isinstance(reason, PeerLost):
+            self._tell(who, Knock())  # a connection that broke is no death: that no new one can be made is
+        else:
+            for context in theirs:
+                self.release(context.id, who)
+
+
+def entered_id() -> int | None:
+    """The id of the context in which this thread's code runs."""
+    return _current.get()

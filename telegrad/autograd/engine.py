@@ -1,0 +1,202 @@
+"""One worker's part of a pass, on its graph: the schedule says what may run, torch's engine runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from telegrad.agent.members import Identity
+from telegrad.autograd import byhand
+from telegrad.autograd.contexts import Context
+from telegrad.autograd.gradients import total
+from telegrad.autograd.graph import Origin, RecvNode, Send
+from telegrad.autograd.passes import Order
+from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node, Schedule, Step
+from telegrad.errors import UsageError
+
+ROOTS = 0  # the entry of the roots; the others are the numbers of messages
+
+LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+
+
+def _kind_of_leaf(node: Node) -> int:
+    """A leaf without hooks takes its gradient in parts; hooks shall see all of it at once."""
+    leaf = node.variable
+    return LEAF if leaf._backward_hooks or leaf._post_accumulate_grad_hooks else PLAIN
+
+
+KINDS: dict[type, Callable[[Node], int]] = {
+    LeafNode: _kind_of_leaf,
+    RecvNode: lambda node: RECV,
+    byhand.CheckpointNode: lambda node: ALONE,
+}
+
+Shipped = Callable[[Identity, int, Sequence[Tensor | None], bool], None]
+
+
+class LocalPass:
+    """The graph of one worker in one pass; what it does is never done by two threads at once."""
+
+    def __init__(self, context: Context, order: Order, shipped: Shipped) -> None:
+        """`shipped` is called with what a Recv gives: the worker, the message, and whether more for it is to come."""
+        self._context = context
+        self._order = order
+        self._shipped = shipped
+        self._roots: list[GradientEdge] = []
+        self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients that have not been used
+        self._coming: Counter[Identity] = Counter()  # shipments that the current step will bring
+        self._unshipped: set[Origin] = set()
+        self._schedule: Schedule | None = None
+
+    # What the protocol asks for
+
+    def start(self, roots: Sequence[Tensor]) -> None:
+        """Run from tensors that live here; this comes first on a worker that has any."""
+        self._roots = [get_gradient_edge(root) for root in roots]
+        self.arrive([(ROOTS, [torch.ones_like(root, requires_grad=False) for root in roots])])
+
+    def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
+        """Gradients of what was sent have come."""
+        schedule = self._have_schedule()
+        for entry, parts in gradients:
+            if entry not in schedule.open:
+                raise UsageError(f"context {self._context.id} has no open message {entry} for which gradients came")
+            for edge, gradient in zip(self._edges(entry), parts, strict=False):
+                if gradient is not None:
+                    self._enter(edge.node, edge.output_nr, gradient)
+            schedule.close(entry, True)
+        self._run()
+
+    def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
+        schedule = self._have_schedule()
+        starts = [edge.node for send in sends for edge in self._edges(send)] if sends else list(self._pending)
+        self._marked.update(sends)
+        found: dict[str, list[int]] = {}
+        for node in schedule.mark(starts):
+            found.setdefault(node.origin.sender.name, []).append(node.origin.number)
+        return found
+
+    def bury(self) -> None:
+        schedule = self._have_schedule()
+        for entry in [entry for entry in schedule.open if entry not in self._marked]:
+            schedule.close(entry, False)
+        self._run()
+
+    @property
+    def starved(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def waiting(self) -> Iterator[str]:
+        sends = self._context.sends
+        return (str(sends[entry]) for entry in self._have_schedule().open)
+
+    def _edges(self, entry: int) -> Sequence[GradientEdge]:
+        return self._sends[entry].edges if entry != ROOTS else self._roots
+
+    def _have_schedule(self) -> Schedule:
+        """Made when the first task comes: by then all is recorded that it can lead to."""
+        if self._schedule is None:
+            with self._context.lock:
+                self._sends: dict[int, Send] = dict(self._context.sends)
+            self._marked: set[int] = set()
+            entries = {number: [edge.node for edge in send.edges] for number, send in self._sends.items()}
+            if self._roots:
+                entries[ROOTS] = [edge.node for edge in self._roots]
+            self._schedule = Schedule(entries, KINDS)
+        return self._schedule
+
+    # Running
+
+    def _run(self) -> None:
+        schedule, self._context.running = self._have_schedule(), self
+        try:
+            for step in schedule.steps():
+                self._run_step(step)
+        finally:
+            self._context.running = None
+
+    def _run_step(self, step: Step) -> None:
+        for node in step.recvs:
+            self._check(node.origin)
+        self._unshipped = {node.origin for node in step.recvs}
+        self._coming = Counter(node.origin.sender for node in step.recvs)
+        self._run_engine(step)
+        for origin in list(self._unshipped):  # that nothing comes is worth saying: its sender waits
+            self.ship(origin, ())
+        for node, fire in step.by_hand:
+            self._run_by_hand(node, fire)
+
+    def _check(self, origin: Origin) -> None:
+        if origin.context is not self._context:
+            raise UsageError(
+                f"the graph of context {self._context.id} leads to tensors that came from worker "
+                f"{origin.sender.name!r} in another context, {origin.context.id}. Detach what outlives its context"
+            )
+
+    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """A Recv runs, on whatever thread the engine has for it."""
+        self._unshipped.discard(origin)
+        self._coming[origin.sender] -= 1
+        self._shipped(origin.sender, origin.number, gradients, self._coming[origin.sender] > 0)
+
+    def _run_engine(self, step: Step) -> None:
+        roots: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        for node in step.roots:
+            for number, gradient in self._pending.pop(node, {}).items():
+                roots.append(GradientEdge(node, number))
+                gradients.append(gradient)
+        if not roots:
+            return
+        fed = [(node, number) for node in step.fed for number in range(len(node._input_metadata))]
+        wanted: list[Any] = [GradientEdge(leaf, 0) for leaf in step.leaves]
+        wanted += [node.anchor for node in step.recvs]
+        wanted += [GradientEdge(node, number) for node, number in fed]
+        if not wanted:
+            return
+        order = self._order
+        given = torch.autograd.grad(
+            roots, wanted, gradients, retain_graph=order.retain, create_graph=order.create, allow_unused=True
+        )
+        for leaf, gradient in zip(step.leaves, given, strict=False):
+            if gradient is not None:
+                self._accumulate(leaf, gradient)
+        for (node, number), gradient in zip(fed, given[len(given) - len(fed) :], strict=True):
+            if gradient is not None:
+                self._enter(node, number, gradient)
+
+    def _run_by_hand(self, node: Node, fire: bool) -> None:
+        pending = self._pending.pop(node, None)
+        kind = self._have_schedule().kind(node)
+        if kind == RECV:
+            self._check(node.origin)
+        if pending is None:
+            if kind == RECV:
+                self.ship(node.origin, ())
+            return
+        given = byhand.run(node, pending, fire, self._order, self._accumulate)
+        for (following, number), gradient in zip(node.next_functions, given, strict=False):
+            if following is not None and gradient is not None:
+                self._enter(following, number, gradient)
+
+    def _enter(self, node: Node, number: int, gradient: Tensor) -> None:
+        """A gradient has come to a node's output, or all of it to a leaf."""
+        if self._have_schedule().kind(node) == PLAIN:
+            self._accumulate(node, gradient)
+            return
+        waiting = self._pending.setdefault(node, {})
+        known = waiting.get(number)
+        waiting[number] = gradient if known is None else total(known, gradient)
+
+    def _accumulate(self, node: Node, gradient: Tensor) -> None:
+        """The gradient of a leaf, which for one with hooks is all of it."""
+        leaf = node.variable
+        whole = self._context.gradients.add(leaf, gradient, self._order.create)
+        if leaf._post_accumulate_grad_hooks:
+            byhand.call_post_accumulate_hooks(leaf, whole)

@@ -1,0 +1,59 @@
+"""Where the gradients of one context are added up, apart from `.grad`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Gradients:
+    """The gradients of leaves. Each has memory of its own, so that it may be changed in place, as a `.grad` may be."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Tensor, Tensor] = {}
+        self._memory: set[int] = set()  # the storages of the sums
+        self._added: set[Tensor] = set()  # leaves whose sum was made here, so that adding in place harms nobody
+
+    def as_dict(self) -> dict[Tensor, Tensor]:
+        return dict(self._sums)
+
+    def clear(self) -> None:
+        self._sums, self._memory, self._added = {}, set(), set()
+
+    def add(self, leaf: Tensor, gradient: Tensor, graph: bool) -> Tensor:
+        """Add to the gradient of `leaf`, with a `graph` so that it can be differentiated again; the sum."""
+        known = self._sums.get(leaf)
+        if graph:
+            made = gradient if known is None else total(known, gradient)
+        elif known is None:
+            made = self._own(leaf, gradient)
+        elif leaf in self._added and not gradient.is_sparse:
+            with torch.no_grad():
+                known += gradient
+            return known
+        else:
+            with torch.no_grad():
+                made = total(known, gradient)
+            if not made.is_sparse:
+                self._added.add(leaf)
+        self._sums[leaf] = made
+        return made
+
+    def _own(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient as it is, where its memory is nobody else's and laid out as the leaf's; else a copy."""
+        gradient = gradient.detach()
+        if gradient.layout is not torch.strided or gradient.is_nested:
+            return gradient
+        storage = gradient.untyped_storage()
+        address = storage.data_ptr()
+        fills = storage.nbytes() == gradient.nbytes and gradient.stride() == leaf.stride()
+        if not fills or address in self._memory:
+            gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+            address = gradient.untyped_storage().data_ptr()
+        self._memory.add(address)
+        return gradient
+
+
+def total(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients, either of which may be sparse."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other

@@ -1,0 +1,72 @@
+"""What joins the graphs of two workers: on one side the edges of the tensors that were sent, on the other a Recv."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from telegrad.agent.members import Identity
+
+if TYPE_CHECKING:
+    from telegrad.autograd.contexts import Context
+
+
+class Send(NamedTuple):
+    """A message that took tensors away: where their gradients will come in."""
+
+    edges: list[GradientEdge]
+    to: str
+    what: Any  # the function whose arguments or result they are
+
+    def __str__(self) -> str:
+        name = getattr(self.what, "__name__", None) or (self.what if isinstance(self.what, str) else "a call")
+        return f"{len(self.edges)} tensor(s) sent to {self.to!r} with {name}"
+
+
+class Origin:
+    """Where received tensors came from."""
+
+    __slots__ = ("context", "number", "sender")
+
+    def __init__(self, context: Context, sender: Identity, number: int) -> None:
+        self.context = context
+        self.sender = sender
+        self.number = number  # the message's, to its sender
+
+
+class Recv(torch.autograd.Function):
+    """The received tensors of one message hang on one node, which passes their gradients on to their sender.
+
+    Its only input, the anchor, is an empty leaf made for it alone: whoever wants its gradient makes the engine run
+    the node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, origin: Origin, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.anchor = anchor
+        ctx.origin = origin
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.origin.context.gradients_of(ctx.origin, gradients)
+        return None, None, None
+
+
+RecvNode: type = Recv._backward_cls  # type: ignore[attr-defined]
+
+
+def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
+    return Send([get_gradient_edge(tensor) for tensor in tensors], to, what)
+
+
+def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
+    """The same tensors with a history."""
+    anchor = torch.empty(0, requires_grad=True)
+    received: Sequence[Tensor] = Recv.apply(anchor, origin, tensors)
+    return received
