@@ -10,31 +10,24 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
+from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines
 from telegrad.agent.futures import Future, Outcome, wait_for
 from telegrad.agent.members import Identity, Member
-from telegrad.agent.peer import AnyLink, Peer, Pending
+from telegrad.agent.peer import Peer, Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
-from telegrad.agent.server import Caller, Server
-from telegrad.errors import PeerError, PeerLost, ShutDown, UnknownWorker
-from telegrad.transport.connect import Wish, connect
-from telegrad.transport.handshake import Claim
-from telegrad.transport.link import Link
-from telegrad.transport.listener import Listener
-from telegrad.transport.loopback import LoopEnd, loop
-from telegrad.transport.memory import Arena, SharedPool
-from telegrad.transport.tls import TlsFiles
+from telegrad.agent.server import Server
+from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import BYE, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, RECORDED, Frame, load
+from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, RECORDED, Frame, load
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import pack
 
@@ -43,25 +36,6 @@ IDLE_TICK = 1.0
 BUSY_TICK = 0.02
 
 log = logging.getLogger("telegrad")
-
-
-class Directory(Protocol):
-    """Who is in the group."""
-
-    def find(self, to: str | int) -> Member: ...
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What can be chosen about an agent; see `telegrad.rpc.options` for the meaning."""
-
-    threads: int = 16
-    timeout: float = 60.0
-    transport: str = "auto"  # or "unix", "tcp"
-    shared_memory: int = 1 << 30
-    connect_timeout: float = 10.0
-    silence: float = 10.0
-    tls: TlsFiles | None = None
 
 
 class Agent:
@@ -77,28 +51,22 @@ class Agent:
         self.timeout = settings.timeout
         self.incarnation = secrets.token_hex(8)
         self.program = program()
-        self.lost: list[Callable[[Identity, PeerError], None]] = []  # called when a connection to a worker ended
         self.ticking: list[Callable[[float], float]] = []  # called now and then; each tells when it wants to be next
         self.rider: Rider | None = None
         self.recorder: Recorder | None = None
         self._clock = Clock(self._tick)
         self._reactor = Reactor(settings.threads, lambda: entered(self), self._clock.wake)
         self._server = Server(
-            name, self._reactor, lambda: entered(self), self._take_notice, self._take_cargo, self._tell_lost
+            name, self._reactor, lambda: entered(self), self._take_notice, self._take_cargo, self._undelivered
         )
-        self._arena = Arena(settings.shared_memory)
-        self._pool = SharedPool(settings.shared_memory)
+        self._connections = Connections(
+            settings, address, self._reactor, self._server, self._complete, self._take_cargo
+        )
+        self.lost = self._connections.lost  # called when a connection to a worker ended
         self._handlers: dict[type, Callable[[Identity, Any], None]] = {}
-        self._lock = threading.Lock()  # guards _peers, _accepted, _deadlines and _closed
-        self._peers: dict[str, Peer] = {}  # by incarnation
-        self._accepted: set[Link] = set()
+        self._lock = threading.Lock()  # guards _deadlines
         self._deadlines: Deadlines[Pending] = Deadlines()
-        self._closed = False
-        self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
         self._started = 0
-        self._listener = Listener(
-            address, settings.tls, settings.transport, settings.silence, self._reactor.poller, self._accept
-        )
         self._clock.start(self._reactor)
         self._reactor.start()
 
@@ -106,55 +74,39 @@ class Agent:
 
     def describe(self, id_: int, host: str) -> Member:
         """What others must know to reach this worker."""
-        return Member(self.name, id_, self.incarnation, self.program, host, self._listener.unix, self._listener.tcp)
+        listener = self._connections.listener
+        return Member(self.name, id_, self.incarnation, self.program, host, listener.unix, listener.tcp)
 
     def join(self, me: Member, key: bytes, directory: Directory) -> None:
         """Take part in a group: from now on calls are accepted."""
         self.me = me
-        self._key = key
         self._directory = directory
-        self._claim = Claim(me.name, me.id, me.incarnation, me.program)
-        self._listener.serve(key, self._claim)
+        self._connections.join(me, key, directory)
 
     def close(self, reason: PeerError | None = None) -> None:
         """Leave: calls in flight fail, here and at those who called."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            peers, accepted = list(self._peers.values()), list(self._accepted)
+        if not self._connections.begin_close():
+            return
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
         if self.rider is not None:
             self.rider.close()
         if self.recorder is not None:
             self.recorder.close(reason)
-        self._listener.close()
-        for peer in peers:
-            peer.close(reason)
-        for link in accepted:
-            try:
-                link.send(BYE)
-            except PeerError:
-                pass
-            link.close(reason)
+        self._connections.close(reason)
         self._server.close()
         self._reactor.close()
         self._clock.close()
-        self._pool.close()
+        self._connections.release_memory()
 
     def abandon(self) -> None:
         """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""
-        self._closed = True
-        for link in [*self._accepted, *(peer.link for peer in self._peers.values())]:
-            if isinstance(link, Link):
-                link.abandon()
-        self._listener.abandon()
+        self._connections.abandon()
         self._reactor.poller.abandon()
 
     @property
     def idle(self) -> bool:
         """Whether no call of this worker is in flight, and none runs here."""
-        return self._server.idle and not any(peer.outstanding for peer in list(self._peers.values()))
+        return self._server.idle and not self._connections.outstanding
 
     @property
     def started(self) -> int:
@@ -165,7 +117,7 @@ class Agent:
 
     def call(self, to: str | int | Identity, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT) -> Any:
         """Run `function(*args, **kwargs)` on another worker and wait for its value."""
-        peer = self._peer(to)
+        peer = self._connections.peer(to)
         pending = Pending(peer, function, self.timeout if timeout < 0 else timeout)
         peer.call(pending, self._call_parts(peer, function, args, kwargs))
         try:
@@ -205,7 +157,7 @@ class Agent:
 
         With a `creation`, which the rider understands, the value stays there.
         """
-        peer = self._peer(to)
+        peer = self._connections.peer(to)
         pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, outcome, keeps)
         outcome.call = pending
         parts = self._call_parts(peer, function, args, kwargs, creation)
@@ -217,7 +169,7 @@ class Agent:
 
     def expect(self, to: str | int) -> None:
         """Have the answers of a worker read as they come, if nobody does."""
-        self._peer(to).expect()
+        self._connections.peer(to).expect()
 
     def _complete(self, pending: Pending) -> None:
         """Tell the outcome of a call, and so whoever has callbacks there."""
@@ -308,7 +260,7 @@ class Agent:
 
     def identify(self, to: str | int | Identity) -> Identity:
         """Who has that name or rank; looked up once only."""
-        return self._peer(to).identity
+        return self._connections.peer(to).identity
 
     # Control messages of the rooms above
 
@@ -321,7 +273,7 @@ class Agent:
 
         In a `context` its tensors are recorded there.
         """
-        peer = self._peer(to)
+        peer = self._connections.peer(to)
         if incarnation not in ("", peer.identity.incarnation):
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
         body, tensors, _ = encode(message, False)
@@ -336,113 +288,8 @@ class Agent:
     def _take_notice(self, sender: Identity, message: object) -> None:
         self._handlers[type(message)](sender, message)
 
-    # Connections
-
-    def _peer(self, to: str | int | Identity) -> Peer:
-        if isinstance(to, Identity):
-            found = self._peer(to.name)
-            if found.identity != to:
-                raise UnknownWorker(f"the worker named {to.name!r} is not the one that it was")
-            return found
-        peer = self._names.get(to)
-        if peer is None:
-            member = self._directory.find(to)
-            with self._lock:
-                if self._closed:
-                    raise ShutDown(f"worker {self.name!r} shut down")
-                peer = self._peers.get(member.incarnation)
-                if peer is None:
-                    peer = Peer(
-                        member.identity,
-                        member.program,
-                        self._reactor,
-                        lambda peer: self._connect(peer, member),
-                        self._complete,
-                        self._peer_lost,
-                        lambda frame: self._take_cargo(frame, member.identity),
-                    )
-                    self._peers[member.incarnation] = peer
-            self._names[to] = peer
-        return peer
-
-    def _connect(self, peer: Peer, member: Member) -> AnyLink:
-        if member.incarnation == self.incarnation:
-            return self._loop(peer)
-        sock, shared, leftover = connect(
-            Wish(
-                member.name,
-                member.incarnation,
-                member.unix if member.host == self.me.host else "",
-                member.tcp,
-            ),
-            self._key,
-            self._claim,
-            self.settings.tls,
-            self.settings.transport,
-            self.settings.connect_timeout,
-            self.settings.silence,
-        )
-        link = Link(
-            sock,
-            member.name,
-            self._reactor.poller,
-            self._arena,
-            self._pool if shared else None,
-            peer.on_frames,
-            peer.on_closed,
-            prompt=False,
-            given_back=peer.expect,
-        )
-        link.feed(leftover)
-        return link
-
-    def _loop(self, peer: Peer) -> LoopEnd:
-        caller = Caller(self.me.identity, self.program != "")
-        near = LoopEnd(self.name, peer.on_frames, peer.on_closed)
-        far = LoopEnd(self.name, lambda _, frames: self._server.on_frames(caller, frames), lambda *_: None)
-        loop(near, far)
-        caller.link = far
-        return near
-
-    def _accept(self, sock: Any, claim: Claim, shared: bool, leftover: bytes) -> None:
-        """A worker has connected and has proved who it is."""
-        who = Identity(claim.name, claim.id, claim.incarnation)
-        caller = Caller(who, claim.program == self.program != "")
-        link = Link(
-            sock,
-            claim.name,
-            self._reactor.poller,
-            self._arena,
-            self._pool if shared else None,
-            lambda _, frames: self._server.on_frames(caller, frames),
-            lambda link, reason: self._caller_gone(link, who, reason),
-            prompt=True,
-        )
-        caller.link = link
-        with self._lock:
-            closed = self._closed
-            self._accepted.add(link)
-        if closed:
-            link.close(ShutDown(f"worker {self.name!r} shut down"))
-            return
-        link.feed(leftover)
-        self._reactor.poller.watch(link, read=True)
-
-    def _caller_gone(self, link: Link, who: Identity, reason: PeerError) -> None:
-        with self._lock:
-            self._accepted.discard(link)
-        self._tell_lost(who, reason)
-
-    def _peer_lost(self, peer: Peer, reason: PeerError) -> None:
-        self._names.clear()  # in a dynamic group its name may now be another's
-        self._tell_lost(peer.identity, reason)
-
-    def _tell_lost(self, who: Identity, reason: PeerError) -> None:
-        if not self._closed:
-            if isinstance(reason, PeerLost):
-                log.info("telegrad: %s", reason)
-            for told in self.lost:
-                told(who, reason)
+    def _undelivered(self, who: Identity, reason: PeerError) -> None:
+        self._connections.tell_lost(who, reason)
 
     # Time
 
@@ -450,21 +297,9 @@ class Agent:
         with self._lock:
             expired = self._deadlines.due(now)
             upcoming = self._deadlines.next()
-            peers, accepted = list(self._peers.values()), list(self._accepted)
         for pending in expired:
             pending.peer.expire(pending)
-        for peer in peers:
-            peer.tick()
-        for link in accepted:
-            link.release()
-        self._listener.tick(now)
-        self._arena.trim(now)
-        retired = self._pool.trim(now)
-        if retired:
-            for peer in peers:
-                peer.retire(retired)
-            for link in accepted:
-                link.retire(retired)
+        self._connections.tick(now)
         upcoming = min([upcoming, *(tick(now) for tick in self.ticking)])
         return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))
 

@@ -56,8 +56,8 @@ class context:  # noqa: N801 - used like a function
         self._entered.__enter__()
         return self._context.id
 
-    def __exit__(self, *error: object) -> None:
-        self._entered.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self._entered.__exit__(None, None, None)
         self._contexts.release(self._context.id)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ Node = Any
 Given = Sequence[Tensor | None]
 Accumulate = Callable[[Node, Tensor], None]
 
-CheckpointNode: type = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+CheckpointNode: Any = CheckpointFunction._backward_cls
 
 _SECOND_TIME = (
     "Trying to backward through the graph a second time, after its saved tensors were freed. "
@@ -60,7 +60,8 @@ def _apply(node: Node, taken: Given, order: Order, accumulate: Accumulate) -> An
     if type(node) is CheckpointNode:
         with _inner_pass(node, order, accumulate):
             return node.apply(*taken)
-    return node.apply(*taken) if hasattr(node, "apply") else node(*taken)
+    apply: Callable[..., Any] = getattr(node, "apply", node)  # a node of C++ is called itself
+    return apply(*taken)
 
 
 def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
@@ -138,13 +139,15 @@ def _check_nan(node: Node, given: Given) -> None:
 
 
 @cache
-def _saved_names(kind: type) -> tuple[str, ...]:
+def _saved_names(kind: Hashable) -> tuple[str, ...]:
+    """The attributes that hold what nodes of a kind saved."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _free(node: Node) -> None:
     """Drop what the node saved; to use it again is an error, as after the engine."""
-    for name in _saved_names(type(node)):
+    kind: Any = type(node)
+    for name in _saved_names(kind):
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
             with contextlib.suppress(RuntimeError):  # nothing was saved, or it is somebody's who registered hooks

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any
@@ -224,7 +225,7 @@ class Conductor:
         for task in tasks:
             if isinstance(task, Start) and not all(isinstance(value, Tensor) for value in task.values):
                 future = self._open_roots(task.values)
-                future.add_done_callback(lambda done, task=task: self._opened(task, done))
+                future.add_done_callback(partial(self._opened, task))
             else:
                 part.held.append(task)
         if not any(isinstance(task, Start) for task in part.held):

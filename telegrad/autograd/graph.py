@@ -58,7 +58,7 @@ class Recv(torch.autograd.Function):
         return None, None, None
 
 
-RecvNode: type = Recv._backward_cls  # type: ignore[attr-defined]
+RecvNode: type = Recv._backward_cls
 
 
 def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
@@ -68,5 +68,5 @@ def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
     """The same tensors with a history."""
     anchor = torch.empty(0, requires_grad=True)
-    received: Sequence[Tensor] = Recv.apply(anchor, origin, tensors)
+    received: Sequence[Tensor] = Recv.apply(anchor, origin, tensors)  # type: ignore[no-untyped-call]
     return received

@@ -242,7 +242,7 @@ def test_a_connection_that_broke_is_made_again():
     with agents(2) as (a, b):
         lost = a.agent.call_async("w1", wait_gate, None, None)
         assert a.agent.call("w1", echo, (1,), None) == 1
-        for link in list(b.agent._accepted):
+        for link in list(b.agent._connections._accepted):
             link._sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(errors.PeerLost, match="may or may not have run"):
             lost.wait()

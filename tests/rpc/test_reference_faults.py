@@ -197,7 +197,7 @@ def wait_freed():
 
 def break_all():
     """Every connection of this worker ends, as if the network had failed for a moment."""
-    for peer in list(current.agent()._peers.values()):
+    for peer in list(current.agent()._connections._peers.values()):
         if hasattr(peer.link, "_sock"):
             with suppress(OSError):
                 peer.link._sock.shutdown(2)

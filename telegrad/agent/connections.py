@@ -1,0 +1,251 @@
+"""The connections of one worker: those it makes to call others, and those that others made to call it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from telegrad.agent.members import Identity, Member
+from telegrad.agent.peer import AnyLink, Peer, Pending
+from telegrad.agent.reactor import Reactor
+from telegrad.agent.server import Caller, Server
+from telegrad.errors import PeerError, PeerLost, ShutDown, UnknownWorker
+from telegrad.transport.connect import Wish, connect
+from telegrad.transport.handshake import Claim
+from telegrad.transport.link import Link
+from telegrad.transport.listener import Listener
+from telegrad.transport.loopback import LoopEnd, loop
+from telegrad.transport.memory import Arena, SharedPool
+from telegrad.transport.tls import TlsFiles
+from telegrad.wire.messages import BYE, Frame
+
+log = logging.getLogger("telegrad")
+
+
+class Directory(Protocol):
+    """Who is in the group."""
+
+    def find(self, to: str | int) -> Member: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be chosen about an agent; see `telegrad.rpc.options` for the meaning."""
+
+    threads: int = 16
+    timeout: float = 60.0
+    transport: str = "auto"  # or "unix", "tcp"
+    shared_memory: int = 1 << 30
+    connect_timeout: float = 10.0
+    silence: float = 10.0
+    tls: TlsFiles | None = None
+
+
+class Connections:
+    """To each other worker one from here, where there are calls, and one to here."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        address: str,
+        reactor: Reactor,
+        server: Server,
+        complete: Callable[[Pending], None],
+        take_cargo: Callable[[Frame, Identity], Frame],
+    ) -> None:
+        """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`."""
+        self.lost: list[Callable[[Identity, PeerError], None]] = []
+        self._settings = settings
+        self._reactor = reactor
+        self._server = server
+        self._complete = complete
+        self._take_cargo = take_cargo
+        self._arena = Arena(settings.shared_memory)
+        self._pool = SharedPool(settings.shared_memory)
+        self._lock = threading.Lock()  # guards _peers, _accepted and closed
+        self._peers: dict[str, Peer] = {}  # by incarnation
+        self._accepted: set[Link] = set()
+        self.closed = False
+        self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
+        self.listener = Listener(
+            address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
+        )
+
+    def join(self, me: Member, key: bytes, directory: Directory) -> None:
+        """From now on connections are accepted."""
+        self._me = me
+        self._key = key
+        self._directory = directory
+        self._claim = Claim(me.name, me.id, me.incarnation, me.program)
+        self.listener.serve(key, self._claim)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a call to another worker was not answered yet."""
+        return any(peer.outstanding for peer in list(self._peers.values()))
+
+    # From here
+
+    def peer(self, to: str | int | Identity) -> Peer:
+        """The calling side towards a worker."""
+        if isinstance(to, Identity):
+            found = self.peer(to.name)
+            if found.identity != to:
+                raise UnknownWorker(f"the worker named {to.name!r} is not the one that it was")
+            return found
+        peer = self._names.get(to)
+        if peer is None:
+            peer = self._names[to] = self._peer_of(self._directory.find(to))
+        return peer
+
+    def _peer_of(self, member: Member) -> Peer:
+        with self._lock:
+            if self.closed:
+                raise ShutDown(f"worker {self._me.name!r} shut down")
+            peer = self._peers.get(member.incarnation)
+            if peer is None:
+                peer = self._peers[member.incarnation] = Peer(
+                    member.identity,
+                    member.program,
+                    self._reactor,
+                    lambda peer: self._connect(peer, member),
+                    self._complete,
+                    self._peer_lost,
+                    lambda frame: self._take_cargo(frame, member.identity),
+                )
+        return peer
+
+    def _connect(self, peer: Peer, member: Member) -> AnyLink:
+        if member.incarnation == self._me.incarnation:
+            return self._loop(peer)
+        sock, shared, leftover = connect(
+            Wish(
+                member.name,
+                member.incarnation,
+                member.unix if member.host == self._me.host else "",
+                member.tcp,
+            ),
+            self._key,
+            self._claim,
+            self._settings.tls,
+            self._settings.transport,
+            self._settings.connect_timeout,
+            self._settings.silence,
+        )
+        link = Link(
+            sock,
+            member.name,
+            self._reactor.poller,
+            self._arena,
+            self._pool if shared else None,
+            peer.on_frames,
+            peer.on_closed,
+            prompt=False,
+            given_back=peer.expect,
+        )
+        link.feed(leftover)
+        return link
+
+    def _loop(self, peer: Peer) -> LoopEnd:
+        caller = Caller(self._me.identity, self._me.program != "")
+        near = LoopEnd(self._me.name, peer.on_frames, peer.on_closed)
+        far = LoopEnd(self._me.name, lambda _, frames: self._server.on_frames(caller, frames), lambda *_: None)
+        loop(near, far)
+        caller.link = far
+        return near
+
+    def _peer_lost(self, peer: Peer, reason: PeerError) -> None:
+        self._names.clear()  # in a dynamic group its name may now be another's
+        self.tell_lost(peer.identity, reason)
+
+    # To here
+
+    def _accept(self, sock: Any, claim: Claim, shared: bool, leftover: bytes) -> None:
+        """A worker has connected and has proved who it is."""
+        who = Identity(claim.name, claim.id, claim.incarnation)
+        caller = Caller(who, claim.program == self._me.program != "")
+        link = Link(
+            sock,
+            claim.name,
+            self._reactor.poller,
+            self._arena,
+            self._pool if shared else None,
+            lambda _, frames: self._server.on_frames(caller, frames),
+            lambda link, reason: self._caller_gone(link, who, reason),
+            prompt=True,
+        )
+        caller.link = link
+        with self._lock:
+            closed = self.closed
+            self._accepted.add(link)
+        if closed:
+            link.close(ShutDown(f"worker {self._me.name!r} shut down"))
+            return
+        link.feed(leftover)
+        self._reactor.poller.watch(link, read=True)
+
+    def _caller_gone(self, link: Link, who: Identity, reason: PeerError) -> None:
+        with self._lock:
+            self._accepted.discard(link)
+        self.tell_lost(who, reason)
+
+    # Both
+
+    def tell_lost(self, who: Identity, reason: PeerError) -> None:
+        """A connection has ended, or could not be made."""
+        if not self.closed:
+            if isinstance(reason, PeerLost):
+                log.info("telegrad: %s", reason)
+            for told in self.lost:
+                told(who, reason)
+
+    def tick(self, now: float) -> None:
+        """Now and then: give back what was lent, and hear of the ends of idle connections."""
+        with self._lock:
+            peers, accepted = list(self._peers.values()), list(self._accepted)
+        for peer in peers:
+            peer.tick()
+        for link in accepted:
+            link.release()
+        self.listener.tick(now)
+        self._arena.trim(now)
+        retired = self._pool.trim(now)
+        if retired:
+            for peer in peers:
+                peer.retire(retired)
+            for link in accepted:
+                link.retire(retired)
+
+    def begin_close(self) -> bool:
+        """No new connections from here on; False where that was so already."""
+        with self._lock:
+            closed, self.closed = self.closed, True
+        return not closed
+
+    def close(self, reason: PeerError) -> None:
+        """End them all: calls in flight fail, here and at those who called."""
+        with self._lock:
+            peers, accepted = list(self._peers.values()), list(self._accepted)
+        self.listener.close()
+        for peer in peers:
+            peer.close(reason)
+        for link in accepted:
+            with contextlib.suppress(PeerError):
+                link.send(BYE)
+            link.close(reason)
+
+    def release_memory(self) -> None:
+        """Once nothing uses it any more."""
+        self._pool.close()
+
+    def abandon(self) -> None:
+        """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""
+        self.closed = True
+        for link in [*self._accepted, *(peer.link for peer in self._peers.values())]:
+            if isinstance(link, Link):
+                link.abandon()
+        self.listener.abandon()
