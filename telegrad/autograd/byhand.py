@@ -43,10 +43,10 @@ def run(node: Node, gradients: Mapping[int, Tensor], fire: bool, order: Order, a
             return ()
         taken: tuple[Tensor | None, ...] = tuple(gradients.get(number) for number in range(len(node._input_metadata)))
         taken = _call_hooks(_hooks(node.register_prehook), taken)
-        given = _as_tuple(_apply(node, taken, order, accumulate))
+        made = iter(_wanted(node, _as_tuple(_apply(node, taken, order, accumulate))))
         given = tuple(
-            _fit(gradient, following, number) if following is not None and gradient is not None else None
-            for gradient, (following, number) in zip(given, node.next_functions, strict=False)
+            _fit(next(made, None), following, number) if following is not None else None
+            for following, number in node.next_functions
         )
         given = _call_hooks(_hooks(node.register_hook), given, taken)
         if torch.is_anomaly_check_nan_enabled():
@@ -62,6 +62,15 @@ def _apply(node: Node, taken: Given, order: Order, accumulate: Accumulate) -> An
             return node.apply(*taken)
     apply: Callable[..., Any] = getattr(node, "apply", node)  # a node of C++ is called itself
     return apply(*taken)
+
+
+def _wanted(node: Node, made: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+    """Of what a node makes, what goes to those that follow it: one in Python makes something for each argument."""
+    needed = getattr(node, "needs_input_grad", None)
+    if needed is None:
+        following = (edge for edge, _ in node.next_functions)
+        return [gradient for gradient, edge in zip(made, following, strict=False) if edge is not None]
+    return [gradient for gradient, need in zip(made, needed, strict=False) if need]
 
 
 def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
@@ -118,7 +127,9 @@ def call_post_accumulate_hooks(leaf: Tensor, gradient: Tensor) -> None:
 # What a node gives
 
 
-def _fit(gradient: Tensor, following: Node, number: int) -> Tensor:
+def _fit(gradient: Tensor | None, following: Node, number: int) -> Tensor | None:
+    if gradient is None:
+        return None
     expected = following.variable if hasattr(following, "variable") else following._input_metadata[number]
     shape = tuple(expected.shape)
     if tuple(gradient.shape) != shape:

@@ -52,6 +52,7 @@ class LocalPass:
         self._coming: Counter[Identity] = Counter()  # shipments that the current step will bring
         self._unshipped: set[Origin] = set()
         self._schedule: Schedule | None = None
+        self._buried = False  # only what was marked is waited for, anywhere
 
     # What the protocol asks for
 
@@ -82,6 +83,7 @@ class LocalPass:
         return found
 
     def bury(self) -> None:
+        self._buried = True
         schedule = self._have_schedule()
         for entry in [entry for entry in schedule.open if entry not in self._marked]:
             schedule.close(entry, False)
@@ -127,8 +129,9 @@ class LocalPass:
         self._unshipped = {node.origin for node in step.recvs}
         self._coming = Counter(node.origin.sender for node in step.recvs)
         self._run_engine(step)
-        for origin in list(self._unshipped):  # that nothing comes is worth saying: its sender waits
-            self.ship(origin, ())
+        for node in step.recvs:
+            if node.origin in self._unshipped:
+                self._ship_nothing(node)
         for node, fire in step.by_hand:
             self._run_by_hand(node, fire)
 
@@ -144,6 +147,11 @@ class LocalPass:
         self._unshipped.discard(origin)
         self._coming[origin.sender] -= 1
         self._shipped(origin.sender, origin.number, gradients, self._coming[origin.sender] > 0)
+
+    def _ship_nothing(self, node: Node) -> None:
+        """That no gradient comes is worth saying to a sender that waits."""
+        if not self._buried or self._have_schedule().is_marked(node):
+            self.ship(node.origin, ())
 
     def _run_engine(self, step: Step) -> None:
         roots: list[GradientEdge] = []
@@ -178,7 +186,7 @@ class LocalPass:
             self._check(node.origin)
         if pending is None:
             if kind == RECV:
-                self.ship(node.origin, ())
+                self._ship_nothing(node)
             return
         given = byhand.run(node, pending, fire, self._order, self._accumulate)
         for (following, number), gradient in zip(node.next_functions, given, strict=False):

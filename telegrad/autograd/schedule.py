@@ -253,6 +253,11 @@ class Schedule:
         return found
 
 
+    def is_marked(self, node: Node) -> bool:
+        """Whether it was found so."""
+        return node in self._marked
+
+
 def _root(region: Region) -> Region:
     while region.merged is not None:
         region = region.merged

@@ -1,0 +1,382 @@
+"""Random programs over several workers, each of which can also be run in one place, without any worker.
+
+A program is a list of instructions, made from a seed alone; `run` carries them out on a `Place`. On workers a transfer is
+a remote call of some kind; in one place it is a copy. What may differ between the two is nothing: the gradients, which
+hooks were called with what, and which nodes ran how often.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import telegrad.autograd as autograd
+from telegrad.errors import ContextEnded
+from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
+
+SIZE = 3
+BOUND = 0.3
+
+stages: dict[int, Stage] = {}  # of the programs that run at this moment
+
+
+class Stage:
+    """What a program has on one worker, or in the one place: its values, and what happened to them."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+        self.hooked: dict[int, list[Any]] = defaultdict(list)  # by hook, what it was called with
+        self.ran: Counter[int] = Counter()  # by node
+        self.keep: list[Any] = []
+
+
+class Counted(torch.autograd.Function):
+    """A function in Python that tells when its node runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stage: Stage, number: int) -> torch.Tensor:
+        ctx.stage, ctx.number = stage, number
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (_,) = ctx.saved_tensors
+        ctx.stage.ran[ctx.number] += 1
+        return gradient * 2, None, None
+
+
+class Box:
+    """Somebody's own class with tensors inside."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+
+# What is done on one worker
+
+
+def _inplace(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    made = a * 1.5
+    made[0] += b[1]
+    return made.mul_(0.5)
+
+
+OPERATIONS = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: (a * b).tanh(),
+    "addmm": lambda a, b: torch.addmm(a, a, b).sin(),
+    "broadcast": lambda a, b: a[0] + b,
+    "cat": lambda a, b: torch.cat([a[:1], b[1:]]),
+    "unbind": lambda a, b: a.unbind(0)[1] * b,
+    "split": lambda a, b: sum(part.sum() for part in (a * b).split(1)) + a,
+    "view": lambda a, b: a.t().reshape(SIZE, SIZE) + b[:, :2].t().mean(),
+    "in place": _inplace,
+    "checkpoint": lambda a, b: checkpoint(lambda x, y: (x * y).sin(), a, b, use_reentrant=False),
+    "reentrant checkpoint": lambda a, b: checkpoint(lambda x, y: (x * y).sin() + x, a, b, use_reentrant=True),
+    "constant": lambda a, b: a.detach() * b,
+    "no grad": lambda a, b: torch.no_grad()(torch.mul)(a, b),
+}
+USUAL = ["add", "mul", "addmm", "broadcast", "cat", "unbind", "split", "view", "in place"]
+
+
+def perform(key: int, worker: str, instruction: tuple[Any, ...]) -> None:
+    stage = stages[key, worker]
+    kind, *what = instruction
+    values = stage.values
+    if kind == "leaf":
+        (seed,) = what
+        made = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        made = made.mul_(0.5).requires_grad_()
+        stage.leaves.append(made)
+        values.append(made)
+    elif kind == "operation":
+        name, a, b = what
+        values.append(OPERATIONS[name](values[a], values[b]))
+    elif kind == "counted":
+        number, a = what
+        values.append(Counted.apply(values[a], stage, number))
+    elif kind == "module":
+        number, seed, a = what
+        _add_module(stage, number, seed, values[a])
+    elif kind == "embedding":
+        seed, a = what
+        table = torch.randn(5, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        stage.leaves.append(table.requires_grad_())
+        values.append(torch.nn.functional.embedding(torch.tensor([0, 2, 2]), table, sparse=True) * values[a])
+    elif kind == "hook":
+        number, a = what
+        if values[a].requires_grad:
+            values[a].register_hook(lambda gradient: _called(stage, number, gradient))
+    elif kind == "leaf hook":
+        number, a = what
+        stage.leaves[a].register_post_accumulate_grad_hook(
+            lambda leaf: stage.hooked[number].append(leaf.grad.to_dense().clone())
+        )
+    elif kind == "node hook":
+        number, a = what
+        if type(values[a].grad_fn).__name__ not in ("NoneType", "RecvBackward", "CloneBackward0"):
+            values[a].grad_fn.register_hook(lambda given, _: stage.ran.update([number]))
+    else:
+        raise AssertionError(kind)
+
+
+def _called(stage: Stage, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    stage.hooked[number].append(gradient.detach().to_dense().clone())
+    return gradient.clamp(-BOUND, BOUND) if not gradient.is_sparse else None
+
+
+def _add_module(stage: Stage, number: int, seed: int, value: torch.Tensor) -> None:
+    module = torch.nn.Linear(SIZE, SIZE, dtype=torch.float64)
+    for parameter in module.parameters():
+        drawn = torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        parameter.data.copy_(drawn * 0.3)
+        stage.leaves.append(parameter)
+    module.register_full_backward_hook(lambda _, given, taken: _seen(stage, number, [*given, *taken]))
+    stage.keep.append(module)
+    stage.values.append(module(value))
+
+
+def _seen(stage: Stage, number: int, gradients: list[torch.Tensor | None]) -> None:
+    stage.hooked[number] += [each.detach().clone() for each in gradients if each is not None]
+
+
+# What crosses
+
+
+def give(key: int, worker: str, numbers: list[int], wrap: str) -> Any:
+    return WRAPS[wrap]([stages[key, worker].values[number] for number in numbers])
+
+
+def take(key: int, worker: str, wrapped: Any) -> None:
+    stages[key, worker].values += UNWRAPS[type(wrapped)](wrapped)
+
+
+def fetch(key: int, worker: str, source: str, numbers: list[int], wrap: str, way: str) -> None:
+    """On the taking worker: get values from another one."""
+    if way == "call":
+        take(key, worker, rpc_sync(source, give, (key, source, numbers, wrap)))
+    elif way == "future":
+        take(key, worker, rpc_async(source, give, (key, source, numbers, wrap)).wait())
+    else:
+        take(key, worker, remote(source, give, (key, source, numbers, wrap)).to_here())
+
+
+def push(key: int, worker: str, target: str, numbers: list[int], wrap: str, way: str) -> None:
+    """On the giving worker: send values to another one."""
+    wrapped = give(key, worker, numbers, wrap)
+    if way == "argument":
+        rpc_sync(target, take, (key, target, wrapped))
+    elif way == "shared":
+        rpc_sync(target, take_from, (key, target, RRef(wrapped)))
+    else:
+        remote(target, take, (key, target), {"wrapped": wrapped}).to_here()
+
+
+def take_from(key: int, worker: str, reference: RRef[Any]) -> None:
+    take(key, worker, reference.to_here())
+
+
+WRAPS = {"list": list, "tuple": tuple, "dict": lambda ts: dict(enumerate(ts)), "box": Box}
+UNWRAPS = {list: list, tuple: list, dict: lambda wrapped: list(wrapped.values()), Box: lambda box: box.tensors}
+FETCHES = ["call", "future", "reference"]
+PUSHES = ["argument", "shared", "created"]
+
+
+# Programs
+
+
+def make(seed: int) -> tuple[int, list[tuple[int, tuple[Any, ...]]], list[tuple[int, int]]]:
+    """How many workers, the instructions with the worker of each, and the roots."""
+    draw = random.Random(seed)
+    count = draw.choice([1, 2, 2, 3, 3, 4, 5])
+    steps = draw.choice([6, 12, 25, 40])
+    lengths = [0] * count
+    leaves = [0] * count
+    numbers = iter(range(1, 1 << 30))
+    program: list[tuple[int, tuple[Any, ...]]] = []
+
+    def add(worker: int, *instruction: Any) -> None:
+        program.append((worker, instruction))
+
+    for worker in range(count):
+        for _ in range(draw.choice([1, 2])):
+            add(worker, "leaf", draw.randrange(1 << 30))
+            lengths[worker] += 1
+            leaves[worker] += 1
+    special = draw.random() < 0.6
+    hooks = draw.random() < 0.7
+    for _ in range(steps):
+        worker = draw.randrange(count)
+        length = lengths[worker]
+        pick = lambda: draw.randrange(max(0, length - 6), length)  # noqa: E731, B023 - called at once
+        chance = draw.random()
+        if chance < 0.4 and count > 1:
+            other = draw.choice([each for each in range(count) if each != worker or draw.random() < 0.1])
+            sent = [pick() for _ in range(draw.choice([1, 1, 2, 3]))]
+            wrap = draw.choice(sorted(WRAPS))
+            if draw.random() < 0.5:
+                add(other, "fetch", worker, sent, wrap, draw.choice(FETCHES))
+            else:
+                add(worker, "push", other, sent, wrap, draw.choice(PUSHES))
+            lengths[other] += len(sent)
+            continue
+        if hooks and chance < 0.5:
+            add(worker, draw.choice(["hook", "hook", "node hook"]), next(numbers), pick())
+            continue
+        if special and hooks and chance < 0.52:
+            add(worker, "leaf hook", next(numbers), draw.randrange(leaves[worker]))
+            continue
+        if chance < 0.6:
+            add(worker, "counted", next(numbers), pick())
+        elif special and chance < 0.64:
+            add(worker, "module", next(numbers), draw.randrange(1 << 30), pick())
+            leaves[worker] += 2
+        elif special and chance < 0.68:
+            add(worker, "embedding", draw.randrange(1 << 30), pick())
+            leaves[worker] += 1
+        else:
+            add(worker, "operation", draw.choice(sorted(OPERATIONS) if special else USUAL), pick(), pick())
+        lengths[worker] += 1
+    wheres = [0] if draw.random() < 0.7 else draw.sample(range(count), draw.randint(1, count))
+    roots = [(w, n) for w in sorted(wheres) for n in sorted(draw.sample(range(lengths[w]), min(3, lengths[w])))]
+    return count, program, roots
+
+
+class Outcome:
+    """What is to be the same."""
+
+    def __init__(self, places: list[Stage], gradients: list[dict[torch.Tensor, torch.Tensor]]) -> None:
+        self.hooked = {key: calls for place in places for key, calls in place.hooked.items()}
+        self.ran = sum((place.ran for place in places), Counter())
+        self.gradients = [
+            [gradient.get(leaf) for leaf in place.leaves] for place, gradient in zip(places, gradients, strict=True)
+        ]
+
+
+def root(key: int, worker: str, number: int) -> torch.Tensor:
+    return stages[key, worker].values[number].sum()
+
+
+def run_in_one_place(seed: int) -> Outcome | None:
+    """None where there is nothing to differentiate."""
+    count, program, roots = make(seed)
+    places = [Stage() for _ in range(count)]
+    for worker, place in enumerate(places):
+        stages[seed, f"w{worker}"] = place
+    for worker, (kind, *what) in program:
+        if kind == "fetch":
+            source, numbers, _, way = what
+            given = [places[source].values[number] for number in numbers]
+            places[worker].values += given if source == worker and way == "reference" else _copies(given)
+        elif kind == "push":
+            target, numbers, _, way = what
+            given = [places[worker].values[number] for number in numbers]
+            places[target].values += given if target == worker and way == "shared" else _copies(given)
+        else:
+            perform(seed, f"w{worker}", (kind, *what))
+    found = [root(seed, f"w{worker}", number) for worker, number in roots]
+    found = [each for each in found if each.requires_grad]
+    if not found:
+        return None
+    torch.autograd.backward(found)
+    return Outcome(
+        places, [{leaf: leaf.grad for leaf in place.leaves if leaf.grad is not None} for place in places]
+    )
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is there twice in a message is one tensor there, too."""
+    made = {id(tensor): tensor.clone() for tensor in tensors}
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def run_on_workers(seed: int, mode: str = "smart") -> Outcome:
+    """From the thread of the first worker."""
+    count, program, roots = make(seed)
+    names = [f"w{worker}" for worker in range(count)]
+    places = [Stage() for _ in names]
+    for name, place in zip(names, places, strict=True):
+        stages[seed, name] = place
+    with autograd.context() as context:
+        for worker, (kind, *what) in program:
+            name = names[worker]
+            if kind in ("fetch", "push"):
+                function = fetch if kind == "fetch" else push
+                args = (seed, name, names[what[0]], *what[1:])
+            else:
+                function, args = perform, (seed, name, (kind, *what))
+            if worker == 0:
+                function(*args)
+            else:
+                rpc_sync(name, function, args)
+        found: list[Any] = []
+        for worker, number in roots:
+            if places[worker].values[number].requires_grad:
+                found.append(
+                    root(seed, "w0", number)
+                    if worker == 0
+                    else remote(names[worker], root, (seed, names[worker], number))
+                )
+        autograd.backward(context, found, mode=mode)
+        gradients = [
+            autograd.get_gradients(context) if name == "w0" else rpc_sync(name, _gradients, (seed, name, context))
+            for name in names
+        ]
+        gradients = [
+            gradient if name == "w0" else dict(zip(place.leaves, gradient, strict=True))
+            for name, place, gradient in zip(names, places, gradients, strict=True)
+        ]
+    assert all(leaf.grad is None for place in places for leaf in place.leaves), "something is in .grad"
+    return Outcome(
+        places,
+        [{leaf: each for leaf, each in gradient.items() if each is not None} for gradient in gradients],
+    )
+
+
+def _gradients(key: int, worker: str, context: int) -> list[torch.Tensor | None]:
+    try:
+        found = autograd.get_gradients(context)
+    except ContextEnded:
+        found = {}
+    return [found.get(leaf) for leaf in stages[key, worker].leaves]
+
+
+def compare(seed: int, expected: Outcome, found: Outcome) -> None:
+    for worker, (wanted, given) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
+        for number, (one, other) in enumerate(zip(wanted, given, strict=True)):
+            what = f"gradient of leaf {number} of w{worker}"
+            assert (one is None) == (other is None), f"{what}: {one} and {other}"
+            if one is not None:
+                assert one.is_sparse == other.is_sparse, f"{what}: sparse {one.is_sparse}, {other.is_sparse}"
+                assert torch.allclose(one.to_dense(), other.to_dense()), f"{what}: {one} and {other}"
+    assert expected.ran == found.ran, f"nodes ran {expected.ran} and {found.ran}"
+    for number in expected.hooked.keys() | found.hooked.keys():
+        one, other = expected.hooked.get(number, []), found.hooked.get(number, [])
+        assert len(one) == len(other), f"hook {number} was called {len(one)} and {len(other)} times"
+        for a, b in zip(one, other, strict=True):
+            assert torch.allclose(a, b), f"hook {number} saw {a} and {b}"
+
+
+def check(seed: int) -> bool:
+    """Whether there was something to compare."""
+    try:
+        expected = run_in_one_place(seed)
+        if expected is None:
+            return False
+        compare(seed, expected, run_on_workers(seed))
+    finally:
+        for key in [key for key in stages if key[0] == seed]:
+            del stages[key]
+    return True
+
+
+def left_over() -> dict[str, int]:
+    return {"contexts": len(current.conductor().contexts), **current.keeper().counts()}

@@ -1,0 +1,51 @@
+"""Random programs: on workers as in one place. `TELEGRAD_SEED=... pytest tests/autograd/test_fuzz.py` replays one."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from telegrad.rpc import current
+from tests.autograd import programs
+from tests.cluster import PATIENCE, agents
+
+SEED = os.environ.get("TELEGRAD_SEED")
+SEEDS = [int(SEED)] if SEED else range(400)
+MANY_SEEDS = [int(SEED)] if SEED else range(400, 10_400)
+
+
+@pytest.fixture(scope="module")
+def five():
+    with agents(5) as workers:
+        current.enter(workers[0].agent)
+        yield workers
+
+
+def run(seeds, workers):
+    compared = 0
+    for seed in seeds:
+        try:
+            compared += programs.check(seed)
+        except Exception as error:
+            raise AssertionError(f"SEED={seed} {error}") from error
+    assert compared
+    for worker in workers:
+        wait_until_empty(worker)
+
+
+def wait_until_empty(worker):
+    deadline = time.monotonic() + PATIENCE
+    while len(worker.conductor.contexts) or any(worker.keeper.counts().values()):
+        assert time.monotonic() < deadline, (len(worker.conductor.contexts), worker.keeper.counts())
+        time.sleep(0.01)
+
+
+def test_random_programs(five):
+    run(SEEDS, five)
+
+
+@pytest.mark.nightly
+def test_ten_thousand_random_programs(five):
+    run(MANY_SEEDS, five)
