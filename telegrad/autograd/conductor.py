@@ -68,6 +68,11 @@ class Outbox:
         elif len(gathered) == 1:
             self._agent.later(self._send_early, worker)  # as soon as a thread is free, should the others take long
 
+    def flush(self) -> None:
+        """Send what is there."""
+        for worker in list(self._ready):
+            self.send(worker)
+
     def _send_early(self, worker: Identity) -> None:
         try:
             self.send(worker)
@@ -93,7 +98,7 @@ class Part:
         self, agent: Agent, context: Context, order: Order, failed: Callable[[Order, BaseException], None]
     ) -> None:
         self.outbox = Outbox(agent, context, lambda: self.participant, failed)
-        self.participant = Participant(order, agent.name, LocalPass(context, order, self.outbox.add))
+        self.participant = Participant(order, agent.name, LocalPass(context, order, self.outbox))
         self.held: list[Task] | None = [] if agent.name in order.roots else None  # until its own roots are there
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,17 +36,24 @@ KINDS: dict[type, Callable[[Node], int]] = {
     byhand.CheckpointNode: lambda node: ALONE,
 }
 
-Shipped = Callable[[Identity, int, Sequence[Tensor | None], bool], None]
+
+class Outlet(Protocol):
+    """Where gradients leave."""
+
+    def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
+        """Those of one message; `more` are about to come for that worker."""
+
+    def flush(self) -> None:
+        """No more come for anybody."""
 
 
 class LocalPass:
     """The graph of one worker in one pass; what it does is never done by two threads at once."""
 
-    def __init__(self, context: Context, order: Order, shipped: Shipped) -> None:
-        """`shipped` is called with what a Recv gives: the worker, the message, and whether more for it is to come."""
+    def __init__(self, context: Context, order: Order, outlet: Outlet) -> None:
         self._context = context
         self._order = order
-        self._shipped = shipped
+        self._outlet = outlet
         self._roots: list[GradientEdge] = []
         self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients that have not been used
         self._coming: Counter[Identity] = Counter()  # shipments that the current step will bring
@@ -134,6 +141,7 @@ class LocalPass:
                 self._ship_nothing(node)
         for node, fire in step.by_hand:
             self._run_by_hand(node, fire)
+        self._outlet.flush()
 
     def _check(self, origin: Origin) -> None:
         if origin.context is not self._context:
@@ -146,7 +154,7 @@ class LocalPass:
         """A Recv runs, on whatever thread the engine has for it."""
         self._unshipped.discard(origin)
         self._coming[origin.sender] -= 1
-        self._shipped(origin.sender, origin.number, gradients, self._coming[origin.sender] > 0)
+        self._outlet.add(origin.sender, origin.number, gradients, self._coming[origin.sender] > 0)
 
     def _ship_nothing(self, node: Node) -> None:
         """That no gradient comes is worth saying to a sender that waits."""

@@ -1,21 +1,21 @@
 """Random programs over several workers, each of which can also be run in one place, without any worker.
 
-A program is a list of instructions, made from a seed alone; `run` carries them out on a `Place`. On workers a transfer is
-a remote call of some kind; in one place it is a copy. What may differ between the two is nothing: the gradients, which
-hooks were called with what, and which nodes ran how often.
+A program is a list of instructions, made from a seed alone. On workers a transfer is a remote call of some kind, in one
+place it is a copy. Nothing else may differ: gradients, which hooks were called with what, which nodes ran how often.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
-from telegrad.errors import ContextEnded
+from telegrad.errors import ContextEnded, UnusedSends
 from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
 
 SIZE = 3
@@ -193,9 +193,19 @@ PUSHES = ["argument", "shared", "created"]
 # Programs
 
 
-def make(seed: int) -> tuple[int, list[tuple[int, tuple[Any, ...]]], list[tuple[int, int]]]:
-    """How many workers, the instructions with the worker of each, and the roots."""
+class Program(NamedTuple):
+    count: int  # of workers
+    instructions: list[tuple[int, tuple[Any, ...]]]  # with the worker of each
+    roots: list[tuple[int, int]]
+    variant: str  # how backward is run
+
+
+VARIANTS = ["once", "once", "once", "fast", "twice", "at once", "second order"]
+
+
+def make(seed: int) -> Program:
     draw = random.Random(seed)
+    variant = draw.choice(VARIANTS)
     count = draw.choice([1, 2, 2, 3, 3, 4, 5])
     steps = draw.choice([6, 12, 25, 40])
     lengths = [0] * count
@@ -211,7 +221,7 @@ def make(seed: int) -> tuple[int, list[tuple[int, tuple[Any, ...]]], list[tuple[
             add(worker, "leaf", draw.randrange(1 << 30))
             lengths[worker] += 1
             leaves[worker] += 1
-    special = draw.random() < 0.6
+    special = draw.random() < 0.6 and variant != "second order"
     hooks = draw.random() < 0.7
     for _ in range(steps):
         worker = draw.randrange(count)
@@ -247,7 +257,7 @@ def make(seed: int) -> tuple[int, list[tuple[int, tuple[Any, ...]]], list[tuple[
         lengths[worker] += 1
     wheres = [0] if draw.random() < 0.7 else draw.sample(range(count), draw.randint(1, count))
     roots = [(w, n) for w in sorted(wheres) for n in sorted(draw.sample(range(lengths[w]), min(3, lengths[w])))]
-    return count, program, roots
+    return Program(count, program, roots, variant)
 
 
 class Outcome:
@@ -267,7 +277,7 @@ def root(key: int, worker: str, number: int) -> torch.Tensor:
 
 def run_in_one_place(seed: int) -> Outcome | None:
     """None where there is nothing to differentiate."""
-    count, program, roots = make(seed)
+    count, program, roots, variant = make(seed)
     places = [Stage() for _ in range(count)]
     for worker, place in enumerate(places):
         stages[seed, f"w{worker}"] = place
@@ -286,10 +296,15 @@ def run_in_one_place(seed: int) -> Outcome | None:
     found = [each for each in found if each.requires_grad]
     if not found:
         return None
-    torch.autograd.backward(found)
-    return Outcome(
-        places, [{leaf: leaf.grad for leaf in place.leaves if leaf.grad is not None} for place in places]
-    )
+    torch.autograd.backward(found, retain_graph=variant != "once", create_graph=variant == "second order")
+    if variant in TWICE:
+        torch.autograd.backward(found)
+    if variant == "second order":
+        penalties = [penalty(leaf.grad for leaf in place.leaves) for place in places]
+        penalties = [each for each in penalties if each is not None and each.requires_grad]
+        if penalties:
+            torch.autograd.backward(penalties)
+    return Outcome(places, [{leaf: leaf.grad for leaf in place.leaves if leaf.grad is not None} for place in places])
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -298,9 +313,18 @@ def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [made[id(tensor)] for tensor in tensors]
 
 
-def run_on_workers(seed: int, mode: str = "smart") -> Outcome:
+TWICE = ("twice", "at once")
+
+
+def penalty(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Of gradients that have a graph of their own."""
+    squares = [gradient.pow(2).sum() for gradient in gradients if gradient is not None]
+    return sum(squares) if squares else None
+
+
+def run_on_workers(seed: int) -> Outcome:
     """From the thread of the first worker."""
-    count, program, roots = make(seed)
+    count, program, roots, variant = make(seed)
     names = [f"w{worker}" for worker in range(count)]
     places = [Stage() for _ in names]
     for name, place in zip(names, places, strict=True):
@@ -325,7 +349,12 @@ def run_on_workers(seed: int, mode: str = "smart") -> Outcome:
                     if worker == 0
                     else remote(names[worker], root, (seed, names[worker], number))
                 )
-        autograd.backward(context, found, mode=mode)
+        _backward(context, found, variant)
+        if variant == "second order":
+            penalties = [remote(name, _penalty, (seed, name, context)) for name in names]
+            penalties = [each for each in penalties if rpc_sync(each.owner(), _has_graph, (each,))]
+            if penalties:
+                autograd.backward(context, penalties)
         gradients = [
             autograd.get_gradients(context) if name == "w0" else rpc_sync(name, _gradients, (seed, name, context))
             for name in names
@@ -339,6 +368,35 @@ def run_on_workers(seed: int, mode: str = "smart") -> Outcome:
         places,
         [{leaf: each for leaf, each in gradient.items() if each is not None} for gradient in gradients],
     )
+
+
+def _backward(context: int, roots: list[Any], variant: str) -> None:
+    if variant == "at once":
+        for future in [autograd.backward_async(context, roots, retain_graph=True) for _ in range(2)]:
+            future.wait()
+        return
+    if variant == "fast":
+        try:
+            autograd.backward(context, roots, mode="fast")
+        except UnusedSends as error:
+            raise Unused from error
+        return
+    autograd.backward(context, roots, retain_graph=variant in TWICE, create_graph=variant == "second order")
+    if variant in TWICE:
+        autograd.backward(context, roots)
+
+
+class Unused(Exception):
+    """A program that a fast pass cannot run."""
+
+
+def _penalty(key: int, worker: str, context: int) -> torch.Tensor | None:
+    return penalty(_gradients(key, worker, context))
+
+
+def _has_graph(reference: RRef[Any]) -> bool:
+    value = reference.local_value()
+    return value is not None and value.requires_grad
 
 
 def _gradients(key: int, worker: str, context: int) -> list[torch.Tensor | None]:
@@ -372,6 +430,8 @@ def check(seed: int) -> bool:
         if expected is None:
             return False
         compare(seed, expected, run_on_workers(seed))
+    except Unused:
+        return False
     finally:
         for key in [key for key in stages if key[0] == seed]:
             del stages[key]
