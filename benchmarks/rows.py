@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,30 @@ class Counter:
     def add(self, amount: int) -> int:
         self.value += amount
         return self.value
+
+
+class Stage(torch.nn.Module):
+    """A part of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
+
+    def forward(self, reference: Any) -> torch.Tensor:
+        value = self.layers(reference.to_here() if hasattr(reference, "to_here") else reference)
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+def hop(library: str, tensor: torch.Tensor, left: int) -> torch.Tensor:
+    """Pass a tensor to and fro between two workers."""
+    if not left:
+        return tensor * 2
+    rpc = importlib.import_module(library)
+    there = THIRD if rpc.get_worker_info().name == OTHER else OTHER
+    passed = rpc.rpc_sync(there, hop, (library, tensor, left - 1))
+    assert isinstance(passed, torch.Tensor)
+    return passed
 
 
 # The rows
@@ -131,6 +156,77 @@ def proxy_call(rpc: Any) -> float:
     return statistics.median(_times(1000, lambda: reference.rpc_sync().add(1))) * 1e6
 
 
+# Gradients
+
+
+def autograd_of(rpc: Any) -> Any:
+    return importlib.import_module(rpc.__name__.replace("rpc", "autograd"))
+
+
+def training_step(rpc: Any, forward: Callable[[], torch.Tensor], count: int, **options: Any) -> float:
+    """A context with forward and backward."""
+    autograd = autograd_of(rpc)
+
+    def step() -> None:
+        with autograd.context() as context:
+            autograd.backward(context, [forward()], **options)
+
+    return statistics.median(_times(count, step)) * 1e6
+
+
+def add_step(rpc: Any) -> float:
+    one, other = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+    return training_step(rpc, lambda: rpc.rpc_sync(OTHER, torch.add, (one, other)).sum(), 500)
+
+
+def chain_step(rpc: Any, hops: int, fast: bool) -> float:
+    tensor = torch.ones(3, 3, requires_grad=True)
+    options = {"mode": "fast"} if fast and rpc.__name__.startswith("telegrad") else {}
+    return training_step(rpc, lambda: hop(rpc.__name__, tensor, hops).sum(), 100, **options)
+
+
+def pipeline_step(rpc: Any, batches: int) -> float:
+    """Three stages, the last one here."""
+    first, second, third = rpc.remote(OTHER, Stage), rpc.remote(THIRD, Stage), Stage()
+    inputs = [torch.ones(32, 128) for _ in range(batches)]
+
+    def forward() -> torch.Tensor:
+        passed = [second.rpc_async().forward(first.remote().forward(each)) for each in inputs]
+        return torch.stack([third(future.wait()).sum() for future in passed]).sum()
+
+    return training_step(rpc, forward, 30)
+
+
+def local_graph(rpc: Any, nodes: int = 10_000) -> float:
+    """Backward in a context through a graph of this worker alone; how many times as long as without."""
+    autograd = autograd_of(rpc)
+    leaf = torch.ones(3, 3, requires_grad=True)
+
+    def build() -> torch.Tensor:
+        value = leaf
+        for _ in range(nodes // 2):
+            value = (value * 1.01).sin()
+        return value.sum()
+
+    within, without = [], []
+    for _ in range(15):
+        with autograd.context() as context:
+            root = build()
+            start = perf_counter()
+            autograd.backward(context, [root])
+            within.append(perf_counter() - start)
+        root = build()
+        start = perf_counter()
+        root.backward()
+        without.append(perf_counter() - start)
+    return statistics.median(within) / statistics.median(without)
+
+
+def batches_growth(rpc: Any) -> float:
+    """How many times as long 32 micro-batches take as 8; they share their parameters."""
+    return pipeline_step(rpc, 32) / pipeline_step(rpc, 8)
+
+
 ROWS = [
     Row("empty rpc_sync, p50", "µs", False, partial(sync_empty, at=0.5), ("host", "tcp")),
     Row("empty rpc_sync, p99", "µs", False, partial(sync_empty, at=0.99), ("host", "tcp")),
@@ -142,6 +238,12 @@ ROWS = [
     Row("remote, 1000 at once", "references/s", True, partial(references_per_second, count=1000)),
     Row("reference from user to user", "µs", False, sharing),
     Row("call by proxy", "µs", False, proxy_call),
+    Row("context, forward, backward of an add", "µs", False, add_step),
+    Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False)),
+    Row("backward through 8 hops, fast mode", "µs", False, partial(chain_step, hops=8, fast=True)),
+    Row("pipeline of 3 stages, 8 micro-batches", "µs", False, partial(pipeline_step, batches=8)),
+    Row("backward, 10000 local nodes, to plain", "times", False, local_graph),
+    Row("pipeline, 32 micro-batches to 8", "times", False, batches_growth),
     *(
         Row(f"{name} {direction}", "GB/s", True, partial(bandwidth, size=size, direction=direction), ("host", "tcp"))
         for name, size in SIZES.items()

@@ -252,7 +252,6 @@ class Schedule:
                 stack += [m for m, _ in node.next_functions if m is not None]
         return found
 
-
     def is_marked(self, node: Node) -> bool:
         """Whether it was found so."""
         return node in self._marked

@@ -1,0 +1,309 @@
+"""The backward pass as state machines: 50 workers, random graphs, messages in any order."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from telegrad.autograd import passes
+from telegrad.autograd.passes import Driver, Missing, Order, Participant, Shipment
+from telegrad.autograd.schedule import LEAF, PLAIN, RECV, Schedule
+
+SEED = os.environ.get("TELEGRAD_SEED")
+SEEDS = [int(SEED)] if SEED else range(300)
+MANY_SEEDS = [int(SEED)] if SEED else range(300, 10_300)
+
+
+class Node:
+    """Of the graph of one worker."""
+
+    def __init__(self, worker: int, *following: Node) -> None:
+        self.worker = worker
+        self.next_functions = [(each, 0) for each in following]
+        self.runs = 0
+
+
+class Leaf(Node):
+    pass
+
+
+class HookedLeaf(Leaf):
+    pass
+
+
+class RecvNode(Node):
+    """Came from `sender` with its message `number`."""
+
+    def __init__(self, worker: int, sender: int, number: int) -> None:
+        super().__init__(worker)
+        self.sender = sender
+        self.number = number
+
+
+KINDS = {Leaf: lambda _: PLAIN, HookedLeaf: lambda _: LEAF, RecvNode: lambda _: RECV}
+
+
+class FakeLocal:
+    """A graph whose gradients are the sets of nodes that they came through: a run must see all of its own at once."""
+
+    def __init__(self, world: World, me: int) -> None:
+        self.world, self.me = world, me
+        self.roots: list[Node] = []
+        self.pending: set[Node] = set()
+        self.marked: set[int] = set()
+        self.buried = False
+        self.made: Schedule | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        if self.made is None:
+            entries = {number: [node] for number, node in self.world.sends[self.me].items()}
+            if self.roots:
+                entries[0] = self.roots
+            self.made = Schedule(entries, KINDS)
+        return self.made
+
+    def node_of(self, entry: int) -> list[Node]:
+        return [self.world.sends[self.me][entry]] if entry else self.roots
+
+    def start(self, roots: Any) -> None:
+        self.roots = list(roots)
+        self.arrive([(0, [1])])
+
+    def arrive(self, gradients: Any) -> None:
+        for entry, came in gradients:
+            if any(came):
+                self.pending.update(node for node in self.node_of(entry) if type(node) is not Leaf)
+            self.schedule.close(entry, True)
+        self.run()
+
+    def mark(self, sends: Any) -> Any:
+        starts = [node for send in sends for node in self.node_of(send)] if sends else list(self.pending)
+        self.marked.update(sends)
+        found: dict[str, list[int]] = {}
+        for node in self.schedule.mark(starts):
+            found.setdefault(str(node.sender), []).append(node.number)
+        return found
+
+    def bury(self) -> None:
+        self.buried = True
+        for entry in [entry for entry in self.schedule.open if entry not in self.marked]:
+            self.schedule.close(entry, False)
+        self.run()
+
+    def run(self) -> None:
+        for step in self.schedule.steps():
+            for node in self.order(step):
+                self.run_node(node)
+
+    def order(self, step: Any) -> list[Node]:
+        """The nodes of a step as the engine and then the hand would run them."""
+        hand = [node for node, _ in step.by_hand]
+        seen: set[Node] = set(hand)
+        found: list[Node] = []
+
+        def visit(node: Node) -> None:
+            if node in seen or type(node) is Leaf:
+                return
+            seen.add(node)
+            for following, _ in node.next_functions:
+                visit(following)
+            found.append(node)
+
+        for node in step.roots:
+            if node not in seen and node in self.pending:
+                visit(node)
+        unshipped = [node for node in step.recvs if node not in seen]
+        return found[::-1] + hand + unshipped
+
+    def run_node(self, node: Node) -> None:
+        given = node in self.pending
+        self.pending.discard(node)
+        if given:
+            node.runs += 1
+            self.world.check(node)
+            self.pending.update(following for following, _ in node.next_functions if type(following) is not Leaf)
+        if type(node) is RecvNode and (given or not self.buried or self.schedule.is_marked(node)):
+            self.world.ship(self.me, node, given)
+
+    @property
+    def starved(self) -> bool:
+        return bool(self.pending)
+
+    @property
+    def waiting(self) -> list[str]:
+        return [str(entry) for entry in self.schedule.open]
+
+
+class World:
+    """Random graphs on some workers, joined by messages; and one pass over them."""
+
+    def __init__(self, seed: int, size: int, steps: int, fast: bool = False) -> None:
+        self.draw = random.Random(seed)
+        self.sends: list[dict[int, Node]] = [{} for _ in range(size)]
+        self.sources: dict[RecvNode, Node] = {}
+        self.nodes: list[list[Node]] = [
+            [self.draw.choice([Leaf, HookedLeaf])(worker) for _ in range(3)] for worker in range(size)
+        ]
+        for _ in range(steps):
+            self.grow()
+        self.letters: Counter[str] = Counter()
+        self.mail: list[tuple[str, str, Any]] = []
+        order = Order(1, "0", 1, False, False, fast, ("0",))
+        self.driver = Driver(order)
+        self.parts = {str(worker): Participant(order, str(worker), FakeLocal(self, worker)) for worker in range(size)}
+        self.roots = [Node(0, *self.draw.sample(self.nodes[0], min(8, len(self.nodes[0]))))]
+
+    def grow(self) -> None:
+        worker = self.draw.randrange(len(self.nodes))
+        here = self.nodes[worker]
+        if self.draw.random() < 0.5:
+            here.append(Node(worker, *self.draw.sample(here[-6:], self.draw.choice([1, 2, 3]))))
+            return
+        other = self.draw.randrange(len(self.nodes))
+        number = len(self.sends[worker]) + 1
+        self.sends[worker][number] = source = self.draw.choice(here[-6:])
+        received = RecvNode(other, worker, number)
+        self.sources[received] = source
+        self.nodes[other].append(received)
+
+    def reachable(self) -> set[Node]:
+        stack, seen = list(self.roots), set()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+            if type(node) is RecvNode:
+                stack.append(self.sources[node])
+        return seen
+
+    def check(self, node: Node) -> None:
+        assert node.runs == 1, "a node ran twice"
+
+    def ship(self, worker: int, node: RecvNode, given: bool) -> None:
+        shipment = self.parts[str(worker)].ship(str(node.sender), [(node.number, [1 if given else None])])
+        self.post(str(worker), str(node.sender), shipment)
+
+    def post(self, sender: str, to: str, message: Any) -> None:
+        self.letters[type(message).__name__] += 1
+        self.mail.append((sender, to, message))
+
+    def run(self) -> None:
+        for to, task in self.driver.start([("0", self.roots)]):
+            self.post("0", to, task)
+        while self.mail:
+            sender, to, message = self.mail.pop(self.draw.randrange(len(self.mail)))
+            if isinstance(message, passes.Report):
+                for worker, task in self.driver.report(sender, message):
+                    self.post("0", worker, task)
+                continue
+            tasks = [message]
+            for other in [each for each in self.mail if each[1] == to and not isinstance(each[2], passes.Report)]:
+                if self.draw.random() < 0.5:
+                    self.mail.remove(other)
+                    tasks.append(other[2])
+            for worker, task in self.parts[to].take(tasks):
+                self.post(to, worker, task)
+            self.post(to, "0", self.parts[to].report())
+
+
+def run_seed(seed: int) -> World:
+    draw = random.Random(seed)
+    size = draw.choice([2, 3, 10, 50])
+    world = World(seed, size, steps=size * draw.choice([5, 20, 40]))
+    world.run()
+    assert world.driver.ended, "the pass did not end"
+    assert world.driver.marked <= 1
+    reachable = world.reachable()
+    for nodes in world.nodes:
+        for node in nodes:
+            if type(node) is not Leaf:
+                assert node.runs == (node in reachable), "a node did not run, or one that takes no part did"
+    sends = sum(map(len, world.sends))
+    assert world.letters["Shipment"] <= sends
+    assert world.letters["Mark"] <= sends + size
+    assert sum(world.letters.values()) <= 4 * sends + 6 * size + 2
+    return world
+
+
+def run_seeds(seeds):
+    asked = 0
+    for seed in seeds:
+        try:
+            asked += run_seed(seed).driver.marked
+        except Exception as error:
+            raise AssertionError(f"SEED={seed} {error!r}") from error
+    return asked
+
+
+def test_any_graph():
+    assert run_seeds(SEEDS) or SEED
+
+
+@pytest.mark.nightly
+def test_ten_thousand_graphs():
+    run_seeds(MANY_SEEDS)
+
+
+def test_nothing_is_asked_where_all_takes_part():
+    world = World(0, 1, 0)
+    first, second = Leaf(0), Node(0)
+    world.sends = [{}, {}]
+    for hop in range(1, 9):
+        here, there = hop % 2, 1 - hop % 2
+        world.sends[there][hop] = second
+        received = RecvNode(here, there, hop)
+        world.sources[received] = second
+        second = Node(here, received, first) if here == 0 else Node(here, received)
+    world.parts = {
+        str(worker): Participant(world.driver.order, str(worker), FakeLocal(world, worker)) for worker in (0, 1)
+    }
+    world.roots = [second]
+    world.run()
+    assert world.driver.ended
+    assert not world.driver.marked
+    assert world.letters == {"Start": 1, "Shipment": 8, "Report": 9}
+
+
+def test_a_fast_pass_names_what_is_missing():
+    world = next(world for world in (World(seed, 3, 60, fast=True) for seed in range(20)) if is_partly_used(world))
+    with pytest.raises(Missing) as missing:
+        world.run()
+    assert missing.value.waiting
+
+
+def is_partly_used(world):
+    reachable = world.reachable()
+    return not all(node in reachable for node in world.sources)
+
+
+def test_the_simulation_finds_a_driver_that_does_not_ask(monkeypatch):
+    monkeypatch.setattr(Driver, "_quiet", lambda self: setattr(self, "state", passes.ENDED) or [])
+    with pytest.raises(AssertionError, match="SEED="):
+        run_seeds(range(50))
+
+
+def test_the_simulation_finds_marks_that_stop(monkeypatch):
+    original = Schedule.mark
+    monkeypatch.setattr(Schedule, "mark", lambda self, starts: original(self, starts)[:1])
+    with pytest.raises(AssertionError, match="SEED="):
+        run_seeds(range(50))
+
+
+def test_the_simulation_finds_reports_that_forget(monkeypatch):
+    original = Participant.ship
+
+    def forgetful(self, worker, gradients):
+        shipment: Shipment = original(self, worker, gradients)
+        self._sent.pop()
+        return shipment
+
+    monkeypatch.setattr(Participant, "ship", forgetful)
+    with pytest.raises(AssertionError, match="SEED="):
+        run_seeds(range(50))
