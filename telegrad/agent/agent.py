@@ -7,13 +7,15 @@ others and can be called), and is closed in the end.
 from __future__ import annotations
 
 import logging
+import pickle
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
@@ -268,15 +270,22 @@ class Agent:
         """Have `handler(sender, message)` called for every control message of that class."""
         self._handlers[message] = handler
 
-    def notify(self, to: str | int, message: object, incarnation: str = "", context: Context | None = None) -> None:
+    def notify(
+        self,
+        to: str | int,
+        message: object,
+        incarnation: str = "",
+        tensors: Sequence[Tensor] = (),
+        context: Context | None = None,
+    ) -> None:
         """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
 
-        In a `context` its tensors are recorded there.
+        It is made of plain things; `tensors` arrive in its field of that name, recorded in the `context`, if any.
         """
         peer = self._connections.peer(to)
         if incarnation not in ("", peer.identity.incarnation):
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
-        body, tensors, _ = encode(message, False)
+        body = pickle.dumps(message, 5)
         parts: dict[str, Any] = {}
         if tensors:
             parts["meta"], parts["blobs"] = pack(tensors)
@@ -285,8 +294,8 @@ class Agent:
             body = load(body, context.sent(tensors, peer.identity, type(message), True))
         peer.notify(body, parts)
 
-    def _take_notice(self, sender: Identity, message: object) -> None:
-        self._handlers[type(message)](sender, message)
+    def _take_notice(self, sender: Identity, message: Any, tensors: Sequence[Tensor]) -> None:
+        self._handlers[type(message)](sender, message._replace(tensors=tensors) if tensors else message)
 
     def _undelivered(self, who: Identity, reason: PeerError) -> None:
         self._connections.tell_lost(who, reason)

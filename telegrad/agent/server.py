@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from time import perf_counter
@@ -60,7 +61,7 @@ class Server:
         name: str,
         reactor: Reactor,
         entered: Callable[[], None],
-        on_notice: Callable[[Identity, Any], None],
+        on_notice: Callable[[Identity, Any, Sequence[Tensor]], None],
         take_cargo: Callable[[Frame, Identity], Frame],
         undelivered: Callable[[Identity, PeerError], None],
     ) -> None:
@@ -98,7 +99,7 @@ class Server:
     def _notice(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work
         frame, tensors = take_tensors(frame, self.recorder, caller.identity)
-        self._on_notice(caller.identity, decode(frame.body, tensors))
+        self._on_notice(caller.identity, pickle.loads(frame.body), tensors)
 
     def _run(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work
@@ -107,8 +108,11 @@ class Server:
             frame, tensors = take_tensors(frame, self.recorder, caller.identity)
             function, args, kwargs = open_call(frame, tensors)
             del tensors
-            if frame.flags or frame.context is not None:
+            if frame.flags:
                 with setting(frame):
+                    result = function(*args, **kwargs)
+            elif frame.context is not None:
+                with frame.context.entered():
                     result = function(*args, **kwargs)
             else:
                 result = function(*args, **kwargs)

@@ -84,7 +84,7 @@ def backward(
         What was raised in the backward of a function, on whatever worker.
     """
     conductor = _find()
-    future = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph)
+    future = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, here=True)
     conductor.wait(future)
     future.wait()
 
@@ -99,7 +99,7 @@ def backward_async(
     create_graph: bool = False,
 ) -> Future[None]:
     """As `backward`, but gives a future that is done when the pass has ended."""
-    return _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph)
+    return _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph, here=False)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
@@ -119,12 +119,15 @@ def _begin(
     mode: str,
     timeout: float | None,
     create: bool,
+    here: bool,
 ) -> Future[None]:
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
     found = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
-    return conductor.begin(found, places, retain or create, create, mode == "fast", timeout)
+    return conductor.begin(
+        found, places, retain=retain or create, create=create, fast=mode == "fast", timeout=timeout, here=here
+    )
 
 
 def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:

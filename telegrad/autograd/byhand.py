@@ -60,8 +60,7 @@ def _apply(node: Node, taken: Given, order: Order, accumulate: Accumulate) -> An
     if type(node) is CheckpointNode:
         with _inner_pass(node, order, accumulate):
             return node.apply(*taken)
-    apply: Callable[..., Any] = getattr(node, "apply", node)  # a node of C++ is called itself
-    return apply(*taken)
+    return (node.apply if hasattr(node, "apply") else node)(*taken)
 
 
 def _wanted(node: Node, made: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from telegrad.agent.agent import Agent
@@ -35,9 +36,47 @@ from telegrad.autograd.passes import (
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends
 from telegrad.wire.failures import describe, rebuild
 
+SMALL = 4096  # bytes
 SHORT = 150e-6  # tasks that took less last time are expected to be short again
 
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
+
+
+class Parcel(NamedTuple):
+    """A shipment on its way: of each message its number, and for each of its tensors which of `tensors`, or None."""
+
+    order: tuple[Any, ...]
+    key: tuple[str, int]
+    gradients: list[tuple[int, list[int | None]]]
+    tensors: Sequence[Tensor] = ()
+
+
+def wrap(shipment: Shipment) -> tuple[Parcel, list[Tensor]]:
+    tensors: dict[int, Tensor] = {}
+    places: dict[int, int] = {}  # a gradient often goes to several tensors of a message
+    slots = [
+        (number, [None if each is None else places.setdefault(id(each), len(places)) for each in gradients])
+        for number, gradients in shipment.gradients
+    ]
+    for _, gradients in shipment.gradients:
+        tensors.update((id(each), each) for each in gradients if each is not None)
+    lean = [_lean(tensor) for tensor in tensors.values()] if not shipment.order.create else [*tensors.values()]
+    return Parcel(tuple(shipment.order), shipment.key, slots), lean
+
+
+def _lean(gradient: Tensor) -> Tensor:
+    """Often one number is all there is of a gradient; to spread it out is less work than to describe that."""
+    if gradient.layout is torch.strided and gradient.nbytes < SMALL and not gradient.is_contiguous():
+        return gradient.contiguous()
+    return gradient
+
+
+def unwrap(parcel: Parcel) -> Shipment:
+    tensors = parcel.tensors
+    gradients = [
+        (number, [None if place is None else tensors[place] for place in places]) for number, places in parcel.gradients
+    ]
+    return Shipment(Order(*parcel.order), parcel.key, gradients)
 
 
 class Outbox:
@@ -87,8 +126,9 @@ class Outbox:
             participant = self._participant()
             shipment = participant.ship(worker.name, gathered)
             self.reached.add(worker.name)
-        order = participant.order
-        self._agent.notify(worker.name, shipment, worker.incarnation, self._context if order.create else None)
+        parcel, tensors = wrap(shipment)
+        context = self._context if participant.order.create else None
+        self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)
 
 
 class Part:
@@ -124,8 +164,9 @@ class Conductor:
         self._open_roots = open_roots
         self._runs: dict[tuple[int, int], Run] = {}  # by context and number
         self._short = False
-        for task in (Start, Shipment, Mark, Bury):
+        for task in (Start, Mark, Bury):
             agent.on(task, lambda sender, message: self._post(message))
+        agent.on(Parcel, lambda sender, message: self._post(unwrap(message)))
         agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
         agent.on(Failed, self._on_failed)
         agent.on(Abandon, lambda sender, message: self._abandon(message.order))
@@ -139,12 +180,17 @@ class Conductor:
         self,
         context: Context,
         roots: dict[str, list[Any]],
+        *,
         retain: bool,
         create: bool,
         fast: bool,
         timeout: float | None,
+        here: bool,
     ) -> Future[None]:
-        """Run backward from `roots`: of this worker tensors or values, of others values that live there."""
+        """Run backward from `roots`: of this worker tensors or values, of others values that live there.
+
+        `here`: this thread has nothing better to do than this worker's part.
+        """
         if timeout is None:
             timeout = self._agent.timeout
         number = next(context.passes)
@@ -155,13 +201,13 @@ class Conductor:
             self._agent.wake_at(run.deadline)
         with run.lock:
             letters = run.driver.start(roots.items())
-        self._deliver(run, letters)
+        self._deliver(run, letters, here)
         return run.future
 
-    def _deliver(self, run: Run, letters: Sequence[tuple[str, Task]]) -> None:
-        for worker, task in letters:
+    def _deliver(self, run: Run, letters: Sequence[tuple[str, Task]], here: bool = False) -> None:
+        for worker, task in sorted(letters, key=lambda letter: letter[0] == self._agent.name):
             if worker == self._agent.name:
-                self._post(task)
+                self._post(task, here)
                 continue
             try:
                 self._agent.notify(worker, task)
@@ -175,8 +221,8 @@ class Conductor:
 
     # This worker's part
 
-    def _post(self, task: Task) -> None:
-        """Something is to be done in a context: by whoever is at it, or by a thread that begins now."""
+    def _post(self, task: Task, here: bool = False) -> None:
+        """Something is to be done in a context: by whoever is at it, or by this thread or one that begins now."""
         context = self.contexts.join(task.order.context)
         if context is None:
             return
@@ -185,7 +231,10 @@ class Conductor:
             if context.busy:
                 return
             context.busy = True
-        self._agent.run(self._work, context, self._short)
+        if here:
+            self._work(context)
+        else:
+            self._agent.run(self._work, context, self._short)
 
     def _work(self, context: Context) -> None:
         start = perf_counter()
