@@ -277,10 +277,12 @@ class Agent:
         incarnation: str = "",
         tensors: Sequence[Tensor] = (),
         context: Context | None = None,
+        patient: bool = False,
     ) -> None:
         """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
 
         It is made of plain things; `tensors` arrive in its field of that name, recorded in the `context`, if any.
+        A patient one leaves with the next message that goes there, or within a moment.
         """
         peer = self._connections.peer(to)
         if incarnation not in ("", peer.identity.incarnation):
@@ -292,7 +294,9 @@ class Agent:
         if context is not None:
             parts["flags"] = RECORDED
             body = load(body, context.sent(tensors, peer.identity, type(message), True))
-        peer.notify(body, parts)
+        peer.notify(body, parts, patient)
+        if patient:
+            self._clock.before(monotonic() + BUSY_TICK)
 
     def _take_notice(self, sender: Identity, message: Any, tensors: Sequence[Tensor]) -> None:
         self._handlers[type(message)](sender, message._replace(tensors=tensors) if tensors else message)
@@ -308,6 +312,7 @@ class Agent:
             upcoming = self._deadlines.next()
         for pending in expired:
             pending.peer.expire(pending)
+        self._reactor.send_unsent()
         self._connections.tick(now)
         upcoming = min([upcoming, *(tick(now) for tick in self.ticking)])
         return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))

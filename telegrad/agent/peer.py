@@ -133,11 +133,18 @@ class Peer:
         if pending.outcome is not None and not pending.outcome.quick and not self._armed:
             self._arm()
 
-    def notify(self, body: bytes, parts: dict[str, Any]) -> None:
-        """Send a control message; where it cannot be delivered, `on_lost` is told."""
-        self._send(0, {"kind": NOTICE, "body": body, **parts})
+    def notify(self, body: bytes, parts: dict[str, Any], patient: bool) -> None:
+        """Send a control message; where it cannot be delivered, `on_lost` is told. A patient one waits for company."""
+        self._send(0, {"kind": NOTICE, "body": body, **parts}, self._patiently if patient else self._batched)
 
-    def _send(self, id_: int, parts: dict[str, Any]) -> None:
+    def _batched(self, link: Link) -> bool:
+        return self._reactor.send_later(link, more=True)
+
+    def _patiently(self, link: Link) -> bool:
+        self._reactor.send_with_next(link)
+        return True
+
+    def _send(self, id_: int, parts: dict[str, Any], later: Callable[[Link], bool] = lambda _: False) -> None:
         while True:
             with self._lock:
                 link = self._link
@@ -152,7 +159,7 @@ class Peer:
                 threading.Thread(target=self._make_link, name="telegrad-connect", daemon=True).start()
                 return
             try:
-                link.send(id=id_, **parts)
+                link.send(id=id_, later=isinstance(link, Link) and later(link), **parts)
             except PeerError:
                 # It had ended before this frame was written, so that the frame can go over a new one.
                 with self._lock:

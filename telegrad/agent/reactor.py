@@ -98,12 +98,21 @@ class Reactor:
         if self._asleep:
             self.poller.wake()
 
-    def send_later(self, source: Source) -> bool:
-        """Whether the leader will call `on_writable` of `source` when its batch of work ends: only on its thread."""
-        if self._leader is None or getattr(self._local, "worker", None) is not self._leader or not self._ready:
+    def send_later(self, source: Source, more: bool = False) -> bool:
+        """Whether the leader will call `on_writable` of `source` when its batch of work ends: only on its thread.
+
+        And only where there is more in the batch, or `more` will come from the work that runs.
+        """
+        if self._leader is None or getattr(self._local, "worker", None) is not self._leader:
+            return False
+        if not (self._ready or more):
             return False
         self._unsent.add(source)
         return True
+
+    def send_with_next(self, source: Source) -> None:
+        """Call `on_writable` of `source` some time soon: at the clock's next tick, if nothing else does before."""
+        self._unsent.add(source)
 
     def on_worker(self) -> bool:
         """Whether this thread is one of the reactor's."""
@@ -124,7 +133,7 @@ class Reactor:
                 worker.counted = False
             started = self._release_queued()
         if leads:
-            self._send_unsent()
+            self.send_unsent()
             self._pass_lead(worker)
         elif started:
             self.poller.wake()
@@ -243,11 +252,11 @@ class Reactor:
 
     def _lead(self, worker: _Worker) -> None:
         ready = self._ready
-        self._send_unsent()
+        self.send_unsent()
         while self._leader is worker and not self._closed:
             if not ready:
                 if self._unsent:
-                    self._send_unsent()
+                    self.send_unsent()
                 try:
                     self._poll()
                 except OSError:
@@ -258,7 +267,7 @@ class Reactor:
             if work.cost != INSTANT and not self._take_slot(worker, work):
                 continue
             if work.cost == LONG:
-                self._send_unsent()
+                self.send_unsent()
                 self._pass_lead(worker)
                 self._run(worker, work)
             else:
@@ -332,7 +341,8 @@ class Reactor:
         self._ready.extendleft([self._queued.popleft() for _ in range(count)][::-1])
         return True
 
-    def _send_unsent(self) -> None:
+    def send_unsent(self) -> None:
+        """Let go what was to be sent later."""
         with contextlib.suppress(KeyError):  # emptied by two threads at once
             while self._unsent:
                 self._unsent.pop().on_writable()

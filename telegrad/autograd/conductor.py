@@ -37,7 +37,7 @@ from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, Tele
 from telegrad.wire.failures import describe, rebuild
 
 SMALL = 4096  # bytes
-SHORT = 150e-6  # tasks that took less last time are expected to be short again
+SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again
 
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
 

@@ -177,7 +177,7 @@ class Contexts:
 
     def _tell(self, worker: Identity, message: Any) -> None:
         with contextlib.suppress(TelegradError):  # it has left, and its contexts with it
-            self._agent.notify(worker.name, message, worker.incarnation)
+            self._agent.notify(worker.name, message, worker.incarnation, patient=True)
 
     # For the agent
 
