@@ -24,8 +24,8 @@ from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
 from telegrad.wire.messages import BYE, CARRIES, NOTICE, Frame
 
-SPIN = 100e-6  # as in the reactor: look again for this long before sleeping
-SPIN_WITHIN = 300e-6  # only where the last answer came within this time
+SPIN = 250e-6  # as in the reactor: look again for this long before sleeping
+SPIN_WITHIN = 400e-6  # only where the last answer came within this time
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 
 AnyLink = Link | LoopEnd
@@ -135,16 +135,9 @@ class Peer:
 
     def notify(self, body: bytes, parts: dict[str, Any], patient: bool) -> None:
         """Send a control message; where it cannot be delivered, `on_lost` is told. A patient one waits for company."""
-        self._send(0, {"kind": NOTICE, "body": body, **parts}, self._patiently if patient else self._batched)
+        self._send(0, {"kind": NOTICE, "body": body, **parts}, patient or self._reactor.batches(more=True))
 
-    def _batched(self, link: Link) -> bool:
-        return self._reactor.send_later(link, more=True)
-
-    def _patiently(self, link: Link) -> bool:
-        self._reactor.send_with_next(link)
-        return True
-
-    def _send(self, id_: int, parts: dict[str, Any], later: Callable[[Link], bool] = lambda _: False) -> None:
+    def _send(self, id_: int, parts: dict[str, Any], later: bool = False) -> None:
         while True:
             with self._lock:
                 link = self._link
@@ -159,7 +152,9 @@ class Peer:
                 threading.Thread(target=self._make_link, name="telegrad-connect", daemon=True).start()
                 return
             try:
-                link.send(id=id_, later=isinstance(link, Link) and later(link), **parts)
+                link.send(id=id_, later=later, **parts)
+                if later and isinstance(link, Link):
+                    self._reactor.sent_later(link)
             except PeerError:
                 # It had ended before this frame was written, so that the frame can go over a new one.
                 with self._lock:

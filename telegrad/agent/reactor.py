@@ -28,8 +28,8 @@ from telegrad.transport.poller import READ, WRITE, Poller, Source
 
 INSTANT, QUICK, LONG = range(3)  # not counted and short; counted and short; counted, and the lead goes first
 
-SPIN = 100e-6  # how long to look again before sleeping: waking from sleep costs as much
-SPIN_WITHIN = 200e-6  # spin only where the last wait was shorter than this
+SPIN = 250e-6  # how long to look again before sleeping: waking from sleep costs as much
+SPIN_WITHIN = 400e-6  # spin only where the last wait was shorter than this
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 STALLED_AFTER = 0.25  # calls that wait for a slot this long, while those that run only sleep, are let in one by one
 ASLEEP_BELOW = 0.01  # share of the time that running calls use a processor
@@ -98,21 +98,21 @@ class Reactor:
         if self._asleep:
             self.poller.wake()
 
-    def send_later(self, source: Source, more: bool = False) -> bool:
-        """Whether the leader will call `on_writable` of `source` when its batch of work ends: only on its thread.
+    def batches(self, more: bool = False) -> bool:
+        """Whether what this thread sends may wait for the end of a batch of work: only the leader has those.
 
         And only where there is more in the batch, or `more` will come from the work that runs.
         """
-        if self._leader is None or getattr(self._local, "worker", None) is not self._leader:
-            return False
-        if not (self._ready or more):
-            return False
-        self._unsent.add(source)
-        return True
+        return self._leads() and (bool(self._ready) or more)
 
-    def send_with_next(self, source: Source) -> None:
-        """Call `on_writable` of `source` some time soon: at the clock's next tick, if nothing else does before."""
+    def sent_later(self, source: Source) -> None:
+        """After something was left in the outbox of `source`: the leader, or the clock's next tick, will send it."""
         self._unsent.add(source)
+        if self.on_worker() and not self._leads():  # the lead was taken from this thread meanwhile
+            self.send_unsent()
+
+    def _leads(self) -> bool:
+        return self._leader is not None and getattr(self._local, "worker", None) is self._leader
 
     def on_worker(self) -> bool:
         """Whether this thread is one of the reactor's."""

@@ -166,9 +166,11 @@ class Server:
     def _send(self, caller: Caller, kind: int, call_id: int, **parts: Any) -> None:
         link = caller.link
         assert link is not None
-        later = isinstance(link, Link) and self._reactor.send_later(link)
+        later = isinstance(link, Link) and self._reactor.batches()
         try:
             link.send(kind, call_id, later=later, **parts)
+            if later and isinstance(link, Link):
+                self._reactor.sent_later(link)
         except PeerError as error:  # the caller has gone: nobody waits for the answer
             if parts.get("flags", 0) & CARRIES:
                 self._undelivered(caller.identity, error)

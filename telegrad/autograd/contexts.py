@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from telegrad.agent.agent import Agent
@@ -86,9 +85,8 @@ class Context:
             self.known[sender.name] = sender
         if slots:
             recorded = [tensors[slot].requires_grad_(False) for slot in slots]
-            with torch.inference_mode(False), torch.enable_grad():
-                for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number)), strict=True):
-                    tensors[slot] = tensor
+            for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number)), strict=True):
+                tensors[slot] = tensor
         return tensors
 
     def gradients_of(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:

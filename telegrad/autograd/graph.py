@@ -68,6 +68,9 @@ def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
 
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
     """The same tensors with a history."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of whoever waits; they were sent in another
+        with torch.inference_mode(False), torch.enable_grad():
+            return receive(tensors, origin)
     anchor = torch.empty(0, requires_grad=True)
     received: Sequence[Tensor] = Recv.apply(anchor, origin, tensors)  # type: ignore[no-untyped-call]
     hurry = getattr(received[0].grad_fn, "_set_sequence_nr", None)
