@@ -1,0 +1,627 @@
+"""What programs do with distributed autograd, on several agents in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextvars import copy_context
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad.autograd as autograd
+from telegrad.errors import CallTimeout, ContextEnded, NotOwner, UnusedSends, UsageError
+from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE, agents, in_threads
+
+
+@pytest.fixture(scope="module")
+def trio():
+    with agents(4) as workers:
+        current.enter(workers[0].agent)
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(trio):
+    current.enter(trio[0].agent)
+    yield
+    wait_until(lambda: not any(len(worker.conductor.contexts) for worker in trio))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def leaf(*shape):
+    return torch.randn(*(shape or (3, 3)), dtype=torch.float64, requires_grad=True)
+
+
+def same_as_local(program, leaves, **options):
+    """Gradients of `program(call)`, where a call is remote, and as the program gives them without workers."""
+    expected = torch.autograd.grad(program(lambda to, function, *args: function(*args)), leaves, allow_unused=True)
+    with autograd.context() as context:
+        autograd.backward(context, program(lambda to, function, *args: rpc_sync(to, function, args)), **options)
+        found = autograd.get_gradients(context)
+    for one, wanted in zip(leaves, expected, strict=True):
+        if wanted is None:
+            assert one not in found
+        else:
+            assert torch.allclose(found[one], wanted)
+        assert one.grad is None
+
+
+# The documents' examples
+
+
+def test_an_unused_result():
+    a, b, c = leaf(), leaf(), leaf()
+
+    def program(call):
+        d = call("w1", torch.add, a, b)
+        call("w1", torch.mul, b, c)
+        return d.sum()
+
+    same_as_local(program, [a, b, c])
+
+
+def produce(numbers):
+    a, b = (parameters["w1"][number] for number in numbers)
+    return a + b
+
+
+parameters: dict[str, list[torch.Tensor]] = {}
+
+
+def worker0_part(c):
+    return parameters["w0"][0] * c
+
+
+def worker2_part(c):
+    return (c + parameters["w2"][0]).tanh()
+
+
+def worker1_part(c, e):
+    return c * e
+
+
+@pytest.mark.parametrize("root", ["f1", "i"])
+def test_five_sends_of_which_some_are_unused(root):
+    """Hidden paths and a circle between workers."""
+    parameters.update({"w0": [leaf()], "w1": [leaf(), leaf()], "w2": [leaf()]})
+    everything = [each for several in parameters.values() for each in several]
+    c = parameters["w1"][0] + parameters["w1"][1]
+    h, f = worker0_part(c), worker1_part(c, worker2_part(c))
+    wanted = torch.autograd.grad((f if root == "f1" else h + f).sum(), everything, allow_unused=True)
+    current.enter(trio_agent(3))
+    with autograd.context() as context:
+        c_ref = remote("w1", produce, ([0, 1],))
+        h1 = rpc_sync("w0", with_value, (worker0_part, c_ref))
+        e_ref = remote("w2", with_value, (worker2_part, c_ref))
+        f1 = rpc_sync("w1", with_value, (worker1_part, c_ref, e_ref))
+        autograd.backward(context, (f1 if root == "f1" else h1 + f1).sum())
+        found = {}
+        for name in ("w0", "w1", "w2"):
+            found.update(dict(rpc_sync(name, gradients_of_parameters, (name, context))))
+    for number, (_, gradient) in enumerate(zip(everything, wanted, strict=True)):
+        if gradient is None:
+            assert found[number] is None
+        else:
+            assert torch.allclose(found[number], gradient)
+
+
+def trio_agent(rank):
+    return AGENTS[rank]
+
+
+AGENTS: list = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_agents(trio):
+    AGENTS[:] = [worker.agent for worker in trio]
+
+
+def with_value(function, *references):
+    return function(*(reference.to_here() for reference in references))
+
+
+def gradients_of_parameters(name, context):
+    everything = [each for several in parameters.values() for each in several]
+    found = autograd.get_gradients(context)
+    return [
+        (number, found.get(each))
+        for number, each in enumerate(everything)
+        if any(each is own for own in parameters[name])
+    ]
+
+
+# Contexts
+
+
+def test_nested_contexts_are_an_error():
+    with autograd.context() as context, pytest.raises(UsageError, match=str(context)), autograd.context():
+        pass
+
+
+def test_unknown_contexts():
+    with autograd.context() as context:
+        pass
+    with pytest.raises(ContextEnded, match="could not find autograd context"):
+        autograd.get_gradients(context)
+    with pytest.raises(ContextEnded):
+        autograd.backward(context, leaf().sum())
+
+
+@pytest.mark.parametrize(
+    ("roots", "said"),
+    [
+        ([], "no tensors"),
+        (torch.ones(()), "requires_grad"),
+        (torch.ones(2, requires_grad=True), "not a scalar"),
+        (3, "must be a tensor"),
+    ],
+)
+def test_bad_roots(roots, said):
+    with autograd.context() as context, pytest.raises(UsageError, match=said):
+        autograd.backward(context, roots)
+
+
+def test_a_mode_that_is_none():
+    with autograd.context() as context, pytest.raises(UsageError, match="smart"):
+        autograd.backward(context, leaf().sum(), mode="quick")
+
+
+def test_two_contexts_over_the_same_parameters_at_once():
+    weight = leaf()
+    inputs = [leaf(), leaf()]
+
+    def step(value):
+        current.enter(AGENTS[0])
+        for _ in range(20):
+            with autograd.context() as context:
+                autograd.backward(context, rpc_sync("w1", torch.mul, (weight, value)).sum())
+                assert torch.equal(autograd.get_gradients(context)[weight], value)
+
+    in_threads(*(lambda value=value: step(value) for value in inputs))
+    assert weight.grad is None
+
+
+def test_a_second_pass():
+    a, b = leaf(), leaf()
+    with autograd.context() as context:
+        loss = rpc_sync("w1", torch.mul, (a, b)).sum()
+        autograd.backward(context, loss, retain_graph=True)
+        autograd.backward(context, loss)
+        assert torch.allclose(autograd.get_gradients(context)[a], 2 * b)
+        with pytest.raises(RuntimeError, match="second time"):
+            autograd.backward(context, loss)
+
+
+def test_a_context_that_ends_under_its_pass():
+    gate = threading.Event()
+    with autograd.context() as context:
+        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, (leaf(), Holder(gate))).sum())
+    with pytest.raises(ContextEnded, match="wait for that"):
+        future.wait()
+    GATE.set()
+
+
+GATE = threading.Event()
+
+
+class Holder:
+    """Stands for the gate on all agents of this process."""
+
+    def __init__(self, gate):
+        GATE.clear()
+
+    def __reduce__(self):
+        return Waiter, ()
+
+
+class Waiter:
+    """What a holder arrives as."""
+
+    def wait(self):
+        assert GATE.wait(PATIENCE)
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, waiter):
+        ctx.waiter = waiter
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.waiter.wait()
+        return gradient, None
+
+
+def slow_backward(x, waiter):
+    return Slow.apply(x, waiter)
+
+
+# Every kind of call
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    @functions.async_execution
+    def later(self, x):
+        return rpc_async("w2", torch.mul, (x, 2)).then(lambda done: self.layer(done.wait()))
+
+
+async def in_steps(x):
+    y = await rpc_async("w2", torch.sin, (x,))
+    return y + await rpc_async("w3", torch.cos, (x,))
+
+
+@functions.async_execution
+def by_callback(x):
+    return rpc_async("w2", torch.sin, (x,)).then(lambda done: rpc_sync("w3", torch.mul, (done.wait(), x)))
+
+
+def nested(x, left):
+    return x.sin() if not left else rpc_sync(f"w{left % 3 + 1}", nested, (x * 2, left - 1))
+
+
+def third_party(x):
+    return remote("w3", torch.exp, (x,))
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+compiled = torch.compile(lambda x: x.cos() * 3, backend="eager")
+
+
+def in_parts(values):
+    return {"sum": values["a"] + values["b"][0], "count": torch.tensor(3)}
+
+
+def in_a_thread(x):
+    made = []
+    run = copy_context().run
+    agent = current.agent()
+
+    def work():
+        current.enter(agent)
+        made.append(rpc_sync("w2", torch.sin, (x,)))
+
+    thread = threading.Thread(target=run, args=(work,))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+CALLS = {
+    "sync": lambda x: rpc_sync("w1", torch.sin, (x,)),
+    "async": lambda x: rpc_async("w1", torch.sin, (x,)).wait(),
+    "keyword": lambda x: rpc_sync("w1", torch.mul, (x,), {"other": x}),
+    "remote": lambda x: remote("w1", torch.sin, (x,)).to_here(),
+    "to itself": lambda x: rpc_sync("w0", torch.sin, (x,)),
+    "coroutine": lambda x: rpc_sync("w1", in_steps, (x,)),
+    "callback": lambda x: rpc_sync("w1", by_callback, (x,)),
+    "nested": lambda x: rpc_sync("w1", nested, (x, 7)),
+    "third party": lambda x: rpc_sync("w1", third_party, (x,)).to_here(),
+    "shared": lambda x: rpc_sync("w2", with_value, (torch.sin, RRef(x))),
+    "operator": lambda x: (remote("w1", torch.sin, (x,)) * 2 + 1).to_here(),
+    "script": lambda x: rpc_sync("w1", scripted, (x,)),
+    "compiled": lambda x: rpc_sync("w1", compiled, (x,)),
+    "container": lambda x: rpc_sync("w1", in_parts, ({"a": x, "b": [x.exp(), 3]},))["sum"],
+    "thread": lambda x: rpc_sync("w1", in_a_thread, (x,)),
+    "same twice": lambda x: rpc_sync("w1", torch.mul, (x, x)),
+    "awaited": lambda x: (
+        rpc_async("w1", torch.sin, (x,)).then(lambda done: rpc_sync("w2", torch.exp, (done.wait(),))).wait()
+    ),
+}
+LOCALLY = {
+    "keyword": lambda x: x * x,
+    "coroutine": lambda x: x.sin() + x.cos(),
+    "callback": lambda x: x.sin() * x,
+    "nested": lambda x: (x * 2**7).sin(),
+    "third party": torch.exp,
+    "operator": lambda x: x.sin() * 2 + 1,
+    "script": lambda x: x.sin() * 2,
+    "compiled": lambda x: x.cos() * 3,
+    "container": lambda x: x + x.exp(),
+    "same twice": lambda x: x * x,
+    "awaited": lambda x: x.sin().exp(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("start", ["leaf", "inner"])
+def test_every_call_records(call, start):
+    x = leaf()
+    prepare = (lambda: x) if start == "leaf" else (lambda: x * 0.5)
+    (expected,) = torch.autograd.grad(LOCALLY.get(call, torch.sin)(prepare()).sum(), [x])
+    with autograd.context() as context:
+        autograd.backward(context, CALLS[call](prepare()).sum())
+        assert torch.allclose(autograd.get_gradients(context)[x], expected)
+
+
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
+@pytest.mark.parametrize("method", ["forward", "later", "__call__"])
+def test_proxies_record(how, method):
+    x = leaf()
+    with autograd.context() as context:
+        reference = remote("w1", Model)
+        proxy = getattr(reference, how)()
+        result = proxy(x) if method == "__call__" else getattr(proxy, method)(x)
+        result = result.wait() if how == "rpc_async" else result.to_here() if how == "remote" else result
+        autograd.backward(context, result.sum())
+        found = rpc_sync("w1", model_gradients, (reference, context))
+        module = reference.rpc_sync().state_dict()
+        factor = 2 if method == "later" else 1
+        assert torch.allclose(autograd.get_gradients(context)[x], factor * module["layer.weight"].sum(0).expand(3, 3))
+        assert torch.allclose(found[0], factor * x.sum(0).expand(3, 3))
+
+
+def model_gradients(reference, context):
+    found = autograd.get_gradients(context)
+    return [found[parameter] for parameter in reference.local_value().parameters()]
+
+
+def test_parameters_are_sent_with_their_history():
+    parameter = nn.Parameter(torch.randn(3, 3))
+    with autograd.context() as context:
+        kind, result = rpc_sync("w1", look_at, (parameter,))
+        assert kind == (True, False)
+        autograd.backward(context, result.sum())
+        assert torch.equal(autograd.get_gradients(context)[parameter], torch.full((3, 3), 2.0))
+
+
+def look_at(parameter):
+    return (isinstance(parameter, nn.Parameter), parameter.is_leaf), parameter * 2
+
+
+def test_modules_sent_whole_have_gradients_where_they_came_from():
+    model, x = Model(), torch.randn(2, 3, dtype=torch.float64)
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", apply, (model, x)).sum())
+        found = autograd.get_gradients(context)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(found[parameter], gradient)
+
+
+def apply(function, *args):
+    return function(*args)
+
+
+def test_what_has_no_gradient_crosses_as_it_is():
+    with autograd.context():
+        whole = rpc_sync("w1", apply, (list, [torch.arange(3), torch.ones(2), 7]))
+        assert [getattr(each, "requires_grad", False) for each in whole] == [False] * 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_recorded_without_grad(mode, trio):
+    x = leaf()
+    with autograd.context() as context, mode():
+        y = rpc_sync("w1", torch.mul, (x, 2))
+        assert y.grad_fn is None
+        assert not trio[0].conductor.contexts.find(context).sends
+    with autograd.context() as context:
+        assert rpc_sync("w1", torch.mul, (x, 2)).grad_fn is not None
+
+
+def test_outside_of_a_context_nothing_is_recorded():
+    assert rpc_sync("w1", torch.mul, (leaf(), 2)).grad_fn is None
+
+
+# Graphs as local autograd runs them
+
+
+def test_a_plain_backward_says_what_to_use():
+    with autograd.context():
+        loss = rpc_sync("w1", torch.sin, (leaf(),)).sum()
+        with pytest.raises(UsageError, match=r"telegrad\.autograd\.backward"):
+            loss.backward()
+
+
+def test_a_graph_of_another_context():
+    x = leaf()
+    with autograd.context():
+        y = rpc_sync("w1", torch.sin, (x,))
+    with autograd.context() as context, pytest.raises(UsageError, match="another context"):
+        autograd.backward(context, y.sum())
+
+
+def test_in_place_after_sending():
+    x = leaf()
+
+    def program(call):
+        y = x * 2
+        z = call("w1", torch.sin, y)
+        y.mul_(3)
+        return (call("w2", torch.cos, y) + z).sum()
+
+    with autograd.context() as context:
+        autograd.backward(context, program(lambda to, function, *args: rpc_sync(to, function, args)))
+        found = autograd.get_gradients(context)[x]
+    assert torch.allclose(found, 2 * torch.cos(2 * x) - 6 * torch.sin(6 * x))
+
+
+def test_sparse_gradients_cross_sparse():
+    table = leaf(5, 3)
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", look_up, (table, torch.tensor([0, 2, 2]))).sum())
+        found = autograd.get_gradients(context)[table]
+    assert found.is_sparse
+    assert found.to_dense()[2].tolist() == [2, 2, 2]
+
+
+def look_up(table, indices):
+    return nn.functional.embedding(indices, table, sparse=True)
+
+
+def test_hooks_after_accumulation_see_the_whole_gradient():
+    x = leaf()
+    seen = []
+    x.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.clone()))
+    with autograd.context() as context:
+        loss = sum(rpc_sync(f"w{number}", torch.mul, (x, number)).sum() for number in (1, 2, 3))
+        autograd.backward(context, loss)
+    assert [each.tolist() for each in seen] == [[[6.0] * 3] * 3]
+    assert x.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_anomaly_mode_finds_the_nan():
+    x = torch.zeros(3, requires_grad=True)
+    with torch.autograd.detect_anomaly(), autograd.context() as context:
+        y = rpc_sync("w1", torch.mul, (x, 0.0))
+        with pytest.raises(RuntimeError, match="nan"):
+            autograd.backward(context, (y.sqrt() * 0).sum())
+
+
+def test_autocast_in_forward():
+    x = torch.randn(3, 3, requires_grad=True)
+    with autograd.context() as context:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = rpc_sync("w1", torch.mul, (torch.mm(x, x), 2))
+        assert y.dtype == torch.bfloat16
+        autograd.backward(context, y.float().sum())
+        assert autograd.get_gradients(context)[x].dtype == torch.float32
+
+
+def test_gradients_of_gradients():
+    x = leaf()
+
+    def penalty(gradient):
+        return gradient.pow(2).sum()
+
+    y = (x**3).sin().sum()
+    (first,) = torch.autograd.grad(y, [x], create_graph=True)
+    (expected,) = torch.autograd.grad(penalty(first), [x])
+    with autograd.context() as context:
+        loss = rpc_sync("w2", torch.sin, (rpc_sync("w1", torch.pow, (x, 3)),)).sum()
+        autograd.backward(context, loss, create_graph=True)
+        first = autograd.get_gradients(context)[x]
+        autograd.backward(context, rpc_sync("w3", penalty, (first,)))
+        assert torch.allclose(autograd.get_gradients(context)[x] - first, expected)
+
+
+# Roots that live elsewhere
+
+
+def test_a_reference_as_root():
+    x = leaf()
+    with autograd.context() as context:
+        remote("w1", torch.sum, (remote("w1", torch.sin, (x,)).to_here(),)).backward(context)
+        assert torch.allclose(autograd.get_gradients(context)[x], x.cos())
+
+
+def test_roots_on_several_workers():
+    x = leaf()
+    with autograd.context() as context:
+        roots = [remote(f"w{number}", scaled_sum, (x, number)) for number in (0, 1, 2, 3)]
+        autograd.backward(context, [*roots, x.sum()])
+        assert autograd.get_gradients(context)[x].tolist() == [[7.0] * 3] * 3
+
+
+def scaled_sum(x, factor):
+    return (x * factor).sum()
+
+
+def test_a_reference_to_no_tensor_as_root():
+    with autograd.context() as context, pytest.raises(UsageError, match="must be a tensor"):
+        remote("w1", int).backward(context)
+
+
+def test_a_reference_backward_without_context():
+    x = leaf()
+    RRef(x.sum()).backward()
+    assert x.grad is not None
+    with pytest.raises(NotOwner):
+        remote("w1", torch.ones, ((),), {"requires_grad": True}).backward()
+
+
+def test_the_asynchronous_form():
+    x = leaf()
+    with autograd.context() as context:
+        future = autograd.backward_async(context, rpc_sync("w1", torch.sin, (x,)).sum())
+        assert future.wait() is None
+        assert x in autograd.get_gradients(context)
+
+
+# What goes wrong
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no gradient today")
+
+
+def failing(x, left):
+    return Failing.apply(x) if not left else rpc_sync(f"w{left}", failing, (x, left - 1))
+
+
+def test_an_error_in_a_backward_function_far_away(trio):
+    x = leaf()
+    with autograd.context() as context:
+        loss = rpc_sync("w3", failing, (x, 2)).sum()
+        with pytest.raises(ValueError, match=r"no gradient today[\s\S]*On worker 'w1'"):
+            autograd.backward(context, loss)
+        wait_until(lambda: not any(each.conductor.contexts.find(context).parts for each in trio))
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
+
+
+def test_a_pass_that_takes_too_long():
+    with autograd.context() as context:
+        loss = rpc_sync("w1", slow_backward, (leaf(), Holder(None))).sum()
+        with pytest.raises(CallTimeout, match="'w1'"):
+            autograd.backward(context, loss, timeout=0.2)
+        GATE.set()
+
+
+def test_fast_mode_where_all_takes_part():
+    a, b = leaf(), leaf()
+    same_as_local(lambda call: call("w1", torch.mul, call("w2", torch.sin, a), b).sum(), [a, b], mode="fast")
+
+
+def test_fast_mode_names_what_took_no_part():
+    a = leaf()
+    with autograd.context() as context:
+        used = rpc_sync("w1", torch.sin, (a,))
+        rpc_sync("w2", torch.cos, (a,))
+        with pytest.raises(UnusedSends, match=r"'w0': 1 tensor\(s\) sent to 'w2' with cos"):
+            autograd.backward(context, used.sum(), mode="fast")
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", torch.sin, (a,)).sum(), mode="fast")
+
+
+def test_what_leaves_early_does_not_wait_for_the_rest():
+    """While one branch on w1 still runs, the gradients of the other are at work on w0 already."""
+    x = leaf()
+    x.register_hook(lambda gradient: GATE.set())
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", two_branches, (x, Holder(None))).sum())
+        assert x in autograd.get_gradients(context)
+
+
+def two_branches(x, waiter):
+    slow = Slow.apply(torch.ones(3, 3, dtype=torch.float64, requires_grad=True), waiter)
+    return x * 2 + slow  # of what is ready the engine runs first what was made last
