@@ -1,0 +1,112 @@
+"""Workers that die in a context or in its backward pass; in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import telegrad.autograd as autograd
+from telegrad.errors import PeerError
+from telegrad.rpc import current, rpc_async, rpc_sync
+from tests.cluster import PATIENCE, group
+
+
+@pytest.fixture
+def trio():
+    with group(3) as made:
+        yield made
+
+
+class Dying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        os._exit(1)
+
+
+def dying(x):
+    return Dying.apply(x)
+
+
+def relayed(x):
+    return rpc_sync("worker2", dying, (x,)) + 1
+
+
+def contexts():
+    return len(current.conductor().contexts)
+
+
+def step_that_loses(function, to):
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        loss = rpc_sync(to, function, (x,)).sum()
+        try:
+            autograd.backward(context, loss)
+        except PeerError as error:
+            said = str(error)
+        else:
+            said = "nothing was raised"
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("worker1", torch.sin, (x,)).sum())
+        assert x in autograd.get_gradients(context)
+    return said
+
+
+@pytest.mark.parametrize(("function", "to"), [(relayed, "worker1"), (dying, "worker2")])
+def test_a_worker_that_dies_in_its_backward(trio, function, to):
+    began = time.monotonic()
+    assert "'worker2'" in trio[0].run(step_that_loses, function, to)
+    assert time.monotonic() - began < PATIENCE / 3, "it was found out by a timeout only"
+    assert trio[0].run(wait_for_contexts, 0) == 0
+    assert trio[1].run(wait_for_contexts, 0) == 0
+
+
+def wait_for_contexts(count):
+    deadline = time.monotonic() + PATIENCE
+    while contexts() != count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return contexts()
+
+
+def begin_and_stay():
+    current.conductor().held = held = autograd.context()
+    held.__enter__()
+    rpc_async("worker1", torch.mul, (torch.ones(3, requires_grad=True), 2)).wait()
+
+
+def test_the_contexts_of_a_worker_that_died_are_released(trio):
+    trio[2].run(begin_and_stay)
+    assert trio[1].run(wait_for_contexts, 1) == 1
+    trio[2].kill()
+    assert trio[1].run(wait_for_contexts, 0) == 0
+
+
+def shut_down_in_a_context():
+    import telegrad.rpc as rpc
+
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        future = autograd.backward_async(context, rpc_sync("worker1", torch.sin, (x,)).sum())
+        future.wait()
+    rpc.shutdown()
+    return True
+
+
+def just_shut_down():
+    import telegrad.rpc as rpc
+
+    rpc.shutdown()
+    return True
+
+
+def test_shutdown_after_a_pass(trio):
+    trio[0].begin(shut_down_in_a_context)
+    for other in trio[1:]:
+        other.begin(just_shut_down)
+    assert all(process.end() for process in trio)
