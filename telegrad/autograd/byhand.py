@@ -7,7 +7,6 @@ to, anomaly mode's check, and the freeing of what it saved.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad.autograd.graph import RecvNode
 from telegrad.autograd.passes import Order
+from telegrad.autograd.replicas import showing
 from telegrad.errors import UsageError
 
 Node = Any
@@ -108,13 +108,12 @@ def _call_hooks(
     return values
 
 
-# A hook after accumulation looks at the leaf's `.grad`. Contexts run at once, so they take turns to show theirs there.
-_showing = threading.RLock()
-
-
 def call_post_accumulate_hooks(leaf: Tensor, gradient: Tensor) -> None:
-    """Call the hooks that wait for the whole gradient, and show it to them where they look for it."""
-    with _showing:
+    """Call the hooks that wait for the whole gradient, and show it to them in `.grad`, where they look for it.
+
+    Contexts run at once, so they take turns.
+    """
+    with showing:
         hidden, leaf.grad = leaf.grad, gradient
         try:
             for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):

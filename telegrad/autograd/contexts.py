@@ -18,6 +18,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.members import Identity
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.graph import Origin, Send, receive, send
+from telegrad.autograd.replicas import watch
 from telegrad.errors import ContextEnded, PeerError, PeerLost, TelegradError, UsageError
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Contexts:
         return self._add(self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1))
 
     def _add(self, id_: int) -> Context:
+        watch()
         context = Context(id_, self._numbers)
         with self._lock:
             return self._contexts.setdefault(id_, context)

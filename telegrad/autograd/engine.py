@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.agent.members import Identity
-from telegrad.autograd import byhand
+from telegrad.autograd import byhand, replicas
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import total
 from telegrad.autograd.graph import Origin, RecvNode, Send
@@ -58,6 +58,8 @@ class LocalPass:
         self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients that have not been used
         self._coming: Counter[Identity] = Counter()  # shipments that the current step will bring
         self._unshipped: set[Origin] = set()
+        self._replicated = replicas.replicated()
+        self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
         self._schedule: Schedule | None = None
         self._buried = False  # only what was marked is waited for, anywhere
 
@@ -98,7 +100,7 @@ class LocalPass:
 
     @property
     def starved(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending or self._unreduced)
 
     @property
     def waiting(self) -> Iterator[str]:
@@ -117,8 +119,25 @@ class LocalPass:
             entries = {number: [edge.node for edge in send.edges] for number, send in self._sends.items()}
             if self._roots:
                 entries[ROOTS] = [edge.node for edge in self._roots]
-            self._schedule = Schedule(entries, KINDS)
+            kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
+            self._schedule = Schedule(entries, kinds)
         return self._schedule
+
+    # Replicated modules
+
+    def _kind_of_leaf(self, node: Node) -> int:
+        return LEAF if id(node.variable) in self._replicated else _kind_of_leaf(node)
+
+    def _replicated_leaves(self) -> list[Node]:
+        leaves = self._have_schedule().special(LEAF)
+        return [node for node in leaves if id(node.variable) in self._replicated]
+
+    def _reduce(self, schedule: Schedule) -> None:
+        """All gradients of replicated leaves in one call, once none of them can change any more."""
+        if all(map(schedule.settled, self._replicated_leaves())):
+            unreduced, self._unreduced = self._unreduced, {}
+            for node, gradient in replicas.reduce(unreduced).items():
+                self._context.gradients.add(node.variable, gradient, self._order.create)
 
     # Running
 
@@ -127,6 +146,8 @@ class LocalPass:
         try:
             for step in schedule.steps():
                 self._run_step(step)
+            if self._unreduced:
+                self._reduce(schedule)
         finally:
             self._context.running = None
 
@@ -213,6 +234,9 @@ class LocalPass:
     def _accumulate(self, node: Node, gradient: Tensor) -> None:
         """The gradient of a leaf, which for one with hooks is all of it."""
         leaf = node.variable
+        if id(leaf) in self._replicated:
+            self._unreduced[node] = gradient
+            return
         whole = self._context.gradients.add(leaf, gradient, self._order.create)
         if leaf._post_accumulate_grad_hooks:
             byhand.call_post_accumulate_hooks(leaf, whole)

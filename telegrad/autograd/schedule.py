@@ -155,6 +155,15 @@ class Schedule:
         """The entries about which nothing is known yet."""
         return self._region.keys()
 
+    def settled(self, node: Node) -> bool:
+        """Whether all that can still come to a node has come; what leads there may have to run yet."""
+        region = _root(self._home[node])
+        return not region.open if region.ranks is None else node not in region.ranks.waits
+
+    def special(self, kind: int) -> list[Node]:
+        """All nodes of a kind but plain leaves."""
+        return [node for node, known in self._kind.items() if known == kind]
+
     def kind(self, node: Node) -> int | None:
         """What is special about a node."""
         return self._kind.get(node)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
+from telegrad.autograd.schedule import Schedule
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, UnusedSends, UsageError
 from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, in_threads
@@ -625,3 +626,77 @@ def test_what_leaves_early_does_not_wait_for_the_rest():
 def two_branches(x, waiter):
     slow = Slow.apply(torch.ones(3, 3, dtype=torch.float64, requires_grad=True), waiter)
     return x * 2 + slow  # of what is ready the engine runs first what was made last
+
+
+# What it costs
+
+
+def notices(worker, monkeypatch):
+    """The classes of the control messages that a worker sends."""
+    sent = []
+    original = worker.agent.notify
+
+    def notify(to, message, *rest, **more):
+        sent.append(type(message).__name__)
+        original(to, message, *rest, **more)
+
+    monkeypatch.setattr(worker.agent, "notify", notify)
+    return sent
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def keep(x):
+    KEPT.append(x * 2)
+
+
+def sum_of_kept():
+    total = torch.stack(KEPT).sum()
+    KEPT.clear()
+    return total
+
+
+def test_what_is_ready_together_leaves_together(trio, monkeypatch):
+    sent = notices(trio[1], monkeypatch)
+    leaves = [leaf() for _ in range(16)]
+    with autograd.context() as context:
+        for each in leaves:
+            rpc_sync("w1", keep, (each,))
+        autograd.backward(context, rpc_sync("w1", sum_of_kept))
+        assert len(autograd.get_gradients(context)) == 16
+    assert sent.count("Parcel") <= 4, "sixteen messages, but one step of one pass"
+
+
+def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(trio, monkeypatch):
+    """Each runs by itself in one call of the engine, whatever the number of others: the work is linear."""
+    steps = []
+    original = Schedule._step
+    monkeypatch.setattr(Schedule, "_step", lambda self, region: steps.append(original(self, region)) or steps[-1])
+    monkeypatch.setattr(Schedule, "_ranked_step", None)
+    stage = remote("w1", Model)
+    with autograd.context() as context:
+        outputs = [stage.rpc_async().forward(leaf()) for _ in range(32)]
+        autograd.backward(context, sum(output.wait().sum() for output in outputs))
+    nodes = [len(step.roots) + len(step.leaves) + len(step.recvs) for step in steps if step.recvs]
+    assert len(nodes) == 33
+    assert max(nodes[1:]) == min(nodes[1:])
+
+
+def test_nothing_is_asked_where_everything_takes_part(trio, monkeypatch):
+    sent = [notices(worker, monkeypatch) for worker in trio]
+    x = leaf()
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", nested, (x, 6)).sum())
+    kinds = {kind for each in sent for kind in each}
+    assert kinds <= {"Parcel", "Report", "Release"}
+
+
+def test_a_circle_of_any_depth():
+    x = leaf()
+    with autograd.context() as context:
+        value = x
+        for _ in range(60):
+            value = rpc_sync("w1", torch.mul, (value, 0.9)) + value * 0.1
+        autograd.backward(context, value.sum())
+        assert torch.allclose(autograd.get_gradients(context)[x], torch.ones(3, 3, dtype=torch.float64))

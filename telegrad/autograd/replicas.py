@@ -1,0 +1,83 @@
+"""DistributedDataParallel inside of a context: the gradients of its replicas are averaged, and then are the context's.
+
+Its reducer listens to the real accumulation into `.grad`. So the gradients that a pass has found are accumulated there
+once all of them are known, all in one call of the engine as the reducer wants it, and taken away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+Node = Any
+
+_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # that have run forward
+_watching = False
+showing = threading.RLock()  # guards `.grad` of leaves, where it is used to show a gradient of a context
+
+
+def watch() -> None:
+    """From now on notice the replicated modules that run, if there can be any."""
+    global _watching
+    if not _watching and torch.distributed.is_available() and torch.distributed.is_initialized():
+        _watching = True
+        register_module_forward_pre_hook(_notice)
+
+
+def _notice(module: Any, _: Any) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _seen.add(module)
+
+
+def replicated() -> set[int]:
+    """The ids of the parameters of such modules."""
+    return {id(parameter) for module in list(_seen) for parameter in module.parameters()} if _seen else set()
+
+
+def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+    """What the replicas make of the gradients of these leaves together; waits for them."""
+    leaves = [node.variable for node in gradients]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(showing)
+        stack.enter_context(_hidden(leaves))
+        for leaf in leaves:
+            stack.enter_context(_silenced(leaf))
+        torch.autograd.backward([GradientEdge(node, 0) for node in gradients], list(gradients.values()))
+        return {node: leaf.grad.clone() for node, leaf in zip(gradients, leaves, strict=True) if leaf.grad is not None}
+
+
+@contextlib.contextmanager
+def _hidden(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Without what is in `.grad`; a copy of it comes back, since a reducer may write to its memory."""
+    hidden = [leaf.grad.clone() if leaf.grad is not None else None for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, hidden, strict=True):
+            leaf.grad = gradient
+
+
+@contextlib.contextmanager
+def _silenced(leaf: Tensor) -> Iterator[None]:
+    """Without the hooks that have been called already."""
+    hooks = leaf._backward_hooks
+    kept = dict(hooks or {})
+    if hooks is not None:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        if hooks is not None:
+            hooks.update(kept)

@@ -1,0 +1,117 @@
+"""DistributedDataParallel modules on trainers whose losses go through other workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import telegrad.autograd as autograd
+from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE, free_port, group
+
+TRAINERS = 2
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    """Two trainers in a process group of their own, and a parameter server."""
+    with group(TRAINERS + 1) as made:
+        port = free_port()
+        for rank in range(TRAINERS):
+            made[rank].begin(join, rank, port)
+        for rank in range(TRAINERS):
+            made[rank].end()
+        yield made[:TRAINERS]
+
+
+def join(rank, port):
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS)
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch(rank):
+    return torch.arange(6.0).reshape(2, 3) * (rank + 1)
+
+
+class Table(nn.Module):
+    """The remote part of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def averaged(loss):
+    """The gradients of a local network, averaged over the trainers' batches."""
+    net = network()
+    for rank in range(TRAINERS):
+        (loss(net, batch(rank) @ torch.ones(3, 3)) / TRAINERS).backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def whole_program(rank, unused, options):
+    net = DistributedDataParallel(network(), **options)
+    seen = []
+    first = next(net.parameters())
+    first.register_hook(lambda gradient: seen.append(gradient))
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    for _ in range(2):  # a reducer is used again and again
+        with autograd.context() as context:
+            table = remote("worker2", Table)
+            x = table.rpc_sync().forward(batch(rank))
+            y = net(x)
+            if unused:
+                rpc_sync("worker2", torch.exp, (y,))
+            autograd.backward(context, rpc_sync("worker2", torch.sin, (y,)).sum())
+            found = autograd.get_gradients(context)
+            far = rpc_sync("worker2", gradient_of_table, (table, context))
+    expected = averaged(lambda net, x: net(x).sin().sum())
+    for parameter, wanted in zip(net.parameters(), expected, strict=True):
+        assert torch.allclose(found[parameter], wanted, atol=1e-6)
+        assert parameter.grad.eq(7).all()
+    assert len(seen) == 2
+    assert far.abs().sum() > 0
+    return True
+
+
+def gradient_of_table(table: RRef, context):
+    return autograd.get_gradients(context)[table.local_value().weight]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}], ids=str)
+@pytest.mark.parametrize("unused", [False, True])
+def test_gradients_are_averaged(trainers, unused, options):
+    for rank, trainer in enumerate(trainers):
+        trainer.begin(whole_program, rank, unused, options)
+    assert all(trainer.end(PATIENCE) for trainer in trainers)
+
+
+def two_forwards(rank):
+    """The module's two uses come back from two workers at different times."""
+    net = DistributedDataParallel(network())
+    with autograd.context() as context, net.no_sync():
+        loss = rpc_async("worker2", torch.sin, (net(batch(rank)),)).wait().sum()
+        autograd.backward(context, loss + net(batch(rank)).sum())
+        found = autograd.get_gradients(context)
+    expected = network()
+    (expected(batch(rank)).sin().sum() + expected(batch(rank)).sum()).backward()
+    for parameter, wanted in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(found[parameter], wanted.grad, atol=1e-6)
+    return True
+
+
+def test_without_synchronisation(trainers):
+    for rank, trainer in enumerate(trainers):
+        trainer.begin(two_forwards, rank)
+    assert all(trainer.end(PATIENCE) for trainer in trainers)
