@@ -135,7 +135,7 @@ class Peer:
 
     def notify(self, body: bytes, parts: dict[str, Any], patient: bool) -> None:
         """Send a control message; where it cannot be delivered, `on_lost` is told. A patient one waits for company."""
-        self._send(0, {"kind": NOTICE, "body": body, **parts}, patient or self._reactor.batches(more=True))
+        self._send(0, {"kind": NOTICE, "body": body, **parts}, patient)
 
     def _send(self, id_: int, parts: dict[str, Any], later: bool = False) -> None:
         while True:

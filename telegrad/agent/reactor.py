@@ -29,11 +29,12 @@ from telegrad.transport.poller import READ, WRITE, Poller, Source
 INSTANT, QUICK, LONG = range(3)  # not counted and short; counted and short; counted, and the lead goes first
 
 SPIN = 250e-6  # how long to look again before sleeping: waking from sleep costs as much
+DISTURBED = 50e-6  # where one look takes as long, another thread has the interpreter
 SPIN_WITHIN = 400e-6  # spin only where the last wait was shorter than this
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 STALLED_AFTER = 0.25  # calls that wait for a slot this long, while those that run only sleep, are let in one by one
 ASLEEP_BELOW = 0.01  # share of the time that running calls use a processor
-STANDBY = 4  # idle threads that are kept
+STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
 
 log = logging.getLogger("telegrad")
 _yield = getattr(os, "sched_yield", lambda: None)
@@ -48,12 +49,13 @@ class Work(NamedTuple):
 
 
 class _Worker:
-    __slots__ = ("counted", "since", "wakeup")
+    __slots__ = ("counted", "since", "waited", "wakeup")
 
     def __init__(self) -> None:
         self.wakeup = threading.Lock()  # held while the worker stands by; released to wake it
         self.wakeup.acquire()
         self.since = 0.0  # when the leader began the work it runs by itself
+        self.waited = 0.0  # when the work that it runs first waited for something
         self.counted = False  # runs a call
 
 
@@ -98,12 +100,9 @@ class Reactor:
         if self._asleep:
             self.poller.wake()
 
-    def batches(self, more: bool = False) -> bool:
-        """Whether what this thread sends may wait for the end of a batch of work: only the leader has those.
-
-        And only where there is more in the batch, or `more` will come from the work that runs.
-        """
-        return self._leads() and (bool(self._ready) or more)
+    def batches(self) -> bool:
+        """Whether what this thread sends may wait for the end of a batch of work: only the leader has those."""
+        return self._leads() and bool(self._ready)
 
     def sent_later(self, source: Source) -> None:
         """After something was left in the outbox of `source`: the leader, or the clock's next tick, will send it."""
@@ -126,6 +125,7 @@ class Reactor:
             yield
             return
         counted = worker.counted
+        worker.waited = worker.waited or perf_counter()
         with self._lock:
             leads = self._leader is worker
             if counted:
@@ -144,6 +144,11 @@ class Reactor:
                 with self._lock:
                     self._busy += 1
                 worker.counted = True
+
+    def worked_until(self) -> float:
+        """When the work of this thread first waited, or now."""
+        worker: _Worker | None = getattr(self._local, "worker", None)
+        return worker.waited if worker is not None and worker.waited else perf_counter()
 
     @property
     def backed_up(self) -> bool:
@@ -286,6 +291,7 @@ class Reactor:
     def _run_leading(self, worker: _Worker, work: Work) -> None:
         """Run short work without giving the lead away, watched."""
         worker.since = perf_counter()
+        worker.waited = 0.0
         self.runs += 1
         if not self.watched:
             self._start_watch()
@@ -303,6 +309,7 @@ class Reactor:
             self._run_queued(worker)
 
     def _run(self, worker: _Worker, work: Work) -> None:
+        worker.waited = 0.0
         try:
             work.run(work.argument)
         except Exception:
@@ -319,6 +326,7 @@ class Reactor:
                 work = self._queued.popleft()
                 self._busy += 1
                 worker.counted = True
+            worker.waited = 0.0
             try:
                 work.run(work.argument)
             except Exception:
@@ -371,14 +379,17 @@ class Reactor:
                     self._recent, self._spinning = source, soon
 
     def _spin(self, start: float) -> list[tuple[Source, int]] | None:
-        """Look again for a short while; None where work came meanwhile."""
-        until = start + SPIN
+        """Look again for a short while; None where work came meanwhile.
+
+        Not while another thread of the process has something to do: it would wait for the interpreter again and again.
+        """
+        now, until = start, start + SPIN
         recent = self._recent
         while True:
             if (recent is not None and _read(recent)) or self._ready:
                 return None
-            events = self.poller.poll(0)
-            if events or perf_counter() > until:
+            before, events, now = now, self.poller.poll(0), perf_counter()
+            if events or now > until or now - before > DISTURBED or self._busy:
                 return events
             _yield()
 

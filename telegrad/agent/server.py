@@ -27,7 +27,7 @@ from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, N
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import pack
 
-SHORT = 150e-6  # a function that took less last time is expected to be short again
+SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
 ASYNC_MARK = "_telegrad_async_execution"
 _NOTHING = encode(None, False).body
@@ -119,7 +119,7 @@ class Server:
             del args, kwargs  # memory that was lent for them goes back together with the answer
             if frame.head:
                 limit = SHORT if self._short.get(frame.head) else SHORT + HANDING_OVER
-                self._short[frame.head] = perf_counter() - start < limit
+                self._short[frame.head] = self._reactor.worked_until() - start < limit
         except BaseException as error:
             self._fail(caller, frame, error)
         else:

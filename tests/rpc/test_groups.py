@@ -122,8 +122,8 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch):
         join(agent, me, *rest)
         assert me.id != 0 or told.wait(PATIENCE)
 
-    def take_and_tell(agent, sender, message):
-        take(agent, sender, message)
+    def take_and_tell(agent, *notice):
+        take(agent, *notice)
         told.set()
 
     monkeypatch.setattr(Agent, "join", join_and_wait)

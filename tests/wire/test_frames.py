@@ -65,6 +65,7 @@ frames = st.builds(
     st.one_of(small, large),
     st.lists(blobs, max_size=3),
     st.none(),
+    st.none(),
 )
 
 
