@@ -186,7 +186,7 @@ def chain_step(rpc: Any, hops: int, fast: bool) -> float:
 
 
 def pipeline_step(rpc: Any, batches: int) -> float:
-    """Three stages, the last one here; eight batches at a time, since more of them block all threads of the reference."""
+    """Three stages, the last one here; eight batches at a time, since more block all threads of the reference."""
     first, second, third = rpc.remote(OTHER, Stage), rpc.remote(THIRD, Stage), Stage()
     inputs = [torch.ones(32, 128) for _ in range(batches)]
 

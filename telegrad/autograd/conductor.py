@@ -24,6 +24,7 @@ from telegrad.autograd.passes import (
     Bury,
     Driver,
     Failed,
+    Ledger,
     Mark,
     Missing,
     Order,
@@ -86,14 +87,14 @@ class Outbox:
         self,
         agent: Agent,
         context: Context,
-        participant: Callable[[], Participant],
+        ledger: Ledger,
         failed: Callable[[Order, BaseException], None],
     ) -> None:
         self._agent = agent
         self._failed = failed
         self._context = context
-        self._participant = participant
-        self._lock = threading.Lock()  # guards _ready and the participant's keys
+        self._ledger = ledger
+        self._lock = threading.Lock()  # guards _ready and the ledger
         self._ready: dict[Identity, list[tuple[int, Sequence[Tensor | None]]]] = {}
         self.reached: set[str] = set()  # workers to whom something was sent
 
@@ -116,18 +117,17 @@ class Outbox:
         try:
             self.send(worker)
         except Exception as error:
-            self._failed(self._participant().order, error)
+            self._failed(self._ledger.order, error)
 
     def send(self, worker: Identity) -> None:
         with self._lock:
             gathered = self._ready.pop(worker, None)
             if gathered is None:
                 return
-            participant = self._participant()
-            shipment = participant.ship(worker.name, gathered)
+            shipment = self._ledger.ship(worker.name, gathered)
             self.reached.add(worker.name)
         parcel, tensors = wrap(shipment)
-        context = self._context if participant.order.create else None
+        context = self._context if shipment.order.create else None
         self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)
 
 
@@ -137,8 +137,9 @@ class Part:
     def __init__(
         self, agent: Agent, context: Context, order: Order, failed: Callable[[Order, BaseException], None]
     ) -> None:
-        self.outbox = Outbox(agent, context, lambda: self.participant, failed)
-        self.participant = Participant(order, agent.name, LocalPass(context, order, self.outbox))
+        ledger = Ledger(order, agent.name)
+        self.outbox = Outbox(agent, context, ledger, failed)
+        self.participant = Participant(ledger, LocalPass(context, order, self.outbox))
         self.held: list[Task] | None = [] if agent.name in order.roots else None  # until its own roots are there
 
 
@@ -164,6 +165,7 @@ class Conductor:
         self._open_roots = open_roots
         self._runs: dict[tuple[int, int], Run] = {}  # by context and number
         self._short = False
+        self._closed = False
         for task in (Start, Mark, Bury):
             agent.on(task, lambda sender, message: self._post(message))
         agent.on(Parcel, lambda sender, message: self._post(unwrap(message)))
@@ -356,7 +358,11 @@ class Conductor:
         for worker in sorted(run.driver.workers - {self._agent.name}):
             with contextlib.suppress(TelegradError):
                 self._agent.notify(worker, Abandon(order))
-        run.future.set_exception(error)  # type: ignore[arg-type]
+        tell = partial(_tell_failure, run.future)
+        if self._closed:
+            tell(error)
+        else:
+            self._agent.later(tell, error)  # its callbacks are user code, and this may be a thread that reads
 
     def _take(self, run: Run) -> bool:
         """Whether the caller is the one to end the pass."""
@@ -381,6 +387,7 @@ class Conductor:
 
     def close(self, reason: PeerError) -> None:
         """This worker leaves."""
+        self._closed = True
         for run in list(self._runs.values()):
             self._fail(run, reason)
 
@@ -392,6 +399,10 @@ class Conductor:
             else:
                 upcoming = min(upcoming, run.deadline)
         return upcoming
+
+
+def _tell_failure(future: Future[None], error: BaseException) -> None:
+    future.set_exception(error)  # type: ignore[arg-type]
 
 
 def _unused(missing: Missing) -> UnusedSends:

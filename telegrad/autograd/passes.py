@@ -202,16 +202,39 @@ class Local(Protocol):
         """What was sent and has not received."""
 
 
+class Ledger:
+    """What a worker has sent in a pass and not reported yet."""
+
+    def __init__(self, order: Order, name: str) -> None:
+        self.order = order
+        self._name = name
+        self._sent: list[tuple[Key, str]] = []
+        self._keys = 0
+
+    def key(self, worker: str) -> Key:
+        """For something that is sent to a worker now."""
+        self._keys += 1
+        key = self._name, self._keys
+        self._sent.append((key, worker))
+        return key
+
+    def ship(self, worker: str, gradients: Sequence[tuple[int, Sequence[Any]]]) -> Shipment:
+        """Gradients for a worker have become ready."""
+        return Shipment(self.order, self.key(worker), gradients)
+
+    def take(self) -> list[tuple[Key, str]]:
+        sent, self._sent = self._sent, []
+        return sent
+
+
 class Participant:
     """The part of one worker."""
 
-    def __init__(self, order: Order, name: str, local: Local) -> None:
-        self.order = order
-        self._name = name
+    def __init__(self, ledger: Ledger, local: Local) -> None:
+        self.order = ledger.order
+        self._ledger = ledger
         self._local = local
         self._done: list[Key] = []
-        self._sent: list[tuple[Key, str]] = []
-        self._keys = 0
         self._reports = 0
 
     def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
@@ -223,7 +246,7 @@ class Participant:
                 self._local.start(task.values)
             elif isinstance(task, Mark):
                 for worker, sends in self._local.mark(task.sends).items():
-                    letters.append((worker, Mark(self.order, self._key(worker), sends)))
+                    letters.append((worker, Mark(self.order, self._ledger.key(worker), sends)))
             elif isinstance(task, Bury):
                 self._local.bury()
         if arrived:
@@ -231,19 +254,9 @@ class Participant:
         self._done += [task.key for task in tasks]
         return letters
 
-    def ship(self, worker: str, gradients: Sequence[tuple[int, Sequence[Any]]]) -> Shipment:
-        """Gradients for another worker have become ready."""
-        return Shipment(self.order, self._key(worker), gradients)
-
     def report(self) -> Report:
         """What the driver has to know, after everything that was to be sent was."""
-        done, self._done, sent, self._sent = self._done, [], self._sent, []
+        done, self._done = self._done, []
         self._reports += 1
         waiting = [*islice(self._local.waiting, NAMED)] if self.order.fast else ()
-        return Report(self.order, self._reports, done, sent, self._local.starved, waiting)
-
-    def _key(self, worker: str) -> Key:
-        self._keys += 1
-        key = self._name, self._keys
-        self._sent.append((key, worker))
-        return key
+        return Report(self.order, self._reports, done, self._ledger.take(), self._local.starved, waiting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextvars import copy_context
 
 import pytest
@@ -246,6 +247,42 @@ class Slow(torch.autograd.Function):
 
 def slow_backward(x, waiter):
     return Slow.apply(x, waiter)
+
+
+class Probe:
+    """Something that a graph holds."""
+
+
+PROBES: list[weakref.ref[Probe]] = []
+
+
+class Probed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.probe = Probe()
+        PROBES.append(weakref.ref(ctx.probe))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def probed(x):
+    return Probed.apply(x)
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_the_end_of_a_context_frees_its_graphs_everywhere(run):
+    x = leaf()
+    PROBES.clear()
+    with autograd.context() as context:
+        kept = rpc_sync("w1", probed, (rpc_sync("w2", probed, (probed(x),)),))
+        if run:
+            autograd.backward(context, kept.sum(), retain_graph=True)
+        assert all(probe() is not None for probe in PROBES)
+    wait_until(lambda: not any(probe() is not None for probe in PROBES))
+    assert kept.grad_fn is not None, "it leads to a context that has ended, and holds nothing of it"
 
 
 # Every kind of call

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from telegrad.autograd import passes
-from telegrad.autograd.passes import Driver, Missing, Order, Participant, Shipment
+from telegrad.autograd.passes import Driver, Ledger, Missing, Order, Participant
 from telegrad.autograd.schedule import LEAF, PLAIN, RECV, Schedule
 
 SEED = os.environ.get("TELEGRAD_SEED")
@@ -155,8 +156,12 @@ class World:
         self.mail: list[tuple[str, str, Any]] = []
         order = Order(1, "0", 1, False, False, fast, ("0",))
         self.driver = Driver(order)
-        self.parts = {str(worker): Participant(order, str(worker), FakeLocal(self, worker)) for worker in range(size)}
+        self.join(range(size))
         self.roots = [Node(0, *self.draw.sample(self.nodes[0], min(8, len(self.nodes[0]))))]
+
+    def join(self, workers: Iterable[int]) -> None:
+        self.ledgers = {str(worker): Ledger(self.driver.order, str(worker)) for worker in workers}
+        self.parts = {name: Participant(ledger, FakeLocal(self, int(name))) for name, ledger in self.ledgers.items()}
 
     def grow(self) -> None:
         worker = self.draw.randrange(len(self.nodes))
@@ -187,7 +192,7 @@ class World:
         assert node.runs == 1, "a node ran twice"
 
     def ship(self, worker: int, node: RecvNode, given: bool) -> None:
-        shipment = self.parts[str(worker)].ship(str(node.sender), [(node.number, [1 if given else None])])
+        shipment = self.ledgers[str(worker)].ship(str(node.sender), [(node.number, [1 if given else None])])
         self.post(str(worker), str(node.sender), shipment)
 
     def post(self, sender: str, to: str, message: Any) -> None:
@@ -261,9 +266,7 @@ def test_nothing_is_asked_where_all_takes_part():
         received = RecvNode(here, there, hop)
         world.sources[received] = second
         second = Node(here, received, first) if here == 0 else Node(here, received)
-    world.parts = {
-        str(worker): Participant(world.driver.order, str(worker), FakeLocal(world, worker)) for worker in (0, 1)
-    }
+    world.join([0, 1])
     world.roots = [second]
     world.run()
     assert world.driver.ended
@@ -297,13 +300,13 @@ def test_the_simulation_finds_marks_that_stop(monkeypatch):
 
 
 def test_the_simulation_finds_reports_that_forget(monkeypatch):
-    original = Participant.ship
+    original = Ledger.key
 
-    def forgetful(self, worker, gradients):
-        shipment: Shipment = original(self, worker, gradients)
+    def forgetful(self, worker):
+        key = original(self, worker)
         self._sent.pop()
-        return shipment
+        return key
 
-    monkeypatch.setattr(Participant, "ship", forgetful)
+    monkeypatch.setattr(Ledger, "key", forgetful)
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(range(50))
