@@ -14,8 +14,6 @@ import traceback
 import warnings
 from typing import Any
 
-import torch
-
 from benchmarks.rows import ROWS
 
 SIZE = 3
@@ -74,7 +72,6 @@ def _answer(pipe: Any) -> Any:
 
 def _work(rank: int, library: str, way: str, port: int, pipe: Any) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # as torchrun has it where several workers share a host
     rpc = importlib.import_module(library)
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"tcp://127.0.0.1:{port}", _transports=_TRANSPORTS[way], rpc_timeout=300
