@@ -14,7 +14,7 @@ from telegrad.agent.members import Identity
 from telegrad.autograd import byhand, replicas
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import total
-from telegrad.autograd.graph import Origin, RecvNode, Send, edge_of
+from telegrad.autograd.graph import Origin, RecvNode, Send
 from telegrad.autograd.passes import Order
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node, Schedule, Step
 from telegrad.errors import UsageError
@@ -67,7 +67,7 @@ class LocalPass:
 
     def start(self, roots: Sequence[Tensor]) -> None:
         """Run from tensors that live here; this comes first on a worker that has any."""
-        self._roots = [edge_of(root) for root in roots]
+        self._roots = [get_gradient_edge(root) for root in roots]
         self.arrive([(ROOTS, [torch.ones_like(root, requires_grad=False) for root in roots])])
 
     def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:

@@ -62,14 +62,9 @@ RecvNode: type = Recv._backward_cls
 FIRST = 1 << 63  # of the nodes that are ready the engine runs that of the highest number: what leaves shall not wait
 
 
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """Where the gradient of a tensor enters its graph."""
-    node = tensor.grad_fn
-    return GradientEdge(node, tensor.output_nr) if node is not None else get_gradient_edge(tensor)
-
-
 def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
-    return Send([edge_of(tensor) for tensor in tensors], to, what)
+    """What keeps the graph of tensors that leave; of a node in Python it is the edge's token that does."""
+    return Send([get_gradient_edge(tensor) for tensor in tensors], to, what)
 
 
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
