@@ -43,6 +43,21 @@ class Knock(NamedTuple):
     """Is anybody there?"""
 
 
+class Entered:
+    """A context manager: what runs inside belongs to a context."""
+
+    __slots__ = ("_id", "_token")
+
+    def __init__(self, id_: int) -> None:
+        self._id = id_
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._id)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
 class Context:
     """One forward and backward pass, as far as this worker takes part."""
 
@@ -60,14 +75,9 @@ class Context:
         self.passes = itertools.count(1)
         self._numbers = numbers
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Entered:
         """What runs inside of it belongs to this context."""
-        token = _current.set(self.id)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return Entered(self.id)
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Tensors leave: keep the edges of those that have a graph."""
@@ -173,7 +183,10 @@ class Contexts:
             if worker != sender and worker != self._agent.me.identity:
                 self._tell(worker, Release(id_))
         self._tell_ended(id_)
-        context.close()
+        if sender is None:
+            context.close()
+        else:
+            self._agent.later(Context.close, context)  # after the calls that came together with this
 
     def _tell(self, worker: Identity, message: Any) -> None:
         with contextlib.suppress(TelegradError):  # it has left, and its contexts with it

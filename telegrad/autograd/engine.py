@@ -56,7 +56,7 @@ class LocalPass:
         self._outlet = outlet
         self._roots: list[GradientEdge] = []
         self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients that have not been used
-        self._coming: Counter[Identity] = Counter()  # shipments that the current step will bring
+        self._coming: dict[Identity, int] = {}  # how many messages' gradients the current step will bring, if several
         self._unshipped: set[Origin] = set()
         self._replicated = replicas.replicated()
         self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
@@ -155,7 +155,7 @@ class LocalPass:
         for node in step.recvs:
             self._check(node.origin)
         self._unshipped = {node.origin for node in step.recvs}
-        self._coming = Counter(node.origin.sender for node in step.recvs)
+        self._coming = Counter([node.origin.sender for node in step.recvs]) if len(step.recvs) > 1 else {}
         self._run_engine(step)
         for node in step.recvs:
             if node.origin in self._unshipped:
@@ -174,8 +174,8 @@ class LocalPass:
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """A Recv runs, on whatever thread the engine has for it."""
         self._unshipped.discard(origin)
-        self._coming[origin.sender] -= 1
-        self._outlet.add(origin.sender, origin.number, gradients, self._coming[origin.sender] > 0)
+        left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
+        self._outlet.add(origin.sender, origin.number, gradients, left > 0)
 
     def _ship_nothing(self, node: Node) -> None:
         """That no gradient comes is worth saying to a sender that waits."""
