@@ -1,4 +1,4 @@
-"""Four workers on this machine call one another, share an object by reference, and send large tensors."""
+"""Four workers on this machine call one another, share an object, send large tensors, and train a model together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import time
 
 import torch
 
+import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 
 WORKERS = 4
+STEPS = 300
 CALLS = 4000
 BIG = 16 << 20  # bytes
 
@@ -47,6 +49,26 @@ def count_there(counter: rpc.RRef[Counter], times: int) -> None:
         counter.rpc_sync().add(1)
 
 
+class Layer(torch.nn.Module):
+    """A part of a model, on one worker."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(inputs, outputs)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(value)
+        return made.tanh() if made.shape[1] > 1 else made
+
+    def learn(self, context: int, rate: float) -> None:
+        """A step against the gradients of a context."""
+        gradients = autograd.get_gradients(context)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter -= rate * gradients[parameter]
+
+
 @rpc.functions.async_execution
 def add_there(to: str, x: torch.Tensor, y: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Let another worker add; no thread waits here meanwhile."""
@@ -72,6 +94,25 @@ def measure(what: str, others: list[str], rounds: int, call: object) -> float:
     return (time.perf_counter() - start) / rounds
 
 
+def train(others: list[str]) -> tuple[float, float]:
+    """A model whose layers live on three workers learns a sine: its first loss and its last."""
+    sizes = [(1, 32), (32, 32), (32, 1)]
+    layers = [rpc.remote(to, Layer, size) for to, size in zip(others, sizes, strict=True)]
+    x = torch.linspace(-3, 3, 64).unsqueeze(1)
+    losses = []
+    for step in range(STEPS):
+        with autograd.context() as context:
+            value = x
+            for layer in layers:
+                value = layer.rpc_sync().forward(value)
+            loss = (value - x.sin()).square().mean()
+            autograd.backward(context, loss)
+            torch.futures.wait_all([layer.rpc_async().learn(context, 0.1) for layer in layers])
+        losses.append(loss.item())
+        show(step + 1, STEPS, f"training on three workers, loss {losses[-1]:.3f}")
+    return losses[0], losses[-1]
+
+
 def drive() -> None:
     """What worker 0 does."""
     others = [f"worker{rank}" for rank in range(1, WORKERS)]
@@ -86,6 +127,9 @@ def drive() -> None:
     assert counter.rpc_sync().add(0) == 1000 * len(others)
     show(1, 1, f"all counted on worker1, to {1000 * len(others):,}")
 
+    first, last = train(others)
+    assert last < first / 5
+
     empty = measure("empty calls, one after the other", others, CALLS, lambda to: rpc.rpc_sync(to, nothing))
     start = time.perf_counter()
     torch.futures.wait_all([rpc.rpc_async(others[i % 3], nothing) for i in range(CALLS)])
@@ -95,6 +139,7 @@ def drive() -> None:
     big = measure("16 MB tensor, there and back", others, 60, lambda to: rpc.rpc_sync(to, echo, (tensor,)))
 
     print()
+    print(f"{'loss, before and after':32}{first:10.3f} {last:.3f}")
     print(f"{'empty call':32}{empty * 1e6:10.0f} µs")
     print(f"{'calls in flight at once':32}{1 / flood:10,.0f} per second")
     print(f"{'16 MB tensor, both ways':32}{2 * BIG / big / 1e9:10.1f} GB/s")
