@@ -56,7 +56,8 @@ class Part:
 class Run:
     """A pass that this worker drives."""
 
-    def __init__(self, order: Order, deadline: float) -> None:
+    def __init__(self, context: Context, order: Order, deadline: float) -> None:
+        self.context = context
         self.driver = Driver(order)
         self.future: Future[None] = Future()
         self.deadline = deadline
@@ -77,10 +78,10 @@ class Conductor:
         self._short = False
         self._closed = False
         for task in (Start, Mark, Bury):
-            agent.on(task, lambda sender, message: self._post(message))
-        agent.on(Parcel, lambda sender, message: self._post(unwrap(message)))
+            agent.on(task, self._take_task)
+        agent.on(Parcel, lambda sender, message: self._take_task(sender, unwrap(message)))
         agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
-        agent.on(Failed, self._on_failed)
+        agent.on(Failed, lambda sender, message: self._fail_by(message.order, message.failure))
         agent.on(Abandon, lambda sender, message: self._abandon(message.order))
         agent.record(self)
         agent.lost.append(self._on_lost)
@@ -107,7 +108,7 @@ class Conductor:
             timeout = self._agent.timeout
         number = next(context.passes)
         order = Order(context.id, self._agent.name, number, retain, create, fast, tuple(sorted(roots)))
-        run = Run(order, monotonic() + timeout if timeout else inf)
+        run = Run(context, order, monotonic() + timeout if timeout else inf)
         self._runs[context.id, number] = run
         if timeout:
             self._agent.wake_at(run.deadline)
@@ -118,11 +119,8 @@ class Conductor:
 
     def _deliver(self, run: Run, letters: Sequence[tuple[str, Task]], here: bool = False) -> None:
         for worker, task in sorted(letters, key=lambda letter: letter[0] == self._agent.name):
-            if worker == self._agent.name:
-                self._post(task, here)
-                continue
             try:
-                self._agent.notify(worker, task)
+                self._give(run.context, worker, task, here)
             except TelegradError as error:
                 self._fail(run, error)
                 return
@@ -133,11 +131,22 @@ class Conductor:
 
     # This worker's part
 
-    def _post(self, task: Task, here: bool = False) -> None:
-        """Something is to be done in a context: by whoever is at it, or by this thread or one that begins now."""
+    def _give(self, context: Context, worker: str, task: Task, here: bool = False) -> None:
+        """Have a worker do something, which may be this one."""
+        if worker == self._agent.name:
+            self._post(context, task, here)
+        else:
+            context.meet(self._agent.identify(worker))
+            self._agent.notify(worker, task)
+
+    def _take_task(self, sender: Identity, task: Task) -> None:
         context = self.contexts.join(task.order.context)
-        if context is None:
-            return
+        if context is not None:
+            context.meet(sender)
+            self._post(context, task)
+
+    def _post(self, context: Context, task: Task, here: bool = False) -> None:
+        """Something is to be done in a context: by whoever is at it, or by this thread or one that begins now."""
         with context.lock:
             context.inbox.append(task)
             if context.busy:
@@ -171,27 +180,24 @@ class Conductor:
             part = context.parts[pass_] = Part(self._agent, context, order, self._failed)
         try:
             if part.held is not None:
-                tasks = self._hold(part, tasks)
+                tasks = self._hold(context, part, tasks)
             if tasks:
                 with context.entered():
                     letters = part.participant.take(tasks)
                 for worker, task in letters:
                     part.outbox.reached.add(worker)
-                    if worker == self._agent.name:
-                        self._post(task)
-                    else:
-                        self._agent.notify(worker, task)
+                    self._give(context, worker, task)
                 self._report(part.participant.report())
         except BaseException as error:
             self._failed(order, error)
 
-    def _hold(self, part: Part, tasks: list[Task]) -> list[Task]:
+    def _hold(self, context: Context, part: Part, tasks: list[Task]) -> list[Task]:
         """The roots of this worker come first: what waits for them must not run before they are known."""
         assert part.held is not None
         for task in tasks:
             if isinstance(task, Start) and not all(isinstance(value, Tensor) for value in task.values):
                 future = self._open_roots(task.values)
-                future.add_done_callback(partial(self._opened, task))
+                future.add_done_callback(partial(self._opened, context, task))
             else:
                 part.held.append(task)
         if not any(isinstance(task, Start) for task in part.held):
@@ -199,9 +205,9 @@ class Conductor:
         tasks, part.held = part.held, None
         return sorted(tasks, key=lambda task: not isinstance(task, Start))
 
-    def _opened(self, task: Start, done: Any) -> None:
+    def _opened(self, context: Context, task: Start, done: Any) -> None:
         try:
-            self._post(task._replace(values=done.wait()))
+            self._post(context, task._replace(values=done.wait()))
         except Exception as error:
             self._failed(task.order, error)
 
@@ -216,7 +222,7 @@ class Conductor:
                 self._agent.notify(order.driver, Failed(order, failure))
 
     def _abandon(self, order: Order) -> None:
-        context = self.contexts.join(order.context)
+        context = self.contexts.get(order.context)
         if context is not None:
             context.over.add((order.driver, order.number))
             context.parts.pop((order.driver, order.number), None)
@@ -250,14 +256,10 @@ class Conductor:
         if ended and self._take(run):
             run.future.set_result(None)
 
-    def _on_failed(self, sender: Identity, message: Failed) -> None:
-        self._fail_by(message.order, message.failure)
-
     def _fail_by(self, order: Order, failure: bytes) -> None:
         run = self._run_of(order)
         if run is not None:
-            error = rebuild(failure)
-            self._fail(run, error)
+            self._fail(run, rebuild(failure))
 
     def _fail(self, run: Run, error: BaseException) -> None:
         """End a pass everywhere, and tell who waits for it."""

@@ -65,35 +65,39 @@ class Context:
         self.id = id_
         self.gradients = Gradients()
         self.running: LocalPass | None = None  # which runs the graph at this moment
+        self.parts: dict[tuple[str, int], Part] = {}  # in backward passes, by their drivers and numbers
+        self.over: set[tuple[str, int]] = set()  # passes that have failed
+        self.passes = itertools.count(1)
         self.lock = threading.Lock()  # guards what follows
         self.sends: dict[int, Send] = {}
         self.known: dict[str, Identity] = {}  # workers that have heard of it from here, or told of it
-        self.parts: dict[tuple[str, int], Part] = {}  # in backward passes, by their drivers and numbers
-        self.over: set[tuple[str, int]] = set()  # passes that have failed
         self.inbox: deque[Any] = deque()  # for the passes
         self.busy = False  # a thread sees to the inbox
-        self.passes = itertools.count(1)
         self._numbers = numbers
 
     def entered(self) -> Entered:
         """What runs inside of it belongs to this context."""
         return Entered(self.id)
 
+    def meet(self, who: Identity) -> None:
+        """A worker takes part, and has to hear of the end."""
+        with self.lock:
+            self.known[who.name] = who
+
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Tensors leave: keep the edges of those that have a graph."""
         slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad] if graph else []
         number = 0
-        with self.lock:
-            self.known[to.name] = to
-            if slots:
-                number = next(self._numbers)
+        self.meet(to)
+        if slots:
+            number = next(self._numbers)
+            with self.lock:
                 self.sends[number] = send([tensors[slot] for slot in slots], to.name, what)
         return _RECORD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
 
     def received(self, number: int, slots: Sequence[int], tensors: list[Tensor], sender: Identity) -> list[Tensor]:
         """Tensors have come: give a history to those that were recorded."""
-        with self.lock:
-            self.known[sender.name] = sender
+        self.meet(sender)
         if slots:
             recorded = [tensors[slot].requires_grad_(False) for slot in slots]
             for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number)), strict=True):
@@ -113,8 +117,8 @@ class Context:
         """Let go of everything."""
         with self.lock:
             self.sends.clear()
-            self.parts.clear()
             self.inbox.clear()
+        self.parts.clear()
         self.gradients.clear()
 
 
@@ -146,6 +150,10 @@ class Contexts:
         context = Context(id_, self._numbers)
         with self._lock:
             return self._contexts.setdefault(id_, context)
+
+    def get(self, id_: int) -> Context | None:
+        """The context of that id, if this worker takes part in it."""
+        return self._contexts.get(id_)
 
     def find(self, id_: int) -> Context:
         """The context of that id.

@@ -737,3 +737,25 @@ def test_a_circle_of_any_depth():
             value = rpc_sync("w1", torch.mul, (value, 0.9)) + value * 0.1
         autograd.backward(context, value.sum())
         assert torch.allclose(autograd.get_gradients(context)[x], torch.ones(3, 3, dtype=torch.float64))
+
+
+def graph_of_its_own():
+    return leaf().sin().sum()
+
+
+def test_a_reference_from_before_the_context_as_root():
+    """Its owner hears of the context through the pass alone, and of its end all the same."""
+    reference = remote("w1", graph_of_its_own)
+    with autograd.context() as context:
+        reference.backward(context)
+        assert len(rpc_sync("w1", gradients_here, (context,))) == 1
+
+
+def gradients_here(context):
+    return list(autograd.get_gradients(context).values())
+
+
+def test_the_owner_of_a_root_that_nobody_asks_again():
+    reference = remote("w2", graph_of_its_own)
+    with autograd.context() as context:
+        autograd.backward(context, reference)
