@@ -6,7 +6,6 @@ others and can be called), and is closed in the end.
 
 from __future__ import annotations
 
-import logging
 import pickle
 import secrets
 import threading
@@ -36,8 +35,6 @@ from telegrad.wire.tensors import pack
 DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
 BUSY_TICK = 0.02
-
-log = logging.getLogger("telegrad")
 
 
 class Agent:

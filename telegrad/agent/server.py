@@ -166,7 +166,7 @@ class Server:
     def _send(self, caller: Caller, kind: int, call_id: int, **parts: Any) -> None:
         link = caller.link
         assert link is not None
-        later = isinstance(link, Link) and self._reactor.batches()
+        later = self._reactor.batches()
         try:
             link.send(kind, call_id, later=later, **parts)
             if later and isinstance(link, Link):

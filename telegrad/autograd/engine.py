@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +61,7 @@ class LocalPass:
         self._unshipped: set[Origin] = set()
         self._replicated = replicas.replicated()
         self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
-        self._schedule: Schedule | None = None
+        self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only what was marked is waited for, anywhere
 
     # What the protocol asks for
@@ -72,7 +73,7 @@ class LocalPass:
 
     def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
         """Gradients of what was sent have come."""
-        schedule = self._have_schedule()
+        schedule = self._schedule
         for entry, parts in gradients:
             if entry not in schedule.open:
                 raise UsageError(f"context {self._context.id} has no open message {entry} for which gradients came")
@@ -83,17 +84,16 @@ class LocalPass:
         self._run()
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
-        schedule = self._have_schedule()
         starts = [edge.node for send in sends for edge in self._edges(send)] if sends else list(self._pending)
         self._marked.update(sends)
         found: dict[str, list[int]] = {}
-        for node in schedule.mark(starts):
+        for node in self._schedule.mark(starts):
             found.setdefault(node.origin.sender.name, []).append(node.origin.number)
         return found
 
     def bury(self) -> None:
         self._buried = True
-        schedule = self._have_schedule()
+        schedule = self._schedule
         for entry in [entry for entry in schedule.open if entry not in self._marked]:
             schedule.close(entry, False)
         self._run()
@@ -104,24 +104,23 @@ class LocalPass:
 
     @property
     def waiting(self) -> Iterator[str]:
-        sends = self._context.sends
-        return (str(sends[entry]) for entry in self._have_schedule().open)
+        return (str(self._sends[entry]) for entry in self._schedule.open)
 
     def _edges(self, entry: int) -> Sequence[GradientEdge]:
         return self._sends[entry].edges if entry != ROOTS else self._roots
 
-    def _have_schedule(self) -> Schedule:
+    @cached_property
+    def _sends(self) -> dict[int, Send]:
+        with self._context.lock:
+            return dict(self._context.sends)
+
+    @cached_property
+    def _schedule(self) -> Schedule:
         """Made when the first task comes: by then all is recorded that it can lead to."""
-        if self._schedule is None:
-            with self._context.lock:
-                self._sends: dict[int, Send] = dict(self._context.sends)
-            self._marked: set[int] = set()
-            entries = {number: [edge.node for edge in send.edges] for number, send in self._sends.items()}
-            if self._roots:
-                entries[ROOTS] = [edge.node for edge in self._roots]
-            kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
-            self._schedule = Schedule(entries, kinds)
-        return self._schedule
+        entries = {number: [edge.node for edge in send.edges] for number, send in self._sends.items()}
+        if self._roots:
+            entries[ROOTS] = [edge.node for edge in self._roots]
+        return Schedule(entries, {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS)
 
     # Replicated modules
 
@@ -129,7 +128,7 @@ class LocalPass:
         return LEAF if id(node.variable) in self._replicated else _kind_of_leaf(node)
 
     def _replicated_leaves(self) -> list[Node]:
-        leaves = self._have_schedule().special(LEAF)
+        leaves = self._schedule.special(LEAF)
         return [node for node in leaves if id(node.variable) in self._replicated]
 
     def _reduce(self, schedule: Schedule) -> None:
@@ -142,7 +141,7 @@ class LocalPass:
     # Running
 
     def _run(self) -> None:
-        schedule, self._context.running = self._have_schedule(), self
+        schedule, self._context.running = self._schedule, self
         try:
             for step in schedule.steps():
                 self._run_step(step)
@@ -179,7 +178,7 @@ class LocalPass:
 
     def _ship_nothing(self, node: Node) -> None:
         """That no gradient comes is worth saying to a sender that waits."""
-        if not self._buried or self._have_schedule().is_marked(node):
+        if not self._buried or self._schedule.is_marked(node):
             self.ship(node.origin, ())
 
     def _run_engine(self, step: Step) -> None:
@@ -210,7 +209,7 @@ class LocalPass:
 
     def _run_by_hand(self, node: Node, fire: bool) -> None:
         pending = self._pending.pop(node, None)
-        kind = self._have_schedule().kind(node)
+        kind = self._schedule.kind(node)
         if kind == RECV:
             self._check(node.origin)
         if pending is None:
@@ -224,7 +223,7 @@ class LocalPass:
 
     def _enter(self, node: Node, number: int, gradient: Tensor) -> None:
         """A gradient has come to a node's output, or all of it to a leaf."""
-        if self._have_schedule().kind(node) == PLAIN:
+        if self._schedule.kind(node) == PLAIN:
             self._accumulate(node, gradient)
             return
         waiting = self._pending.setdefault(node, {})

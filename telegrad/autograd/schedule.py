@@ -53,6 +53,10 @@ class Region:
         self.closed: list[tuple[int, bool]] = []  # entries since the last step; whether gradients came
         self.ranks: Ranks | None = None  # where some nodes have to run before others are settled
 
+    def note(self, node: Node, kind: int) -> None:
+        """A node that is special, and no plain leaf."""
+        (self.recvs if kind == RECV else self.leaves if kind == LEAF else self.alone).append(node)
+
     def take(self, other: Region) -> None:
         other.merged = self
         self.nodes += other.nodes
@@ -184,14 +188,13 @@ class Schedule:
                 if kind == PLAIN:
                     region.plain[node] = None
                     continue
-                {RECV: region.recvs, LEAF: region.leaves, ALONE: region.alone}[kind].append(node)
+                region.note(node, kind)
             home[node] = region
             region.nodes.append(node)
-            if special is not None and kind == RECV:
-                continue
-            for m, _ in node.next_functions:
-                if m is not None:
-                    stack.append(m)
+            if special is None or kind != RECV:
+                for m, _ in node.next_functions:
+                    if m is not None:
+                        stack.append(m)
         region.entries.append(entry)
         return region
 

@@ -116,8 +116,7 @@ class RRef(Operators, Handle, Generic[T]):
         value.backward(retain_graph=retain_graph)  # type: ignore[attr-defined]
 
     def _as_root(self) -> tuple[str, Any]:
-        self._keeper.check(self)
-        return self._owner.name, self._id
+        return self._keeper.reach(self).name, self._id
 
     # Using it where it is
 
