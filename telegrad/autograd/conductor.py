@@ -38,6 +38,8 @@ from telegrad.wire.failures import describe, rebuild
 
 SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again
 
+GATHER = 1e-3  # how long gradients wait at most for others that the same step will bring for the same worker
+
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
 
 
@@ -45,10 +47,15 @@ class Part:
     """This worker's part in one pass."""
 
     def __init__(
-        self, agent: Agent, context: Context, order: Order, failed: Callable[[Order, BaseException], None]
+        self,
+        agent: Agent,
+        context: Context,
+        order: Order,
+        gathers: Callable[[Outbox], None],
+        failed: Callable[[Order, BaseException], None],
     ) -> None:
         ledger = Ledger(order, agent.name)
-        self.outbox = Outbox(agent, context, ledger, failed)
+        self.outbox = Outbox(agent, context, ledger, gathers, failed)
         self.participant = Participant(ledger, LocalPass(context, order, self.outbox))
         self.held: list[Task] | None = [] if agent.name in order.roots else None  # until its own roots are there
 
@@ -75,6 +82,7 @@ class Conductor:
         self._agent = agent
         self._open_roots = open_roots
         self._runs: dict[tuple[int, int], Run] = {}  # by context and number
+        self._gathering: set[Outbox] = set()
         self._short = False
         self._closed = False
         for task in (Start, Mark, Bury):
@@ -177,7 +185,7 @@ class Conductor:
             return
         part = context.parts.get(pass_)
         if part is None:
-            part = context.parts[pass_] = Part(self._agent, context, order, self._failed)
+            part = context.parts[pass_] = Part(self._agent, context, order, self._gathers, self._failed)
         try:
             if part.held is not None:
                 tasks = self._hold(context, part, tasks)
@@ -190,6 +198,10 @@ class Conductor:
                 self._report(part.participant.report())
         except BaseException as error:
             self._failed(order, error)
+
+    def _gathers(self, outbox: Outbox) -> None:
+        self._gathering.add(outbox)
+        self._agent.wake_at(monotonic() + GATHER)
 
     def _hold(self, context: Context, part: Part, tasks: list[Task]) -> list[Task]:
         """The roots of this worker come first: what waits for them must not run before they are known."""
@@ -305,6 +317,8 @@ class Conductor:
 
     def _tick(self, now: float) -> float:
         upcoming = inf
+        while self._gathering:
+            self._gathering.pop().send_early()
         for run in list(self._runs.values()):
             if run.deadline <= now:
                 self._fail(run, _late(run))

@@ -62,9 +62,12 @@ class Outbox:
         agent: Agent,
         context: Context,
         ledger: Ledger,
+        gathers: Callable[[Outbox], None],
         failed: Callable[[Order, BaseException], None],
     ) -> None:
+        """`gathers` is told when something begins to wait for company, and calls `send_early` soon."""
         self._agent = agent
+        self._gathers = gathers
         self._failed = failed
         self._context = context
         self._ledger = ledger
@@ -80,16 +83,17 @@ class Outbox:
         if not more:
             self.send(worker)
         elif len(gathered) == 1:
-            self._agent.later(self._send_early, worker)  # as soon as a thread is free, should the others take long
+            self._gathers(self)
 
     def flush(self) -> None:
         """Send what is there."""
         for worker in list(self._ready):
             self.send(worker)
 
-    def _send_early(self, worker: Identity) -> None:
+    def send_early(self) -> None:
+        """The rest takes long."""
         try:
-            self.send(worker)
+            self.flush()
         except Exception as error:
             self._failed(self._ledger.order, error)
 
