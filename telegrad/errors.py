@@ -32,6 +32,7 @@ TelegradError (RuntimeError)
 ├── AutogradError              a backward pass across workers could not run
 │   ├── ContextEnded           there is no context of that id, or no longer
 │   └── UnusedSends            a fast pass, but something that was sent took no part
+├── WorkersFailed              several workers failed at one thing that all should do
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
 """
 
@@ -71,6 +72,7 @@ __all__ = [
     "UsageError",
     "VersionMismatch",
     "WorkerTaken",
+    "WorkersFailed",
 ]
 
 
@@ -200,6 +202,14 @@ class ContextEnded(AutogradError):
 
 class UnusedSends(AutogradError):
     """In a fast pass no gradient came for something that was sent."""
+
+
+class WorkersFailed(TelegradError):
+    """Several workers failed at one thing that all should do; `errors` has the error of each, by the worker's name."""
+
+    def __init__(self, message: str, errors: dict[str, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or {}
 
 
 class RemoteError(TelegradError):

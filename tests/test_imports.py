@@ -18,7 +18,9 @@ FLOORS = [
     {"agent"},
     {"rref", "autograd"},
     {"rpc"},
-    {"nn", "optim"},
+    {"nn"},
+    {"optim"},
+    {"checkpoint"},
     {"compat"},
 ]
 PURE = [

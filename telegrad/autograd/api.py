@@ -126,7 +126,14 @@ def _begin(
     found = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
     return conductor.begin(
-        found, places, retain=retain or create, create=create, fast=mode == "fast", timeout=timeout, here=here
+        found,
+        places,
+        retain=retain or create,
+        create=create,
+        fast=mode == "fast",
+        timeout=timeout,
+        here=here,
+        keeps=roots,  # a value lives as long as a reference to it
     )
 
 

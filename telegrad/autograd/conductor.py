@@ -63,8 +63,9 @@ class Part:
 class Run:
     """A pass that this worker drives."""
 
-    def __init__(self, context: Context, order: Order, deadline: float) -> None:
+    def __init__(self, context: Context, order: Order, deadline: float, keeps: Any) -> None:
         self.context = context
+        self.keeps = keeps  # what must live until the pass has ended
         self.driver = Driver(order)
         self.future: Future[None] = Future()
         self.deadline = deadline
@@ -107,16 +108,17 @@ class Conductor:
         fast: bool,
         timeout: float | None,
         here: bool,
+        keeps: Any,
     ) -> Future[None]:
         """Run backward from `roots`: of this worker tensors or values, of others values that live there.
 
-        `here`: this thread has nothing better to do than this worker's part.
+        `keeps` is held until the end. `here`: this thread has nothing better to do than this worker's part.
         """
         if timeout is None:
             timeout = self._agent.timeout
         number = next(context.passes)
         order = Order(context.id, self._agent.name, number, retain, create, fast, tuple(sorted(roots)))
-        run = Run(context, order, monotonic() + timeout if timeout else inf)
+        run = Run(context, order, monotonic() + timeout if timeout else inf, keeps)
         self._runs[context.id, number] = run
         if timeout:
             self._agent.wake_at(run.deadline)

@@ -1,0 +1,209 @@
+"""A model in stages on several workers, fed with micro-batches."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from telegrad.agent.futures import Future
+from telegrad.autograd import backward_async
+from telegrad.errors import UsageError
+from telegrad.nn.remote_module import RemoteModule
+from telegrad.nn.schedule import Forward, Schedule, Step
+from telegrad.rpc import RRef, current, remote, rpc_async
+from telegrad.rpc.together import together
+from telegrad.rpc.turns import Turns
+
+Loss = Callable[[Any, Any], Tensor]
+T = TypeVar("T")
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+class Stage:
+    """A stage on its worker. Micro-batches go through it one by one, as its module may keep state."""
+
+    def __init__(self, module: RRef[nn.Module]) -> None:
+        self._module = module.local_value()
+        self._turns = Turns()
+
+    def run(self, value: Any) -> Any:
+        with self._turns.taken():
+            return self._module(value)
+
+
+class Pipeline(nn.Module):
+    """A model whose stages, one after the other, live on several workers.
+
+    A stage is a `RemoteModule`, a reference to a module, or a module of this worker; it takes what the one before it
+    gives. A batch is split along its first dimension into `chunks` micro-batches, so that all stages work at once.
+    What passes between two stages goes straight from worker to worker.
+
+    `pipeline(inputs)` gives the outputs, for a loss and a backward pass of one's own. `forward_backward` does all of a
+    training step but the optimizer's, in the order of `schedule`: "1f1b", which keeps the activations of as many
+    micro-batches as there are stages, or "gpipe", which keeps those of all.
+
+    The numbers are those of the model in one piece, but for modules that look across the batch: batch normalisation
+    sees one micro-batch at a time.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[RemoteModule | RRef[nn.Module] | nn.Module],
+        chunks: int = 8,
+        schedule: str = "1f1b",
+    ) -> None:
+        super().__init__()
+        if not stages or chunks < 1:
+            raise UsageError("a pipeline needs at least one stage, and one chunk")
+        if schedule not in SCHEDULES:
+            raise UsageError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}")
+        self.chunks = chunks
+        self.schedule = schedule
+        self.stages = nn.ModuleList(map(_as_module, stages))
+        places = [(each.module_rref if isinstance(each, RemoteModule) else RRef(each)) for each in self.stages]
+        made = together(
+            {
+                f"{place.owner_name()} (stage {number})": rpc_async(place.owner(), _make_stage, (place,))
+                for number, place in enumerate(places)
+            }
+        )
+        self._ways: list[RRef[Stage]] = list(made.values())
+
+    def forward(self, inputs: Any) -> Any:
+        """The outputs of the whole batch."""
+        coming = []
+        for part in _split(inputs, self.chunks):
+            last = self._ways[-1]
+            coming.append(rpc_async(last.owner(), _run, (last, self._up_to_last(part))))
+        return _joined([each.wait() for each in coming])
+
+    def _up_to_last(self, value: Any) -> Any:
+        """Send a micro-batch through all stages but the last; a reference to what comes out."""
+        for stage in self._ways[:-1]:
+            value = remote(stage.owner(), _run, (stage, value))
+        return value
+
+    def forward_backward(self, context_id: int, inputs: Any, targets: Any, loss: Loss) -> Tensor:
+        """Forward and backward for a batch; the gradients are in the context. What the loss was.
+
+        `loss(outputs, targets)` is the mean over the samples that it gets; it runs on the worker of the last stage.
+
+        Raises:
+            What a stage or the loss raised, with the worker's name.
+        """
+        batches = list(zip(_split(inputs, self.chunks), _split(targets, self.chunks), strict=True))
+        sizes = [_size(part) for part, _ in batches]
+        schedule = Schedule(self.schedule, len(batches), len(self._ways))
+        arrivals = Arrivals()
+        losses: dict[int, Losses] = {}
+        total = torch.zeros(())
+        steps = schedule.begin()
+        while not schedule.done:
+            for step in steps:
+                future: Future[Any]
+                if isinstance(step, Forward):
+                    part, target = batches[step.batch]
+                    future = self._forward(part, target, loss, sizes[step.batch] / sum(sizes))
+                else:
+                    future = backward_async(context_id, [losses.pop(batch).root for batch in step.batches])
+                arrivals.expect(step, future)
+            step, result = arrivals.next()
+            if isinstance(step, Forward):
+                losses[step.batch] = result
+                total = total + result.value
+            steps = schedule.ended(step)
+        return total
+
+    def _forward(self, part: Any, target: Any, loss: Loss, weight: float) -> Future[Losses]:
+        last = self._ways[-1]
+        return rpc_async(last.owner(), _run_with_loss, (last, self._up_to_last(part), target, loss, weight))
+
+
+class Losses(NamedTuple):
+    """The loss of a micro-batch: where backward begins, and what it is."""
+
+    root: RRef[Tensor]
+    value: Tensor
+
+
+class Arrivals:
+    """Hands out what has ended, in the order in which it does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._ended: deque[tuple[Step, Future[Any]]] = deque()
+        self._wanted: Future[None] = Future()  # done once something has ended
+
+    def expect(self, step: Step, future: Future[Any]) -> None:
+        future.add_done_callback(lambda _: self._arrived(step, future))
+
+    def _arrived(self, step: Step, future: Future[Any]) -> None:
+        with self._lock:
+            self._ended.append((step, future))
+            if not self._wanted.done():
+                self._wanted.set_result(None)
+
+    def next(self) -> tuple[Step, Any]:
+        """What has ended, and its value; waits for that."""
+        current.agent().wait_for(self._wanted)
+        with self._lock:
+            step, future = self._ended.popleft()
+            if not self._ended:
+                self._wanted = Future()
+        return step, future.wait()
+
+
+def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
+    if isinstance(stage, RRef):
+        return RemoteModule.init_from_module_rref(stage.owner_name(), stage)
+    return stage
+
+
+# Parts of a batch
+
+
+def _split(batch: Any, chunks: int) -> list[Any]:
+    """The tensors in `batch` in parts of about the same size; what else is in it goes with each."""
+    leaves, form = tree_flatten(batch)
+    parts = min(chunks, max(_size(batch), 1))
+    cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    return [tree_unflatten(list(part), form) for part in zip(*cut, strict=True)]
+
+
+def _size(batch: Any) -> int:
+    """How many samples there are."""
+    sizes = {len(leaf) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)}
+    if len(sizes) != 1:
+        raise UsageError(f"a batch consists of tensors with the samples along their first dimension, not of {sizes}")
+    return sizes.pop()
+
+
+def _joined(parts: list[Any]) -> Any:
+    leaves = [tree_flatten(part)[0] for part in parts]
+    form = tree_flatten(parts[0])[1]
+    return tree_unflatten(
+        [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
+    )
+
+
+# What runs on the workers of the stages. Where `value` is a reference, the worker fetches what it refers to.
+
+
+def _make_stage(module: RRef[nn.Module]) -> RRef[Stage]:
+    return RRef(Stage(module))
+
+
+def _run(stage: RRef[Stage], value: Tensor) -> Any:
+    return stage.local_value().run(value)
+
+
+def _run_with_loss(stage: RRef[Stage], value: Tensor, target: Any, loss: Loss, weight: float) -> Losses:
+    found = loss(stage.local_value().run(value), target) * weight
+    return Losses(RRef(found), found.detach())

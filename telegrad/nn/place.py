@@ -1,0 +1,42 @@
+"""Where a module shall live: `"trainer0/cpu"`, `"ps0/cuda:0"`, `"rank:1/cpu"`, `"trainer0"`."""
+
+from __future__ import annotations
+
+import torch
+
+from telegrad.errors import UsageError
+
+RANK = "rank:"
+
+
+def parse_place(text: str) -> tuple[str | int, torch.device]:
+    """The worker, by its name or rank, and the device there, which is the CPU where none is named.
+
+    Raises:
+        UsageError: that is no place.
+    """
+    worker, _, device = text.partition("/")
+    if not worker or (not device and _is_device(worker)):
+        raise UsageError(_advice(text, "it names no worker"))
+    if not device and text.endswith("/"):
+        raise UsageError(_advice(text, "no device stands behind the slash"))
+    try:
+        return _rank(worker), torch.device(device or "cpu")
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(_advice(text, str(error))) from error
+
+
+def _advice(text: str, why: str) -> str:
+    return f"{text!r} is no place for a module: {why}. Write 'worker' or 'worker/device', such as 'trainer0/cpu'"
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _rank(worker: str) -> str | int:
+    return int(worker.removeprefix(RANK)) if worker.startswith(RANK) else worker

@@ -1,0 +1,291 @@
+"""A module that lives on another worker, used as if it were here."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from telegrad.agent.futures import Future
+from telegrad.errors import UsageError
+from telegrad.nn.place import parse_place
+from telegrad.rpc import RRef, rpc_async, rpc_sync
+from telegrad.wire.reducers import REDUCERS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class RemoteModule(nn.Module):
+    """A handle of a module on another worker: its `forward` runs there, and gradients find their way back to it.
+
+    `remote_device` is a worker, with a device or without: `"trainer0"`, `"trainer0/cpu"`, `"ps0/cuda:0"`,
+    `"rank:1/cpu"`. The module is made there by `module_cls(*args, **kwargs)`. The handle can be sent to other workers.
+
+    What is done to the handle as a whole is done to the module: `train`, `eval`, `to` and its like, `apply`,
+    `requires_grad_`, `zero_grad`, `state_dict`, `load_state_dict`. Hooks of the handle run on the worker that calls it.
+
+    Raises:
+        UsageError: `remote_device` is no place for a module.
+        ValueError: `module_cls` does not make a module.
+        What making it raised there.
+    """
+
+    module_rref: RRef[nn.Module]
+    _signature: inspect.Signature | None = None
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        worker, device = parse_place(str(remote_device))
+        self._represent(*rpc_sync(worker, _make, (module_cls, device, tuple(args or ()), dict(kwargs or {}))))
+        self._signature = _signature_of(module_cls)
+
+    @classmethod
+    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
+        """A handle of a module that exists already; it is moved to the device that `remote_device` names."""
+        worker, device = parse_place(str(remote_device))
+        owner = module_rref.owner()
+        if worker not in owner:
+            raise UsageError(f"{module_rref!r} is not on worker {worker!r}, but on {owner.name!r}: say so")
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._represent(*rpc_sync(owner, _adopt, (module_rref, device)))
+        return made
+
+    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool) -> None:
+        self.module_rref = module
+        self.on = module.owner_name()
+        self.device = device
+        self.training = training
+        self._kind = kind
+
+    # Using it
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """Run the module where it lives, and wait for its result; takes what its own `forward` takes."""
+        return self._signed(self.module_rref.rpc_sync() if self.device == "cpu" else self._run_moving)
+
+    @property
+    def forward_async(self) -> Callable[..., Future[Any]]:
+        """As `forward`, but gives a future."""
+        return self._signed(self.module_rref.rpc_async() if self.device == "cpu" else self._run_moving_async)
+
+    def _run_moving(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_moving_async(*args, **kwargs).wait()
+
+    def _run_moving_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        return rpc_async(self.on, _run_on_device, (self.module_rref, self.device, args, kwargs))
+
+    def _signed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        if self._signature is None:
+            return call
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        forward.__signature__ = self._signature  # type: ignore[attr-defined]
+        return forward
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """A reference to the module itself."""
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """References to the module's parameters, as `DistributedOptimizer` takes them."""
+        parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, _parameters_of, (self.module_rref, recurse))
+        return parameters
+
+    # What is done to the module as a whole
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        return self._have("train", mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda`, `double` and the like of this handle, or of a module that has it inside, come down to."""
+        self.device = rpc_sync(self.on, _apply_to_tensors, (self.module_rref, fn, recurse))
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        return self._have("apply", fn)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        return self._have("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._have("zero_grad", set_to_none)
+
+    def _have(self, method: str, *args: Any) -> Self:
+        """Have a method of the module called where it lives."""
+        rpc_sync(self.on, _call, (self.module_rref, method, args))
+        return self
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """A copy of the module's state; where the handle is inside of another module, a part of that one's."""
+        if args or keep_vars:
+            raise UsageError("the state of a RemoteModule is a copy: there are no variables of this worker to keep")
+        state = self.module_rref.rpc_sync().state_dict(prefix=prefix)
+        if destination is None:
+            return state
+        destination.update(state)
+        destination._metadata.update(state._metadata)
+        return destination
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What `load_state_dict` of this handle, or of a module that has it inside, does for this module."""
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        missing, unexpected, error = rpc_sync(self.on, _load, (self.module_rref, own, assign))
+        missing_keys.extend(prefix + name for name in missing)
+        if strict:
+            unexpected_keys.extend(prefix + name for name in unexpected)
+        if error:
+            error_msgs.append(f"on worker {self.on!r}: {error}")
+
+    # What it is not
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        self._refuse("parameters", "Please use ``remote_parameters`` instead, or DistributedOptimizer.for_module")
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._refuse("named_parameters", "Use ``remote_parameters``, or ``state_dict`` for copies with their names")
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        self._refuse("buffers", "Use ``state_dict`` for copies")
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        self._refuse("named_buffers", "Use ``state_dict`` for copies")
+
+    def register_buffer(self, name: str, *_: Any, **__: Any) -> None:
+        self._refuse("register_buffer", self._there("register_buffer"))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._refuse("register_parameter", self._there("register_parameter"))
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._refuse("add_module", self._there("add_module"))
+
+    def _refuse(self, method: str, instead: str) -> NoReturn:
+        raise UsageError(f"Method ``{method}`` not supported for RemoteModule. {instead}")
+
+    def _there(self, method: str) -> str:
+        return f"Do it in the module's constructor, or call ``get_module_rref().rpc_sync().{method}(...)``"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"RemoteModule has no attribute {name!r}. Methods of the module itself are called by "
+                f"``get_module_rref().rpc_sync().{name}(...)``"
+            ) from None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC. To save or "
+            "copy the module, use its ``state_dict()``"
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self._kind} on {self.on}/{self.device}"
+
+
+def _reduce(pickler: Any, module: RemoteModule) -> Any:
+    about = (module.module_rref, module._kind, module.device, module.training)
+    return _arrive, (type(module), about)
+
+
+def _arrive(kind: type[RemoteModule], about: tuple[Any, ...]) -> RemoteModule:
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made._represent(*about)
+    return made
+
+
+REDUCERS[RemoteModule] = _reduce
+
+
+def _signature_of(module_cls: Any) -> inspect.Signature | None:
+    """That of `forward`, where what makes the module is its class."""
+    try:
+        signature = inspect.signature(module_cls.forward)
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+# What runs at the owner
+
+
+def _make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an instance "
+            f"of {type(module)}"
+        )
+    return _about(RRef(module), module, device)
+
+
+def _adopt(reference: RRef[nn.Module], device: torch.device) -> tuple[Any, ...]:
+    module = reference.local_value()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{reference!r} is a reference to an instance of {type(module)}, not of <class nn.Module>")
+    return _about(reference, module, device)
+
+
+def _about(reference: RRef[nn.Module], module: nn.Module, device: torch.device) -> tuple[Any, ...]:
+    """What `RemoteModule._represent` takes."""
+    return reference, type(module).__name__, str(device), module.to(device).training
+
+
+def _run_on_device(module: RRef[nn.Module], device: str, args: Any, kwargs: Any) -> Any:
+    """What comes from the CPU goes to the module's device, and back."""
+    there = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    result = module.local_value()(*there[0], **there[1])
+    return tree_map_only(Tensor, lambda tensor: tensor.to("cpu"), result)
+
+
+def _parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
+
+
+def _apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> str:
+    there = module.local_value()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    held = next(itertools.chain(there.parameters(), there.buffers()), None)
+    return str(fn(torch.empty(0)).device if held is None else held.device)
+
+
+def _call(module: RRef[nn.Module], method: str, args: Any) -> None:
+    """What the method returns is the module itself, which shall not travel."""
+    getattr(module.local_value(), method)(*args)
+
+
+def _load(module: RRef[nn.Module], state: dict[str, Any], assign: bool) -> tuple[list[str], list[str], str]:
+    """Names that were missing, names that nobody expected, and what went wrong."""
+    try:
+        missing, unexpected = module.local_value().load_state_dict(state, strict=False, assign=assign)
+    except RuntimeError as error:  # a shape that does not fit
+        return [], [], str(error)
+    return missing, unexpected, ""

@@ -1,0 +1,140 @@
+"""One worker's share of a distributed optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from telegrad.autograd.contexts import Context
+from telegrad.autograd.gradients import Gradients
+from telegrad.nn.tree import Branch, parameters_of
+from telegrad.optim.guards import guards_of, holding
+from telegrad.rpc import current
+
+Hyperparameters = dict[str, Any]
+
+
+class LocalOptimizer:
+    """An optimizer of the usual kind, over the parameters that live on this worker."""
+
+    def __init__(self, make: Callable[..., Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any], hogwild: bool):
+        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: make(groups, *args, **kwargs)
+        self._hogwild = hogwild
+        self._optimizer: Optimizer | None = None
+        self.groups: list[int] = []  # the numbers that the groups of this worker have in the whole
+        self._names: list[str] = []  # of the parameters, in the model
+        self.parameters: list[Tensor] = []
+        self._targets: list[Tensor] = []  # what the optimizer changes, for each parameter
+        self._guards = guards_of([])
+        self._kept = Gradients()  # of contexts that have ended, for the next step
+
+    def add_group(
+        self, number: int, branches: Sequence[Branch], options: Hyperparameters
+    ) -> tuple[list[str], Hyperparameters]:
+        """Take on a group of parameters, whose `number` is its place among the groups of all workers.
+
+        Their names, and what is settled for them, the optimizer's defaults included.
+        """
+        named = _named_parameters(branches, self.parameters)
+        parameters = list(named.values())
+        targets = [nn.Parameter(each.data) for each in parameters] if self._hogwild else parameters
+        group = {**options, "params": targets}
+        if self._optimizer is None:
+            self._optimizer = self._make([group])
+        else:
+            self._optimizer.add_param_group(group)
+        self.groups.append(number)
+        self._names += named
+        self.parameters += parameters
+        self._targets += targets
+        self._guards = guards_of(self.parameters)
+        return list(named), hyperparameters(self._optimizer.param_groups[-1])
+
+    # Stepping
+
+    def step(self, context_id: int, changes: Mapping[int, Hyperparameters]) -> bool:
+        """Apply the gradients of a context; whether there is such a context here.
+
+        `changes` are those of the groups' hyperparameters since the last step.
+        """
+        assert self._optimizer is not None
+        context = self.gather(context_id)
+        gradients = {} if context is None else context.gradients.as_dict()
+        with holding(self._guards):
+            self._adopt(changes)
+            before = [target.grad for target in self._targets]
+            try:
+                for parameter, target in zip(self.parameters, self._targets, strict=True):
+                    if self._hogwild:
+                        target.data = parameter.data  # which may have moved meanwhile
+                    target.grad = gradients.get(parameter)
+                self._optimizer.step()
+            finally:
+                for target, gradient in zip(self._targets, before, strict=True):
+                    target.grad = gradient
+        return context is not None
+
+    def _adopt(self, changes: Mapping[int, Hyperparameters]) -> None:
+        assert self._optimizer is not None
+        for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
+            group.update(changes.get(number, {}))
+
+    # Gradients
+
+    def accumulate(self, context_id: int) -> bool:
+        """Keep the gradients of a context for the next step; whether there is such a context here."""
+        context = current.conductor().contexts.get(context_id)
+        gradients = {} if context is None else context.gradients.as_dict()
+        with holding(self._guards):
+            for parameter in self.parameters:
+                if parameter in gradients:
+                    self._kept.add(parameter, gradients[parameter].clone(), graph=False)
+        return context is not None
+
+    def gather(self, context_id: int) -> Context | None:
+        """The context, where this worker takes part in it. What was kept for the next step goes to its gradients."""
+        contexts = current.conductor().contexts
+        with holding(self._guards):
+            kept = self._kept.as_dict()
+            context = contexts.join(context_id) if kept else contexts.get(context_id)
+            if context is not None and kept:
+                for parameter, gradient in kept.items():
+                    context.gradients.add(parameter, gradient, graph=False)
+                self._kept.clear()
+        return context
+
+    # Its state, by the names of the parameters
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        assert self._optimizer is not None
+        state = self._optimizer.state_dict()["state"]
+        return {name: state[index] for index, name in enumerate(self._names) if index in state}
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], changes: Mapping[int, Hyperparameters]) -> None:
+        """Take over the state of this worker's parameters."""
+        assert self._optimizer is not None
+        with holding(self._guards):
+            self._adopt(changes)
+            whole = self._optimizer.state_dict()
+            whole["state"] = {index: state[name] for index, name in enumerate(self._names) if name in state}
+            self._optimizer.load_state_dict(whole)
+
+
+def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
+    """A parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _named_parameters(branches: Iterable[Branch], taken: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The parameters of the branches, each once."""
+    known = {id(parameter) for parameter in taken}
+    named: dict[str, Tensor] = {}
+    for branch in branches:
+        for name, parameter in parameters_of(branch):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                named[name] = parameter
+    return named

@@ -1,0 +1,211 @@
+"""One optimizer for parameters on several workers: it keeps the hyperparameters, the workers do the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from telegrad.agent.futures import Future
+from telegrad.errors import ContextEnded, UsageError
+from telegrad.nn.tree import Branch, Model, branches
+from telegrad.optim.local import Hyperparameters, LocalOptimizer, hyperparameters
+from telegrad.rpc import RRef, rpc_async
+from telegrad.rpc.together import together
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class DistributedOptimizer(Optimizer):
+    """Runs an optimizer on each worker that owns some of the parameters, with the gradients of an autograd context.
+
+    `params_rref` are references to parameters, or to modules for all of theirs; or parameter groups, dictionaries with
+    such under `"params"`. `optimizer_class` is called on each owner with its parameters, `args` and `kwargs`: any
+    optimizer that needs no closure.
+
+    It is a `torch.optim.Optimizer` itself: schedulers of `torch.optim.lr_scheduler` work on it, and changes to
+    `param_groups` reach the owners with the next `step`. Several may share parameters: their steps take turns.
+
+    With `hogwild=True` a step does not spoil the backward passes of other contexts that have used the parameters
+    already; they go on with the parameters as they are then, as asynchronous training does. Without, they fail, as
+    local autograd does when a tensor that it needs was changed.
+
+    Raises:
+        What `optimizer_class` raises on an owner; WorkersFailed where it does so on several.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        params_rref: Iterable[RRef[Any]] | Iterable[dict[str, Any]],
+        *args: Any,
+        hogwild: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._maker = (optimizer_class, args, kwargs, hogwild)
+        self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
+        self._names: dict[str, set[str]] = {}  # of the parameters of each worker
+        self._sent: list[Hyperparameters] = []  # what the owners have, by group
+        super().__init__(params_rref, {})  # type: ignore[arg-type]
+        self.defaults = {**self._sent[0]}
+
+    @classmethod
+    def for_module(
+        cls,
+        optimizer_class: Callable[..., Optimizer],
+        module: Model,
+        *args: Any,
+        hogwild: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """An optimizer of all parameters of a model: of its own modules, and of those on other workers.
+
+        `module` is an `nn.Module`, a `RemoteModule` or a reference to a module. What its modules hold as attributes
+        belongs to it, too: `RemoteModule`s and references to modules and parameters, from worker to worker.
+        """
+        group = {"params": [*branches(module)]}
+        return cls(optimizer_class, [group], *args, hogwild=hogwild, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take on more parameters, with hyperparameters of their own."""
+        number = len(self._sent)
+        by_worker: dict[str, list[Branch]] = {}
+        members = self._branches(param_group["params"])
+        for branch in members:
+            by_worker.setdefault(branch.root.owner_name(), []).append(branch)
+        options = hyperparameters(param_group)
+        added = together(
+            {worker: self._add(worker, number, own, options) for worker, own in by_worker.items()},
+        )
+        names: list[str] = []
+        for worker, (local, own_names, settled) in added.items():
+            self.locals[worker] = local
+            self._names.setdefault(worker, set()).update(own_names)
+            names += own_names
+            options = settled
+        self._sent.append({**options})
+        self.param_groups.append({"params": [branch.root for branch in members], "param_names": names, **options})
+
+    def _branches(self, params: Any) -> list[Branch]:
+        """The members of a group; those that come without a name are called by their position among all."""
+        several = [params] if isinstance(params, RRef) else list(params)
+        first = sum(len(group["params"]) for group in self.param_groups)
+        return [
+            each if isinstance(each, Branch) else Branch(str(position), _reference(each))
+            for position, each in enumerate(several, first)
+        ]
+
+    def _add(self, worker: str, number: int, own: list[Branch], options: Hyperparameters) -> Future[Any]:
+        return rpc_async(worker, _add_group, (self.locals.get(worker), self._maker, number, own, options))
+
+    # Stepping
+
+    def step(self, context_id: int) -> None:  # type: ignore[override]
+        """Have all owners apply the gradients of a context, all at once; parameters without one stay as they are.
+
+        Raises:
+            ContextEnded: there is no such context.
+            What the optimizer raised on a worker; WorkersFailed where it did so on several. The others have stepped.
+        """
+        changes = self._changes()
+        self._on_all("step", context_id, changes)
+        for number, changed in changes.items():
+            self._sent[number].update(changed)
+
+    def accumulate(self, context_id: int) -> None:
+        """Keep the gradients of a context: they are added to those of the context of the next step or clipping."""
+        self._on_all("accumulate", context_id)
+
+    def _on_all(self, method: str, context_id: int, *args: Any) -> None:
+        calls = {worker: getattr(local.rpc_async(), method)(context_id, *args) for worker, local in self.locals.items()}
+        if not any(together(calls).values()):
+            raise ContextEnded(
+                f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
+                "took no part in it; call this inside of its `with` block"
+            )
+
+    def _changes(self) -> dict[int, Hyperparameters]:
+        """What is new in the groups since the last step, by their numbers."""
+        changes = {}
+        for number, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
+            changed = {
+                name: value
+                for name, value in hyperparameters(group).items()
+                if isinstance(value, Tensor) or name not in sent or sent[name] != value
+            }
+            if changed:
+                changes[number] = changed
+        return changes
+
+    def zero_grad(self, set_to_none: bool = True) -> NoReturn:
+        raise UsageError(
+            "DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and go with it. "
+            "Use a new context for each step"
+        )
+
+    # Its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the whole state, by the names of the parameters; of the same form on any number of workers."""
+        states = together({worker: local.rpc_async().state() for worker, local in self.locals.items()})
+        return {
+            "state": {name: state for own in states.values() for name, state in own.items()},
+            "param_groups": [
+                {**hyperparameters(group), "params": list(group["param_names"])} for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state from `state_dict`, wherever the parameters are now.
+
+        Raises:
+            UsageError: it is of other parameters.
+        """
+        self._load_groups(state_dict["param_groups"])
+        state = state_dict["state"]
+        changes = dict(enumerate(map(hyperparameters, self.param_groups)))
+        calls = {}
+        for worker, local in self.locals.items():
+            own = {name: state[name] for name in self._names[worker] if name in state}
+            calls[worker] = local.rpc_async().load(own, changes)
+        together(calls)
+        self._sent = [{**hyperparameters(group)} for group in self.param_groups]
+
+    def _load_groups(self, groups: list[dict[str, Any]]) -> None:
+        if [set(group["params"]) for group in groups] != [set(group["param_names"]) for group in self.param_groups]:
+            ours = {name for group in self.param_groups for name in group["param_names"]}
+            theirs = {name for group in groups for name in group["params"]}
+            differ = sorted(ours ^ theirs)
+            raise UsageError(
+                "this state is of other parameters, or of others in each group"
+                + (f"; of one side only: {', '.join(differ[:5])}{' ...' * (len(differ) > 5)}" if differ else "")
+            )
+        for own, group in zip(self.param_groups, groups, strict=True):
+            own.update(hyperparameters(group))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a DistributedOptimizer cannot be sent or copied: wrap it in an RRef to use it from elsewhere, or save its "
+            "state_dict()"
+        )
+
+
+def _reference(given: Any) -> RRef[Any]:
+    if isinstance(given, RRef):
+        return given
+    raise UsageError(
+        f"DistributedOptimizer takes references to parameters, not {type(given).__name__}. Wrap one of this worker in "
+        "an RRef, or give the whole model to DistributedOptimizer.for_module"
+    )
+
+
+def _add_group(
+    local: RRef[LocalOptimizer] | None, maker: Any, number: int, own: list[Branch], options: Hyperparameters
+) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
+    """On an owner: another group of its parameters, the first of which makes its optimizer."""
+    if local is None:
+        local = RRef(LocalOptimizer(*maker))
+    return (local, *local.local_value().add_group(number, own, options))
