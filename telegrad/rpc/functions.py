@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from telegrad.agent.server import ASYNC_MARK
+from telegrad.rpc.batching import batch
+
+__all__ = ["async_execution", "batch"]
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -1,0 +1,112 @@
+"""Calls that arrive at about the same time, answered by one call of the function."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
+from typing import Any
+
+from telegrad.errors import UsageError
+
+Function = Callable[..., Awaitable[Sequence[Any]]]
+
+
+class Batched:
+    """An async function of lists, called with single values. As a method, each object has batches of its own."""
+
+    def __init__(self, function: Function, max_size: int, max_wait: float, home: Any = None) -> None:
+        plain = function.func if isinstance(function, functools.partial) else function
+        functools.update_wrapper(self, plain)
+        self._path = plain.__qualname__
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._max_size = max_size
+        self._max_wait = max_wait
+        self._home = home  # the object whose method this is, and under which name
+        self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._running: set[asyncio.Task[None]] = set()  # the loop itself would forget them
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Batched:
+        if instance is None:
+            return self
+        method = functools.partial(self._function, instance)
+        bound = Batched(method, self._max_size, self._max_wait, home=(instance, self._name))
+        instance.__dict__[self._name] = bound  # where Python finds it from now on
+        return bound
+
+    def __reduce__(self) -> Any:
+        """A function goes by its name; a method is made anew with its object."""
+        return self._path if self._home is None else (getattr, self._home)
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        loop = asyncio.get_running_loop()
+        result = loop.create_future()
+        self._waiting.append((call.args, result))
+        if len(self._waiting) >= self._max_size:
+            self._begin(loop)
+        elif self._timer is None:
+            self._timer = loop.call_later(self._max_wait, self._begin, loop)
+        return await result
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        calls, self._waiting = self._waiting, []
+        task = Context().run(loop.create_task, self._run(calls))  # it belongs to no caller's context
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _run(self, calls: list[tuple[tuple[Any, ...], asyncio.Future[Any]]]) -> None:
+        waiting = [result for _, result in calls]
+        try:
+            values = await self._function(*(list(column) for column in zip(*(args for args, _ in calls), strict=True)))
+            if len(values) != len(calls):
+                raise ValueError(f"{self._path} gave {len(values)} results for a batch of {len(calls)} calls")
+        except BaseException as error:
+            for result in waiting:
+                if not result.done():
+                    result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for result, value in zip(waiting, values, strict=True):
+                if not result.done():  # its caller may have given up
+                    result.set_result(value)
+
+
+def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
+    """Collect concurrent calls of an async function, and run it once for all of them.
+
+    The function gets a list in the place of each argument, and gives a sequence with the result for each call. It runs
+    once `max_size` calls are there, or `max_wait` seconds after the first. Meant for serving: it runs outside of the
+    autograd contexts of its callers, so no gradient goes through it.
+
+        class Policy:
+            @functions.batch(max_size=16, max_wait=0.005)
+            async def act(self, states: list[Tensor]) -> list[Tensor]:
+                with torch.no_grad():
+                    return list(self.network(torch.stack(states)))
+
+        action = policy_rref.rpc_sync().act(state)
+    """
+    if max_size < 1 or max_wait < 0:
+        raise UsageError(f"a batch needs max_size >= 1 and max_wait >= 0 seconds, not {max_size} and {max_wait}")
+
+    def decorate(function: Function) -> Batched:
+        if not inspect.iscoroutinefunction(function):
+            raise UsageError(f"{function!r} cannot run in batches: make it an `async def`")
+        if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
+            raise UsageError(f"{function!r} cannot run in batches: it has arguments that can only be given by name")
+        return Batched(function, max_size, max_wait)
+
+    return decorate

@@ -1,0 +1,174 @@
+"""Calls that are answered in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+
+import pytest
+import torch
+
+import telegrad.autograd as autograd
+from telegrad.autograd.contexts import entered_id
+from telegrad.errors import UsageError
+from telegrad.rpc import RRef, current, functions, remote, rpc_async
+from tests.cluster import agents
+
+LONG = 60.0  # seconds: a batch that waited for this would fail its test
+
+
+@pytest.fixture(scope="module")
+def trio():
+    with agents(3) as workers:
+        current.enter(workers[0].agent)
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(trio):
+    current.enter(trio[0].agent)
+
+
+class Adder:
+    def __init__(self):
+        self.sizes = []
+
+    @functions.batch(max_size=4, max_wait=LONG)
+    async def full(self, values, amounts=1):
+        self.sizes.append(len(values))
+        return [value + amount for value, amount in zip(values, amounts, strict=True)]
+
+    @functions.batch(max_size=100, max_wait=0.02)
+    async def timely(self, values):
+        self.sizes.append(len(values))
+        return [value * 2 for value in values]
+
+    @functions.batch(max_size=2, max_wait=LONG)
+    async def fails(self, values):
+        raise KeyError("no such")
+
+    @functions.batch(max_size=2, max_wait=LONG)
+    async def forgets(self, values):
+        return values[:1]
+
+    @functions.batch(max_size=1, max_wait=LONG)
+    async def context(self, values):
+        assert entered_id() is None
+        return [(torch.is_grad_enabled(), value.requires_grad) for value in values]
+
+    def seen(self):
+        return self.sizes
+
+
+@functions.batch(max_size=2, max_wait=LONG)
+async def pair(values):
+    return [len(values)] * len(values)
+
+
+def test_runs_once_enough_calls_are_there():
+    adder = remote("w1", Adder)
+    calls = [adder.rpc_async().full(torch.ones(2) * i, amounts=i) for i in range(8)]
+    assert [call.wait().tolist() for call in calls] == [[2 * i, 2 * i] for i in range(8)]
+    assert adder.rpc_sync().seen() == [4, 4]
+
+
+def test_runs_when_the_first_has_waited_long_enough():
+    adder = remote("w1", Adder)
+    assert [call.wait() for call in [adder.rpc_async().timely(i) for i in range(3)]] == [0, 2, 4]
+    assert sum(adder.rpc_sync().seen()) == 3
+
+
+def test_callers_on_several_workers_share_a_batch():
+    adder = remote("w1", Adder)
+    calls = [rpc_async(worker, use, (adder,)) for worker in ("w0", "w1", "w1", "w2")]
+    assert [call.wait() for call in calls] == [6] * 4
+    assert adder.rpc_sync().seen() == [4]
+
+
+def use(adder: RRef):
+    return adder.rpc_sync().full(5)
+
+
+def test_each_object_has_batches_of_its_own():
+    one, other = remote("w1", Adder), remote("w1", Adder)
+    calls = [each.rpc_async().full(1) for each in (one, other) for _ in range(3)]
+    assert not any(call.done() for call in calls)
+    calls += [each.rpc_async().full(1) for each in (one, other)]
+    assert [call.wait() for call in calls] == [2] * 8
+
+
+def test_a_function_by_its_name():
+    assert [call.wait() for call in [rpc_async("w2", pair, (i,)) for i in range(2)]] == [2, 2]
+    assert pickle.loads(pickle.dumps(pair)) is pair
+
+
+def test_an_object_whose_batches_are_in_use_can_be_sent():
+    adder = Adder()
+    assert adder.full is adder.full
+    copied = pickle.loads(pickle.dumps(adder))
+    assert copied.full is not adder.full
+    assert copied.sizes == []
+
+
+@pytest.mark.parametrize(("method", "error"), [("fails", KeyError), ("forgets", ValueError)])
+def test_all_callers_hear_of_an_error(method, error):
+    adder = remote("w1", Adder)
+    for call in [getattr(adder.rpc_async(), method)(1) for _ in range(2)]:
+        with pytest.raises(error, match=r"no such|gave 1 results for a batch of 2"):
+            call.wait()
+
+
+def test_a_wrong_call_harms_no_other():
+    adder = remote("w1", Adder)
+    good = [adder.rpc_async().full(1) for _ in range(3)]
+    with pytest.raises(TypeError, match="missing a required argument"):
+        adder.rpc_sync().full()
+    assert adder.rpc_sync().full(1) == 2
+    assert [call.wait() for call in good] == [2] * 3
+
+
+def test_runs_outside_of_its_callers_contexts():
+    adder = remote("w1", Adder)
+    with autograd.context(), torch.no_grad():
+        assert adder.rpc_sync().context(torch.ones(1)) == (True, False)
+
+
+def test_awaited_in_place():
+    adder = Adder()
+
+    async def both():
+        return await asyncio.gather(*(adder.full(i) for i in range(4)))
+
+    assert asyncio.run(both()) == [1, 2, 3, 4]
+
+
+def test_what_cannot_run_in_batches():
+    with pytest.raises(UsageError, match="async def"):
+        functions.batch(2, 1)(lambda values: values)
+
+    async def named(*, values):
+        return values
+
+    with pytest.raises(UsageError, match="by name"):
+        functions.batch(2, 1)(named)
+    with pytest.raises(UsageError, match="max_size >= 1"):
+        functions.batch(0, 1)
+
+
+def test_many_callers_at_once():
+    adder = remote("w1", Adder)
+    agent = current.agent()
+    results = []
+
+    def call():
+        current.enter(agent)
+        results.extend(adder.rpc_sync().timely(i) for i in range(20))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == sorted(2 * i for i in range(20) for _ in range(8))
+    assert max(adder.rpc_sync().seen()) > 1
