@@ -227,7 +227,7 @@ class Conductor:
 
     def _failed(self, order: Order, error: BaseException) -> None:
         """This worker cannot do its part."""
-        failure = describe(error, self._agent.name)
+        failure = describe(_advised(error), self._agent.name)
         self._abandon(order)
         if order.driver == self._agent.name:
             self._fail_by(order, failure)
@@ -331,6 +331,16 @@ class Conductor:
 
 def _tell_failure(future: Future[None], error: BaseException) -> None:
     future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _advised(error: BaseException) -> BaseException:
+    """Where a tensor was changed that the pass needs, the usual reason and what helps."""
+    if type(error) is not RuntimeError or "modified by an inplace operation" not in str(error):
+        return error
+    return RuntimeError(
+        f"{error}\nWhere that is a parameter, another context's optimizer may have changed it between forward and "
+        "backward: let the steps wait for each other, or make the optimizers with hogwild=True"
+    )
 
 
 def _unused(missing: Missing) -> UnusedSends:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,6 +21,18 @@ from telegrad.wire.reducers import REDUCERS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_apart: ContextVar[bool] = ContextVar("telegrad_modules_apart", default=False)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, what lives on other workers is no part of the state of a module that has it inside."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
 
 
 class RemoteModule(nn.Module):
@@ -136,6 +150,8 @@ class RemoteModule(nn.Module):
         """A copy of the module's state; where the handle is inside of another module, a part of that one's."""
         if args or keep_vars:
             raise UsageError("the state of a RemoteModule is a copy: there are no variables of this worker to keep")
+        if destination is not None and _apart.get():
+            return destination
         state = self.module_rref.rpc_sync().state_dict(prefix=prefix)
         if destination is None:
             return state
@@ -154,6 +170,8 @@ class RemoteModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """What `load_state_dict` of this handle, or of a module that has it inside, does for this module."""
+        if _apart.get():
+            return
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         missing, unexpected, error = rpc_sync(self.on, _load, (self.module_rref, own, assign))

@@ -25,7 +25,7 @@ class LocalOptimizer:
         self._hogwild = hogwild
         self._optimizer: Optimizer | None = None
         self.groups: list[int] = []  # the numbers that the groups of this worker have in the whole
-        self._names: list[str] = []  # of the parameters, in the model
+        self.names: list[str] = []  # of the parameters, in the model
         self.parameters: list[Tensor] = []
         self._targets: list[Tensor] = []  # what the optimizer changes, for each parameter
         self._guards = guards_of([])
@@ -47,7 +47,7 @@ class LocalOptimizer:
         else:
             self._optimizer.add_param_group(group)
         self.groups.append(number)
-        self._names += named
+        self.names += named
         self.parameters += parameters
         self._targets += targets
         self._guards = guards_of(self.parameters)
@@ -111,15 +111,14 @@ class LocalOptimizer:
     def state(self) -> dict[str, dict[str, Any]]:
         assert self._optimizer is not None
         state = self._optimizer.state_dict()["state"]
-        return {name: state[index] for index, name in enumerate(self._names) if index in state}
+        return {name: state[index] for index, name in enumerate(self.names) if index in state}
 
-    def load(self, state: Mapping[str, Mapping[str, Any]], changes: Mapping[int, Hyperparameters]) -> None:
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of this worker's parameters."""
         assert self._optimizer is not None
         with holding(self._guards):
-            self._adopt(changes)
             whole = self._optimizer.state_dict()
-            whole["state"] = {index: state[name] for index, name in enumerate(self._names) if name in state}
+            whole["state"] = {index: state[name] for index, name in enumerate(self.names) if name in state}
             self._optimizer.load_state_dict(whole)
 
 

@@ -153,10 +153,12 @@ class DistributedOptimizer(Optimizer):
         states = together({worker: local.rpc_async().state() for worker, local in self.locals.items()})
         return {
             "state": {name: state for own in states.values() for name, state in own.items()},
-            "param_groups": [
-                {**hyperparameters(group), "params": list(group["param_names"])} for group in self.param_groups
-            ],
+            "param_groups": self.state_groups(),
         }
+
+    def state_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups as a state has them, with names."""
+        return [{**hyperparameters(group), "params": list(group["param_names"])} for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict`, wherever the parameters are now.
@@ -164,17 +166,16 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: it is of other parameters.
         """
-        self._load_groups(state_dict["param_groups"])
+        self.load_groups(state_dict["param_groups"])
         state = state_dict["state"]
-        changes = dict(enumerate(map(hyperparameters, self.param_groups)))
         calls = {}
         for worker, local in self.locals.items():
             own = {name: state[name] for name in self._names[worker] if name in state}
-            calls[worker] = local.rpc_async().load(own, changes)
+            calls[worker] = local.rpc_async().load(own)
         together(calls)
-        self._sent = [{**hyperparameters(group)} for group in self.param_groups]
 
-    def _load_groups(self, groups: list[dict[str, Any]]) -> None:
+    def load_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take over the hyperparameters of a state; the owners hear of them with the next step."""
         if [set(group["params"]) for group in groups] != [set(group["param_names"]) for group in self.param_groups]:
             ours = {name for group in self.param_groups for name in group["param_names"]}
             theirs = {name for group in groups for name in group["params"]}

@@ -1,0 +1,178 @@
+"""Models in stages: the numbers are those of the model in one piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import telegrad.autograd as autograd
+from telegrad.errors import PeerError, UsageError
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, current, remote, rpc_sync
+from tests.cluster import agents
+
+SIZES = [(5, 7), (7, 7), (7, 3)]
+
+
+@pytest.fixture(scope="module")
+def quartet():
+    with agents(4) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(quartet):
+    current.enter(quartet[0].agent)
+
+
+def make_stage(number):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(*SIZES[number], dtype=torch.float64), nn.Tanh())
+
+
+def whole():
+    return nn.Sequential(*map(make_stage, range(3)))
+
+
+def spread(**options):
+    """Three stages: two on other workers, in different forms, and one here."""
+    stages = [RemoteModule("w1", make_stage, (0,)), remote("w2", make_stage, (1,)), make_stage(2)]
+    return Pipeline(stages, **options)
+
+
+def batch(size=33):
+    return torch.randn(size, 5, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("chunks", [1, 4, 40])
+def test_training_gives_the_numbers_of_the_whole(schedule, chunks):
+    pipeline, model = spread(chunks=chunks, schedule=schedule), whole()
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(4):
+        inputs, targets = batch()
+        with autograd.context() as context:
+            loss = pipeline.forward_backward(context, inputs, targets, mse_loss)
+            optimizer.step(context)
+        reference.zero_grad()
+        wanted = mse_loss(model(inputs), targets)
+        wanted.backward()
+        reference.step()
+        assert torch.allclose(loss, wanted.detach(), rtol=1e-12)
+        assert not loss.requires_grad
+    for one, other in zip(pipeline.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9)
+
+
+def test_outputs_and_a_loss_of_ones_own():
+    pipeline, model = spread(), whole()
+    inputs = batch()[0].requires_grad_()
+    wanted = model(inputs)
+    with autograd.context() as context:
+        outputs = pipeline(inputs)
+        assert torch.allclose(outputs, wanted)
+        autograd.backward(context, outputs.square().sum())
+        found = autograd.get_gradients(context)[inputs]
+    assert torch.allclose(found, torch.autograd.grad(wanted.square().sum(), inputs)[0])
+
+
+def test_fewer_samples_than_chunks():
+    pipeline = spread(chunks=8)
+    assert pipeline(batch(3)[0]).shape == (3, 3)
+    with autograd.context() as context:
+        inputs, targets = batch(3)
+        assert pipeline.forward_backward(context, inputs, targets, mse_loss) > 0
+
+
+class Several(nn.Module):
+    """Takes a dictionary and gives a tuple."""
+
+    def forward(self, value):
+        return value["a"] + value["b"], value["factor"]
+
+
+class Product(nn.Module):
+    """Takes a tuple."""
+
+    def forward(self, value):
+        return value[0] * value[1]
+
+
+def test_what_passes_between_stages_may_be_nested():
+    pipeline = Pipeline([RemoteModule("w1", Several), RemoteModule("w2", Product)], chunks=2)
+    ones = torch.ones(4, 2)
+    assert torch.equal(pipeline({"a": ones, "b": ones, "factor": 3}), ones * 6)
+
+
+class Exclusive(nn.Module):
+    """Notices when it is called by two at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = 0
+        self.most = 0
+        self.order = []
+
+    def forward(self, value):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        rpc_sync("w2", torch.add, (value, 1))  # the thread is given to others meanwhile
+        self.order.append(value[0].item())
+        self.inside -= 1
+        return value
+
+
+def seen(module: RRef[nn.Module]):
+    return module.local_value().most, module.local_value().order
+
+
+def test_micro_batches_go_through_a_stage_one_by_one():
+    stage = RemoteModule("w1", Exclusive)
+    inputs = torch.arange(40.0)
+    assert torch.equal(Pipeline([stage], chunks=20)(inputs), inputs)
+    most, order = rpc_sync("w1", seen, (stage.module_rref,))
+    assert most == 1
+    assert sorted(order) == [float(each) for each in range(0, 40, 2)]
+
+
+def fails(outputs, targets):
+    raise ArithmeticError("no loss today")
+
+
+def test_an_error_is_raised_with_its_worker_and_the_next_step_works():
+    pipeline = Pipeline([make_stage(0), RemoteModule("w1", make_stage, (1,)), RemoteModule("w2", make_stage, (2,))])
+    inputs, targets = batch()
+    with (
+        pytest.raises(ArithmeticError, match=r"no loss today[\s\S]*On worker 'w2'"),
+        autograd.context() as context,
+    ):
+        pipeline.forward_backward(context, inputs, targets, fails)
+    with autograd.context() as context:
+        pipeline.forward_backward(context, inputs, targets, mse_loss)
+
+
+def test_a_worker_that_dies_ends_the_step():
+    with agents(3) as workers:
+        current.enter(workers[0].agent)
+        pipeline = Pipeline([RemoteModule("w1", make_stage, (0,)), RemoteModule("w2", make_stage, (1,)), make_stage(2)])
+        inputs, targets = batch()
+        workers[1].agent.close()
+        with pytest.raises(PeerError, match="w1"), autograd.context() as context:
+            pipeline.forward_backward(context, inputs, targets, mse_loss)
+
+
+def test_what_cannot_be_a_pipeline():
+    with pytest.raises(UsageError, match="at least one stage"):
+        Pipeline([])
+    with pytest.raises(UsageError, match="'1f1b', 'gpipe', not 'zero'"):
+        Pipeline([make_stage(0)], schedule="zero")
+    with pytest.raises(UsageError, match="samples along their first dimension"):
+        Pipeline([make_stage(0)])((torch.ones(3, 5), torch.ones(4, 5)))
+
+
+def test_shows_its_stages():
+    assert "RemoteModule(Sequential on w2/cpu)" in repr(spread())

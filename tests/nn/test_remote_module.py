@@ -1,0 +1,309 @@
+"""Modules that live on other workers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import telegrad.autograd as autograd
+from telegrad.errors import UnknownWorker, UsageError
+from telegrad.nn import RemoteModule
+from telegrad.rpc import RRef, current, debug_info, remote, rpc_sync
+from tests.cluster import agents
+
+
+@pytest.fixture(scope="module")
+def trio():
+    with agents(3) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(trio):
+    current.enter(trio[0].agent)
+
+
+class Words(nn.Module):
+    """Takes several arguments, has a buffer, and behaves differently in evaluation."""
+
+    def __init__(self, factor, shift=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(factor)))
+        self.register_buffer("shift", torch.full((2,), float(shift)))
+
+    def forward(self, tensor: Tensor, number: int, word: str = "default") -> tuple[str, int, Tensor]:
+        return word, number, tensor * self.weight + self.shift if self.training else tensor
+
+    def where(self):
+        return current.agent().name
+
+    def fails(self):
+        raise KeyError("inside")
+
+
+class Parent(nn.Module):
+    """An ordinary module with one that is elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.far = RemoteModule("w1", nn.Linear, (3, 4))
+        self.near = nn.Linear(4, 1)
+
+    def forward(self, value):
+        return self.near(self.far(value))
+
+
+def make_linear(inputs, outputs):
+    return nn.Linear(inputs, outputs)
+
+
+def call(module, *args):
+    return module(*args), module.on, module.training
+
+
+def of_module(module: RRef[nn.Module], name):
+    return getattr(module.local_value(), name)
+
+
+@pytest.mark.parametrize("place", ["w1", "w1/cpu", "rank:1", "rank:1/cpu"])
+def test_forward_runs_where_the_module_lives(place):
+    module = RemoteModule(place, Words, (3,), {"shift": 1})
+    assert (module.on, module.device) == ("w1", "cpu")
+    word, number, tensor = module(torch.ones(2), 5)
+    assert (word, number, tensor.tolist()) == ("default", 5, [4, 4])
+    assert module.forward(torch.ones(2), number=6, word="x")[:2] == ("x", 6)
+    assert module.forward_async(torch.ones(2), 7, word="y").wait()[:2] == ("y", 7)
+    assert module.get_module_rref().rpc_sync().where() == "w1"
+
+
+def test_forward_has_the_signature_of_the_module():
+    module = RemoteModule("w1", Words, (3,))
+    assert list(inspect.signature(module.forward).parameters) == ["tensor", "number", "word"]
+    assert inspect.signature(module.forward_async).parameters["word"].default == "default"
+    made = RemoteModule("w1", make_linear, (2, 3))
+    assert made(torch.ones(2)).shape == (3,)
+
+
+def test_an_error_there_is_raised_here():
+    module = RemoteModule("w1", Words, (3,))
+    with pytest.raises(KeyError, match="inside"):
+        module.get_module_rref().rpc_sync().fails()
+    with pytest.raises(TypeError, match="number"):
+        module(torch.ones(2))
+
+
+def test_what_makes_no_module():
+    with pytest.raises(
+        ValueError, match=r"`module_cls\(\*args, \*\*kwargs\)` returns an instance of <class nn.Module>"
+    ):
+        RemoteModule("w1", dict)
+    with pytest.raises(TypeError):
+        RemoteModule("w1", nn.Linear)
+    with pytest.raises(UnknownWorker):
+        RemoteModule("nobody/cpu", nn.Linear, (1, 1))
+    with pytest.raises(ValueError, match=r"of <class 'list'>, not of <class nn\.Module>"):
+        RemoteModule.init_from_module_rref("w1", remote("w1", list))
+
+
+def test_gradients_find_their_way():
+    torch.manual_seed(0)
+    parent = Parent()
+    whole = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    parent.far.load_state_dict(whole[0].state_dict())
+    parent.near.load_state_dict(whole[1].state_dict())
+    value = torch.randn(2, 3, requires_grad=True)
+    wanted = torch.autograd.grad(whole(value).sum(), [value, *whole.parameters()])
+    with autograd.context() as context:
+        autograd.backward(context, parent(value).sum())
+        found = autograd.get_gradients(context)
+        assert torch.allclose(found[value], wanted[0])
+        far = rpc_sync("w1", gradients_of, (context, parent.far.get_module_rref()))
+        assert all(torch.allclose(one, other) for one, other in zip(far, wanted[1:3], strict=True))
+
+
+def gradients_of(context, module: RRef[nn.Module]):
+    found = autograd.get_gradients(context)
+    return [found[parameter] for parameter in module.local_value().parameters()]
+
+
+def test_from_a_reference():
+    reference = remote("w1", nn.Linear, (2, 3))
+    module = RemoteModule.init_from_module_rref("w1/cpu", reference)
+    assert module.module_rref is reference or module.module_rref._id == reference._id
+    assert module(torch.ones(2)).shape == (3,)
+    with pytest.raises(UsageError, match="not on worker 'w2', but on 'w1'"):
+        RemoteModule.init_from_module_rref("w2", reference)
+
+
+def test_sent_to_another_worker():
+    module = RemoteModule("w1", Words, (3,)).eval()
+    module.mine = "stays"
+    result, on, training = rpc_sync("w2", call, (module, torch.ones(2), 4))
+    assert (result[1], on, training) == (4, "w1", False)
+    assert not rpc_sync("w2", hasattr, (module, "mine"))
+
+
+def test_a_module_that_has_one_inside_can_be_sent():
+    parent = Parent()
+    value = torch.ones(3)
+    assert torch.equal(rpc_sync("w2", torch.nn.Module.__call__, (parent, value)), parent(value))
+
+
+class Double(RemoteModule):
+    """A handle of one's own."""
+
+    def forward(self, *args):
+        return super().forward(*args) * 2
+
+
+def test_a_handle_of_ones_own_class():
+    module = Double("w1", nn.Identity)
+    assert module(torch.ones(1)) == 2
+    assert rpc_sync("w2", call, (module, torch.ones(1)))[0] == 2
+
+
+def test_training_and_evaluation():
+    parent = Parent()
+    for mode in (False, True):
+        parent.train(mode)
+        assert parent.far.training is mode
+        assert rpc_sync("w1", of_module, (parent.far.module_rref, "training")) is mode
+    assert parent.far.eval() is parent.far
+    assert not rpc_sync("w1", of_module, (parent.far.module_rref, "training"))
+
+
+def test_state():
+    parent, other = Parent(), Parent()
+    state = parent.state_dict()
+    assert list(state) == ["far.weight", "far.bias", "near.weight", "near.bias"]
+    assert "far" in state._metadata
+    other.load_state_dict(state)
+    assert torch.equal(parent(torch.ones(3)), other(torch.ones(3)))
+    with io.BytesIO() as file:
+        torch.save(state, file)
+    words = RemoteModule("w1", Words, (3,))
+    assert list(words.state_dict()) == ["weight", "shift"]
+    words.load_state_dict({"weight": torch.zeros(2), "shift": torch.ones(2)})
+    assert words(torch.ones(2), 1)[2].tolist() == [1, 1]
+
+
+def test_state_that_does_not_fit():
+    parent = Parent()
+    state = parent.state_dict()
+    with pytest.raises(RuntimeError, match=r'Missing key.*"far\.bias"[\s\S]*Unexpected key.*"far\.other"'):
+        parent.load_state_dict(
+            {**{name: state[name] for name in state if name != "far.bias"}, "far.other": state["far.bias"]}
+        )
+    missing, unexpected = parent.load_state_dict({"far.other": torch.ones(1)}, strict=False)
+    assert "far.weight" in missing
+    assert unexpected == ["far.other"]
+    with pytest.raises(RuntimeError, match=r"on worker 'w1'[\s\S]*size mismatch for weight"):
+        parent.load_state_dict({**state, "far.weight": torch.ones(1)})
+
+
+def test_conversions_reach_the_module():
+    parent = Parent()
+    parent.double()
+    assert {value.dtype for value in parent.state_dict().values()} == {torch.float64}
+    assert parent(torch.ones(3, dtype=torch.float64)).dtype == torch.float64
+    parent.to(torch.float32)
+    assert parent(torch.ones(3)).dtype == torch.float32
+    far = parent.far
+    assert far.to("meta") is far
+    assert far.device == "meta"
+    assert far.state_dict()["weight"].is_meta
+    assert RemoteModule("w1", nn.Identity).to("meta").device == "meta"
+    assert RemoteModule("w1/meta", nn.Linear, (2, 2)).state_dict()["weight"].is_meta
+
+
+def test_what_is_done_to_the_module_as_a_whole():
+    parent = Parent()
+    parent.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
+    state = parent.state_dict()
+    assert not state["far.weight"].any()
+    assert not state["near.weight"].any()
+    parent.far.requires_grad_(False)
+    assert not parent.far(torch.ones(3)).requires_grad
+    parent.far.zero_grad()
+
+
+def test_hooks_of_the_handle_run_here():
+    seen = []
+    module = RemoteModule("w1", nn.Linear, (2, 2))
+    module.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    module.register_forward_hook(lambda module, args, result: seen.append("after"))
+    module.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))
+    with autograd.context() as context:
+        autograd.backward(context, module(torch.ones(2, requires_grad=True)).sum())
+    assert seen == ["before", "after", "backward"]
+
+
+def add_hook(module: RRef[nn.Module]):
+    module.local_value().register_forward_hook(lambda module, args, result: result + 100)
+
+
+def test_hooks_of_the_module_run_there():
+    module = RemoteModule("w1", nn.Identity)
+    rpc_sync("w1", add_hook, (module.get_module_rref(),))
+    assert module(torch.zeros(1)) == 100
+
+
+def test_inside_of_an_ordinary_module():
+    parent = Parent()
+    assert "(far): RemoteModule(Linear on w1/cpu)" in repr(parent)
+    assert [name for name, _ in parent.named_parameters()] == ["near.weight", "near.bias"]
+    assert list(parent.children()) == [parent.far, parent.near]
+    assert [type(each) for each in parent.far.modules()] == [RemoteModule]
+    parent.zero_grad()
+
+
+def test_remote_parameters():
+    module = RemoteModule("w1", nn.Sequential, (nn.Linear(2, 3), nn.Linear(3, 1)))
+    references = module.remote_parameters()
+    assert [reference.owner_name() for reference in references] == ["w1"] * 4
+    assert isinstance(references[0].to_here(), nn.Parameter)
+    assert module.remote_parameters(recurse=False) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("parameters", ()),
+        ("named_parameters", ()),
+        ("buffers", ()),
+        ("named_buffers", ()),
+        ("register_buffer", ("name", torch.ones(1))),
+        ("register_parameter", ("name", None)),
+        ("add_module", ("name", None)),
+    ],
+)
+def test_what_cannot_be_done_from_afar_says_what_can(method, args):
+    module = RemoteModule("w1", nn.Identity)
+    with pytest.raises(UsageError, match=rf"Method ``{method}`` not supported for RemoteModule\. \w+"):
+        getattr(module, method)(*args)
+
+
+def test_attributes_of_the_module_are_not_those_of_the_handle():
+    module = RemoteModule("w1", Words, (3,))
+    with pytest.raises(AttributeError, match=r"get_module_rref\(\)\.rpc_sync\(\)\.where"):
+        module.where()
+    with pytest.raises(UsageError, match="only be pickled when using RPC"):
+        torch.save(module, io.BytesIO())
+    with pytest.raises(UsageError, match="state_dict"):
+        copy.deepcopy(module)
+    with pytest.raises(UsageError, match="keep"):
+        module.state_dict(keep_vars=True)
+
+
+def test_the_module_goes_with_its_last_handle(trio):
+    module = RemoteModule("w1", Words, (3,))
+    before = debug_info()["users"]
+    del module
+    gc.collect()
+    assert debug_info()["users"] == before - 1

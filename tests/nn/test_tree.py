@@ -1,0 +1,101 @@
+"""Which modules belong to a model that is spread over workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad.errors import UsageError
+from telegrad.nn import RemoteModule
+from telegrad.nn.tree import branches
+from telegrad.rpc import RRef, current, remote, rpc_sync
+from tests.cluster import agents
+
+
+@pytest.fixture(scope="module")
+def trio():
+    with agents(3) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(trio):
+    current.enter(trio[0].agent)
+
+
+def found(model):
+    return {branch.name: branch.root.owner_name() for branch in branches(model)}
+
+
+class Net(nn.Module):
+    """Holds whatever it is given."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def make_net(**places):
+    """On its owner, a module that holds a reference to one on another worker for each name."""
+    return Net(**{name: remote(place, nn.Linear, (2, 2)) for name, place in places.items()})
+
+
+def hold(module: RRef, name, other: RRef):
+    setattr(module.local_value(), name, other)
+
+
+def make_parameter():
+    return nn.Parameter(torch.ones(2))
+
+
+def test_attributes_lists_and_dictionaries():
+    model = Net(
+        one=remote("w1", nn.Linear, (2, 2)),
+        several=[remote("w1", nn.Linear, (2, 2)), RemoteModule("w2", nn.Identity)],
+        named={"a": (remote("w2", nn.Linear, (2, 2)),)},
+        inner=nn.ModuleList([RemoteModule("w2", nn.Linear, (2, 2)), nn.Linear(2, 2)]),
+        bare=remote("w1", make_parameter),
+    )
+    assert found(model) == {
+        "": "w0",
+        "one": "w1",
+        "several.0": "w1",
+        "several.1": "w2",
+        "named.a.0": "w2",
+        "inner.0": "w2",
+        "bare": "w1",
+    }
+
+
+def test_from_worker_to_worker():
+    model = Net(far=RemoteModule("w1", make_net, (), {"one": "w2", "other": "w0"}))
+    assert found(model) == {"": "w0", "far": "w1", "far.one": "w2", "far.other": "w0"}
+    assert found(remote("w1", make_net, (), {"one": "w2"})) == {"": "w1", "one": "w2"}
+    assert found(RemoteModule("w2", make_net, (), {"one": "w0"})) == {"": "w2", "one": "w0"}
+
+
+def test_references_in_a_circle():
+    one, other = remote("w1", Net), remote("w2", Net)
+    rpc_sync("w1", hold, (one, "other", other))
+    rpc_sync("w2", hold, (other, "one", one))
+    assert found(Net(start=one)) == {"": "w0", "start": "w1", "start.other": "w2"}
+
+
+def test_what_is_no_module_is_left_alone():
+    model = Net(data=remote("w1", torch.ones, (2,)), text=remote("w2", str, ("x",)), part=nn.Linear(1, 1))
+    assert found(model) == {"": "w0"}
+    with pytest.raises(UsageError, match="neither a module nor does it refer to one"):
+        branches(remote("w1", str, ("x",)))
+    with pytest.raises(UsageError, match="not int"):
+        branches(5)
+
+
+def reference_to(module: RRef):
+    return module
+
+
+def test_a_reference_to_a_reference():
+    module = remote("w2", nn.Linear, (2, 2))
+    assert found(remote("w1", reference_to, (module,))) == {"": "w2"}

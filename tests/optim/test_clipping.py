@@ -1,0 +1,102 @@
+"""Clipping by the norm over all workers."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad.autograd as autograd
+from telegrad.errors import ContextEnded
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer, clip_grad_norm_
+from telegrad.rpc import RRef, current
+from tests.cluster import agents
+
+
+@pytest.fixture(scope="module")
+def trio():
+    with agents(3) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(trio):
+    current.enter(trio[0].agent)
+
+
+def models():
+    torch.manual_seed(0)
+    spread = nn.Sequential(
+        nn.Linear(3, 4), RemoteModule("w1", nn.Linear, (4, 4)), RemoteModule("w2", nn.Linear, (4, 2))
+    )
+    whole = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    whole.load_state_dict(spread.state_dict())
+    return spread, whole
+
+
+def references(model):
+    return [RRef(each) for each in model[0].parameters()] + [
+        reference for part in model[1:] for reference in part.remote_parameters()
+    ]
+
+
+@pytest.mark.parametrize("by_optimizer", [True, False])
+@pytest.mark.parametrize("norm", [1.0, 2.0, inf])
+@pytest.mark.parametrize("limit", [0.1, 1e6])
+def test_as_in_one_process(by_optimizer, norm, limit):
+    spread, whole = models()
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.5)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.5)
+    inputs = torch.randn(5, 3)
+    with autograd.context() as context:
+        autograd.backward(context, spread(inputs).square().sum())
+        found = clip_grad_norm_(context, optimizer if by_optimizer else references(spread), limit, norm)
+        optimizer.step(context)
+    whole(inputs).square().sum().backward()
+    wanted = nn.utils.clip_grad_norm_(whole.parameters(), limit, norm)
+    reference.step()
+    assert torch.allclose(found, wanted)
+    for one, other in zip(spread.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_what_was_kept_of_other_contexts_counts():
+    leaf = nn.Parameter(torch.zeros(4))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.sum())
+        optimizer.accumulate(context)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.sum())
+        assert clip_grad_norm_(context, optimizer, 1.0) == 4
+        optimizer.step(context)
+    assert leaf.tolist() == pytest.approx([-0.5] * 4, rel=1e-5)
+
+
+def test_sparse_gradients():
+    table = RemoteModule("w1", nn.Embedding, (10, 4), {"sparse": True})
+    with autograd.context() as context:
+        autograd.backward(context, table(torch.tensor([1, 1, 4])).sum())
+        references = table.remote_parameters()
+        assert clip_grad_norm_(context, references, 1.0) == pytest.approx((4 * 4 + 4 * 1) ** 0.5)
+        assert clip_grad_norm_(context, references, 1.0) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_norm_that_is_no_number():
+    leaf = nn.Parameter(torch.ones(2))
+    with autograd.context() as context:
+        autograd.backward(context, (leaf * torch.tensor([inf, 1.0])).sum())
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            clip_grad_norm_(context, [RRef(leaf)], 1.0, error_if_nonfinite=True)
+        assert autograd.get_gradients(context)[leaf].tolist() == [inf, 1]
+        assert clip_grad_norm_(context, [RRef(leaf)], 1.0) == inf
+
+
+def test_nothing_to_clip():
+    with autograd.context() as context:
+        assert clip_grad_norm_(context, [RRef(nn.Parameter(torch.ones(2)))], 1.0) == 0
+    with pytest.raises(ContextEnded):
+        clip_grad_norm_(context, [RRef(nn.Parameter(torch.ones(2)))], 1.0)

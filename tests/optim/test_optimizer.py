@@ -1,0 +1,458 @@
+"""Optimizers over several workers: the parameters end where they would in one process."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import telegrad.autograd as autograd
+from telegrad.errors import ContextEnded, PeerError, UsageError, WorkersFailed
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, current, remote, rpc_sync
+from tests.cluster import agents, in_threads
+
+OPTIMIZERS = {
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def five():
+    with agents(5) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(five):
+    current.enter(five[0].agent)
+
+
+def linear(inputs, outputs):
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
+class Model(nn.Module):
+    """Four layers, on `owners` workers, the first of which is this one."""
+
+    def __init__(self, owners):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(
+            [linear(4, 4) if i % owners == 0 else RemoteModule(f"w{i % owners}", linear, (4, 4)) for i in range(4)]
+        )
+
+    def forward(self, value):
+        for layer in self.layers:
+            value = layer(value).tanh()
+        return value
+
+
+def together(owners):
+    """A spread model, and the same in one place."""
+    spread, whole = Model(owners), Model(1)
+    whole.load_state_dict(spread.state_dict())
+    return spread, whole
+
+
+def same(spread, whole, tolerance=1e-12):
+    return all(
+        torch.allclose(one, other, rtol=0, atol=tolerance)
+        for one, other in zip(spread.state_dict().values(), whole.state_dict().values(), strict=True)
+    )
+
+
+def data(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model, seed):
+    inputs = data(seed)
+    return (model(inputs) - inputs.flip(1)).square().mean()
+
+
+def step_both(spread, optimizer, whole, reference, seed):
+    with autograd.context() as context:
+        autograd.backward(context, loss_of(spread, seed))
+        optimizer.step(context)
+    reference.zero_grad()
+    loss_of(whole, seed).backward()
+    reference.step()
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps_as_in_one_process(name, owners):
+    kind, options = OPTIMIZERS[name]
+    spread, whole = together(owners)
+    optimizer = DistributedOptimizer.for_module(kind, spread, **options)
+    reference = kind(whole.parameters(), **options)
+    for seed in range(50):
+        step_both(spread, optimizer, whole, reference, seed)
+    assert same(spread, whole, 1e-6)
+
+
+def make_leaf():
+    return torch.ones(3, 3, requires_grad=True)
+
+
+def test_the_example_of_the_documents():
+    with autograd.context() as context:
+        one, other = remote("w1", make_leaf), remote("w1", make_leaf)
+        loss = one.to_here() + other.to_here()
+        autograd.backward(context, [loss.sum()])
+        DistributedOptimizer(torch.optim.SGD, [one, other], lr=0.05).step(context)
+    assert torch.allclose(one.to_here(), torch.full((3, 3), 0.95))
+    assert torch.allclose(other.to_here(), torch.full((3, 3), 0.95))
+
+
+def test_parameters_of_this_worker_and_of_others():
+    here, there = nn.Parameter(torch.ones(2)), remote("w2", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(here), there], 0.5)
+    with autograd.context() as context:
+        autograd.backward(context, here.sum() + there.to_here().sum())
+        optimizer.step(context)
+    assert here.tolist() == [0.5, 0.5]
+    assert here.grad is None
+    assert there.to_here()[0, 0] == 0.5
+
+
+def test_what_has_no_gradient_stays():
+    used, unused = remote("w1", make_leaf), remote("w2", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, [used, unused], lr=0.1, weight_decay=0.5)
+    with autograd.context() as context:
+        autograd.backward(context, used.to_here().sum())
+        optimizer.step(context)
+    assert unused.to_here().sum() == 9
+    assert used.to_here().sum() < 9
+
+
+def set_grad(leaf: RRef):
+    leaf.local_value().grad = torch.full((3, 3), 7.0)
+
+
+def grad_of(leaf: RRef):
+    return leaf.local_value().grad
+
+
+def test_grad_is_left_alone():
+    leaf = remote("w1", make_leaf)
+    rpc_sync("w1", set_grad, (leaf,))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum())
+        optimizer.step(context)
+    assert leaf.to_here().sum() == 0
+    assert rpc_sync("w1", grad_of, (leaf,)).unique() == 7
+
+
+def test_groups_have_hyperparameters_of_their_own():
+    slow, fast, late = (remote(f"w{number}", make_leaf) for number in (1, 2, 1))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD, [{"params": [slow], "lr": 0.1}, {"params": fast, "momentum": 0.5}], lr=0.2
+    )
+    optimizer.add_param_group({"params": [late], "lr": 0.4})
+    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.1, 0), (0.2, 0.5), (0.4, 0)]
+    optimizer.param_groups[2]["lr"] = 0.5
+    with autograd.context() as context:
+        autograd.backward(context, sum(each.to_here().sum() for each in (slow, fast, late)))
+        optimizer.step(context)
+    assert [round(each.to_here()[0, 0].item(), 6) for each in (slow, fast, late)] == [0.9, 0.8, 0.5]
+    assert "Parameter Group 2" in repr(optimizer)
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.8)], [4]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_reach_all_owners(name):
+    spread, whole = together(3)
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    schedulers = [SCHEDULERS[name](each) for each in (optimizer, reference)]
+    for seed in range(8):
+        step_both(spread, optimizer, whole, reference, seed)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert same(spread, whole)
+    assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() != [0.1]
+
+
+def test_a_scheduler_that_looks_at_the_loss():
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1.0)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_gradients_of_several_contexts():
+    spread, whole = together(3)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.1)
+    reference = torch.optim.Adam(whole.parameters(), lr=0.1)
+    for start in (0, 4):
+        for seed in range(start, start + 4):
+            with autograd.context() as context:
+                autograd.backward(context, loss_of(spread, seed))
+                if seed < start + 3:
+                    optimizer.accumulate(context)
+                else:
+                    optimizer.step(context)
+        reference.zero_grad()
+        sum(loss_of(whole, seed) for seed in range(start, start + 4)).backward()
+        reference.step()
+    assert same(spread, whole)
+
+
+def test_what_was_kept_is_used_by_workers_that_take_no_part():
+    one, other = remote("w1", make_leaf), remote("w2", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [one, other], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, one.to_here().sum())
+        optimizer.accumulate(context)
+    with autograd.context() as context:
+        autograd.backward(context, other.to_here().sum())
+        optimizer.step(context)
+    assert one.to_here().sum() == other.to_here().sum() == 0
+
+
+def test_sparse_gradients():
+    table = RemoteModule("w1", nn.Embedding, (10, 3), {"sparse": True})
+    before = table.state_dict()["weight"].clone()
+    optimizer = DistributedOptimizer(torch.optim.SparseAdam, table.remote_parameters(), lr=0.1)
+    with autograd.context() as context:
+        autograd.backward(context, table(torch.tensor([1, 1, 4])).sum())
+        optimizer.accumulate(context)
+    with autograd.context() as context:
+        autograd.backward(context, table(torch.tensor([7])).sum())
+        optimizer.step(context)
+    changed = (table.state_dict()["weight"] - before).abs().sum(1) > 0
+    assert changed.nonzero().flatten().tolist() == [1, 4, 7]
+
+
+class Gauge(torch.optim.SGD):
+    """Notices when two steps overlap."""
+
+    inside = 0
+    most = 0
+    barrier = None
+
+    def step(self, closure=None):
+        Gauge.inside += 1
+        Gauge.most = max(Gauge.most, Gauge.inside)
+        if Gauge.barrier is not None:
+            Gauge.barrier.wait()
+        rpc_sync("w0", torch.add, (torch.ones(1), 1))
+        super().step(closure)
+        Gauge.inside -= 1
+
+
+def train_alone(worker, leaf, optimizer, steps):
+    """On a thread of its own: a trainer that shares parameters with others."""
+    current.enter(worker.agent)
+    for _ in range(steps):
+        with autograd.context() as context:
+            autograd.backward(context, leaf.to_here().sum())
+            optimizer.step(context)
+
+
+def test_steps_over_the_same_parameters_take_turns(five):
+    Gauge.inside = Gauge.most = 0
+    leaf = remote("w1", make_leaf)
+    optimizers = [DistributedOptimizer(Gauge, [leaf], lr=0.125) for _ in range(4)]
+    in_threads(*(lambda own=own: train_alone(five[0], leaf, own, 5) for own in optimizers))
+    assert Gauge.most == 1
+    assert leaf.to_here()[0, 0] == 1 - 20 * 0.125
+
+
+def test_steps_over_different_parameters_do_not_wait_for_each_other(five):
+    Gauge.barrier = threading.Barrier(2, timeout=30)
+    try:
+        leaves = [remote("w1", make_leaf) for _ in range(2)]
+        optimizers = [DistributedOptimizer(Gauge, [leaf], lr=0.1) for leaf in leaves]
+        in_threads(*(lambda pair=pair: train_alone(five[0], *pair, 1) for pair in zip(leaves, optimizers, strict=True)))
+    finally:
+        Gauge.barrier = None
+
+
+class Squared(nn.Module):
+    """Needs its parameter again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 3.0))
+
+    def forward(self, value):
+        return value * self.weight.square()
+
+
+def test_a_step_between_another_ones_forward_and_backward():
+    module = RemoteModule("w1", Squared)
+    value = torch.ones(2, requires_grad=True)
+
+    def run(optimizer):
+        with autograd.context() as slow:
+            result = module(value).sum()
+
+            def step_of_another():
+                current.enter(agent)
+                with autograd.context() as quick:
+                    autograd.backward(quick, module(value).sum())
+                    optimizer.step(quick)
+
+            in_threads(step_of_another)
+            autograd.backward(slow, result)
+            optimizer.step(slow)
+
+    agent = current.agent()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation[\s\S]*hogwild=True"):
+        run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1))
+    run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1, hogwild=True))
+    start = 3 - 0.1 * 2 * 3
+    first = start - 0.1 * 2 * start
+    second = first - 0.1 * 2 * first
+    assert module.state_dict()["weight"].tolist() == pytest.approx([second] * 2)
+
+
+def test_hogwild_follows_parameters_that_move():
+    module = RemoteModule("w1", Squared)
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, module, lr=0.1, hogwild=True)
+    module.load_state_dict({"weight": torch.ones(2)}, assign=False)
+    module.double()
+    with autograd.context() as context:
+        autograd.backward(context, module(torch.ones(2, dtype=torch.float64)).sum())
+        optimizer.step(context)
+    assert module.state_dict()["weight"].tolist() == pytest.approx([0.8] * 2)
+
+
+def test_state_goes_from_few_workers_to_many():
+    spread, whole = together(2)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.05)
+    reference = torch.optim.Adam(whole.parameters(), lr=0.05)
+    for seed in range(3):
+        step_both(spread, optimizer, whole, reference, seed)
+    optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = 0.01
+    state = optimizer.state_dict()
+    assert set(state["state"]) == set(whole.state_dict())
+    other = Model(4)
+    other.load_state_dict(spread.state_dict())
+    restored = DistributedOptimizer.for_module(torch.optim.Adam, other, lr=1)
+    restored.load_state_dict(state)
+    for seed in range(3):
+        step_both(other, restored, whole, reference, seed)
+    assert same(other, whole)
+    with pytest.raises(UsageError, match=r"other parameters.*layers\.0\.bias"):
+        DistributedOptimizer.for_module(torch.optim.Adam, nn.Linear(2, 2)).load_state_dict(state)
+
+
+class Fails(torch.optim.SGD):
+    """Fails in every way that is asked for."""
+
+    def __init__(self, params, lr, when):
+        if when == "made":
+            raise ValueError("cannot be made")
+        super().__init__(params, lr)
+
+    def step(self, closure=None):
+        raise ArithmeticError("cannot step")
+
+
+def test_errors_name_their_workers():
+    leaves = [remote(f"w{number}", make_leaf) for number in (1, 2, 3)]
+    with pytest.raises(ValueError, match=r"cannot be made[\s\S]*On worker 'w1'"):
+        DistributedOptimizer(Fails, leaves[:1], lr=1, when="made")
+    with pytest.raises(WorkersFailed, match=r"3 of 3 workers failed") as made:
+        DistributedOptimizer(Fails, leaves, lr=1, when="made")
+    assert set(made.value.errors) == {"w1", "w2", "w3"}
+    optimizer = DistributedOptimizer(Fails, leaves, lr=1, when="later")
+    with autograd.context() as context:
+        autograd.backward(context, sum(leaf.to_here().sum() for leaf in leaves))
+        with pytest.raises(WorkersFailed, match=r"w2: ArithmeticError: cannot step"):
+            optimizer.step(context)
+
+
+def test_a_worker_that_died():
+    with agents(3) as workers:
+        current.enter(workers[0].agent)
+        leaves = [remote(f"w{number}", make_leaf) for number in (1, 2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD, leaves, lr=1)
+        with autograd.context() as context:
+            autograd.backward(context, leaves[0].to_here().sum())
+            workers[2].agent.close()
+            with pytest.raises(PeerError, match="w2"):
+                optimizer.step(context)
+        assert leaves[0].to_here().sum() == 0
+
+
+def test_a_context_that_is_not_there():
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
+    with autograd.context() as context:
+        pass
+    with pytest.raises(ContextEnded, match=f"id: {context}"):
+        optimizer.step(context)
+    with pytest.raises(ContextEnded):
+        optimizer.accumulate(context)
+
+
+def use_optimizer(optimizer: RRef, leaf: RRef):
+    """What another worker does with an optimizer that was made elsewhere."""
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum())
+        optimizer.rpc_sync().step(context)
+
+
+def test_used_from_another_worker():
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    rpc_sync("w2", use_optimizer, (RRef(optimizer), leaf))
+    assert leaf.to_here().sum() == 0
+    rpc_sync("w2", use_optimizer, (optimizer, leaf))  # as its annotation asks for a reference
+    assert leaf.to_here().sum() == -9
+    with pytest.raises(UsageError, match="RRef"):
+        rpc_sync("w2", type, (optimizer,))
+
+
+def test_what_has_no_meaning_says_so():
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
+    with pytest.raises(UsageError, match="a new context for each step"):
+        optimizer.zero_grad()
+    with pytest.raises(UsageError, match=r"takes references to parameters, not Parameter.*for_module"):
+        DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=1)
+    with pytest.raises(UsageError, match="neither a parameter nor a module, but to str"):
+        DistributedOptimizer(torch.optim.SGD, [remote("w1", str, ("x",))], lr=1)
+    with pytest.raises(ValueError, match="empty"):
+        DistributedOptimizer(torch.optim.SGD, [], lr=1)
+
+
+def test_a_shared_parameter_is_taken_once():
+    reference = remote("w1", nn.Linear, (2, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [reference, reference], lr=1)
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
+
+
+def test_hooks_of_the_optimizer():
+    seen = []
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    with autograd.context() as context:
+        optimizer.step(context)
+    assert seen == ["before", "after"]

@@ -1,0 +1,147 @@
+"""Checkpoints of models that are spread over workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import telegrad.autograd as autograd
+import telegrad.checkpoint as checkpoint
+from telegrad.errors import UsageError
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import current, remote
+from tests.cluster import agents, group
+
+
+class Body(nn.Module):
+    """Part of a model, with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+
+    def forward(self, value):
+        return self.norm(self.linear(value)).tanh()
+
+
+class Model(nn.Module):
+    """Four parts: on the workers `places`, in turn; the last here."""
+
+    def __init__(self, places):
+        super().__init__()
+        at = [places[number % len(places)] for number in range(3)]
+        self.first = RemoteModule(at[0], Body)
+        self.second = remote(at[1], Body)
+        self.rest = nn.ModuleList([RemoteModule(at[2], Body)])
+        self.head = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, value):
+        return self.head(self.rest[0](self.second.rpc_sync()(self.first(value))))
+
+
+class Whole(nn.Module):
+    """The same in one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.rest = Body(), Body(), nn.ModuleList([Body()])
+        self.head = nn.Linear(4, 1, dtype=torch.float64)
+
+
+def training(places):
+    torch.manual_seed(5)
+    model = Model(places)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, model, lr=0.05)
+    return {"model": model, "optimizer": optimizer, "scheduler": StepLR(optimizer, 3, 0.5), "step": 0}
+
+
+def train(state, steps):
+    """Some steps on data that depends on the number of the step alone; the losses."""
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(state["step"]))
+        with autograd.context() as context:
+            loss = (state["model"](inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            autograd.backward(context, loss)
+            state["optimizer"].step(context)
+        state["scheduler"].step()
+        state["step"] += 1
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of a training on four workers, and how that went on."""
+    with agents(4) as workers:
+        current.enter(workers[0].agent)
+        state = training(["w1", "w2", "w3"])
+        before = train(state, 5)
+        checkpoint.save(state, tmp_path / "five")
+        copied = {name: value.clone() for name, value in state["model"].state_dict().items()}
+        return tmp_path / "five", copied, train(state, 5), before
+
+
+@pytest.mark.parametrize("places", [["w1"], ["w0"], ["w1", "w0", "w2", "w4"]], ids=len)
+def test_training_goes_on_on_other_workers(saved, places):
+    path, _, after, before = saved
+    with agents(5) as workers:
+        current.enter(workers[0].agent)
+        state = training(places)
+        checkpoint.load(state, path)
+        assert state["step"] == 5
+        assert state["optimizer"].param_groups[0]["lr"] == 0.025
+        went_on = train(state, 5)
+    assert went_on == pytest.approx(after, rel=1e-12)
+    assert before != pytest.approx(after, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_itself_can_read_it(saved):
+    path, copied, _, _ = saved
+    whole = Whole()
+    dcp.load({"model": whole}, checkpoint_id=path, no_dist=True)
+    assert all(torch.equal(whole.state_dict()[name], value) for name, value in copied.items())
+    assert len(whole.state_dict()) == 23
+    assert len({file.name for file in path.iterdir()}) == 5  # one of each worker, and the table of contents
+
+
+def test_what_is_not_there(saved, tmp_path):
+    with agents(2) as workers:
+        current.enter(workers[0].agent)
+        with pytest.raises(UsageError, match="no complete checkpoint"):
+            checkpoint.load({"step": 0}, tmp_path / "never")
+        with pytest.raises(UsageError, match=r"has no other\.bias, other\.weight"):
+            checkpoint.load({"other": RemoteModule("w1", nn.Linear, (2, 2))}, saved[0])
+        with pytest.raises(UsageError, match="other parameters"):
+            checkpoint.load({"optimizer": DistributedOptimizer.for_module(torch.optim.Adam, nn.Linear(2, 2))}, saved[0])
+
+
+def start_training(path, places):
+    import telegrad.rpc as rpc
+
+    if rpc.get_worker_info().id:
+        return None
+    state = training(places)
+    if path.exists():
+        checkpoint.load(state, path)
+    losses = train(state, 5)
+    if not path.exists():
+        checkpoint.save(state, path)
+    return losses + train(state, 5)
+
+
+def test_after_all_workers_were_killed_fewer_go_on(tmp_path):
+    with group(4) as workers:
+        first = workers[0].run(start_training, tmp_path / "five", ["worker1", "worker2", "worker3"])
+        for worker in workers:
+            worker.kill()
+    with group(2) as workers:
+        second = workers[0].run(start_training, tmp_path / "five", ["worker1"])
+    assert second[:5] == pytest.approx(first[5:], rel=1e-12)
+    assert sum(second[5:]) < sum(first[:5])
