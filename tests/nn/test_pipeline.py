@@ -29,8 +29,13 @@ def here(quartet):
 
 
 def make_stage(number):
-    torch.manual_seed(number)
-    return nn.Sequential(nn.Linear(*SIZES[number], dtype=torch.float64), nn.Tanh())
+    """The same wherever it is made; several agents of one process share torch's own generator."""
+    linear = nn.Linear(*SIZES[number], dtype=torch.float64)
+    chance = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=chance)
+    return nn.Sequential(linear, nn.Tanh())
 
 
 def whole():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import telegrad.autograd as autograd
-from telegrad.errors import ContextEnded, PeerError, UsageError, WorkersFailed
+from telegrad.errors import CannotEncode, ContextEnded, PeerError, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
@@ -426,7 +426,7 @@ def test_used_from_another_worker():
     assert leaf.to_here().sum() == 0
     rpc_sync("w2", use_optimizer, (optimizer, leaf))  # as its annotation asks for a reference
     assert leaf.to_here().sum() == -9
-    with pytest.raises(UsageError, match="RRef"):
+    with pytest.raises(CannotEncode, match="wrap it in an RRef"):
         rpc_sync("w2", type, (optimizer,))
 
 
