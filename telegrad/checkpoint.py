@@ -60,22 +60,18 @@ def save(state: Mapping[str, Any], checkpoint_id: Path) -> None:
     }
     here = get_worker_info().name
     begun = together(
-        {
-            worker: rpc_async(worker, _begin, (path, theirs, own if worker == here else {}), timeout=NO_LIMIT)
-            for worker, theirs in {here: [], **shares}.items()
-        }
+        {here: [], **shares},
+        lambda worker, theirs: rpc_async(
+            worker, _begin, (path, theirs, own if worker == here else {}), timeout=NO_LIMIT
+        ),
     )
     planner, writer = DefaultSavePlanner(), FileSystemWriter(path)
     planner.set_up_planner({}, is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([plan for _, plan in begun.values()])
     plans = writer.prepare_global_plan(plans)
-    written = together(
-        {
-            worker: saver.rpc_async(timeout=NO_LIMIT).write(plan)
-            for (worker, (saver, _)), plan in zip(begun.items(), plans, strict=True)
-        }
-    )
+    by_worker = dict(zip(begun, plans, strict=True))
+    written = together(by_worker, lambda worker, plan: begun[worker][0].rpc_async(timeout=NO_LIMIT).write(plan))
     writer.finish(metadata, list(written.values()))
 
 
@@ -86,9 +82,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     """
     path = os.fspath(checkpoint_id)
     shares, own = _shares(state)
-    together(
-        {worker: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT) for worker, theirs in shares.items()}
-    )
+    together(shares, lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT))
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
             value.load_groups(_find(path, (key, "param_groups")))

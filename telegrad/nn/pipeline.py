@@ -68,12 +68,8 @@ class Pipeline(nn.Module):
         self.schedule = schedule
         self.stages = nn.ModuleList(map(_as_module, stages))
         places = [(each.module_rref if isinstance(each, RemoteModule) else RRef(each)) for each in self.stages]
-        made = together(
-            {
-                f"{place.owner_name()} (stage {number})": rpc_async(place.owner(), _make_stage, (place,))
-                for number, place in enumerate(places)
-            }
-        )
+        numbered = {f"stage {number} on {place.owner_name()}": place for number, place in enumerate(places)}
+        made = together(numbered, lambda _, place: rpc_async(place.owner(), _make_stage, (place,)))
         self._ways: list[RRef[Stage]] = list(made.values())
 
     def forward(self, inputs: Any) -> Any:

@@ -40,15 +40,10 @@ def branches(model: Model) -> list[Branch]:
     seen = {model._id}
     wave = [Branch("", model)]
     while wave:
-        looks = {
-            f"{branch.root.owner_name()} ({branch.name or 'the model'})": rpc_async(
-                branch.root.owner(), _look, (branch.root, branch.name)
-            )
-            for branch in wave
-        }
-        looked = zip(wave, together(looks).values(), strict=True)
+        named = {f"{branch.name or 'the model'} on {branch.root.owner_name()}": branch for branch in wave}
+        looked = together(named, lambda _, branch: rpc_async(branch.root.owner(), _look, (branch.root, branch.name)))
         wave = []
-        for branch, (trained, further) in looked:
+        for branch, (trained, further) in zip(named.values(), looked.values(), strict=True):
             if trained:
                 found.append(branch)
             fresh = [each for each in further if each.root._id not in seen]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.agent.futures import Future
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.optimizer import DistributedOptimizer
@@ -36,10 +35,7 @@ def clip_grad_norm_(
         by_worker.setdefault(reference.owner_name(), []).append(reference)
 
     def on_all(function: Callable[..., Any], argument: float) -> dict[str, Any]:
-        calls: dict[str, Future[Any]] = {
-            worker: rpc_async(worker, function, (own, context_id, argument)) for worker, own in by_worker.items()
-        }
-        return together(calls)
+        return together(by_worker, lambda worker, own: rpc_async(worker, function, (own, context_id, argument)))
 
     norms = [norm for norm in on_all(_norm, norm_type).values() if norm is not None]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)

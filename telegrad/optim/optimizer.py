@@ -77,9 +77,7 @@ class DistributedOptimizer(Optimizer):
         for branch in members:
             by_worker.setdefault(branch.root.owner_name(), []).append(branch)
         options = hyperparameters(param_group)
-        added = together(
-            {worker: self._add(worker, number, own, options) for worker, own in by_worker.items()},
-        )
+        added = together(by_worker, lambda worker, own: self._add(worker, number, own, options))
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():
             self.locals[worker] = local
@@ -120,8 +118,8 @@ class DistributedOptimizer(Optimizer):
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any) -> None:
-        calls = {worker: getattr(local.rpc_async(), method)(context_id, *args) for worker, local in self.locals.items()}
-        if not any(together(calls).values()):
+        known = together(self.locals, lambda _, local: getattr(local.rpc_async(), method)(context_id, *args))
+        if not any(known.values()):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
                 "took no part in it; call this inside of its `with` block"
@@ -150,7 +148,7 @@ class DistributedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the whole state, by the names of the parameters; of the same form on any number of workers."""
-        states = together({worker: local.rpc_async().state() for worker, local in self.locals.items()})
+        states = together(self.locals, lambda _, local: local.rpc_async().state())
         return {
             "state": {name: state for own in states.values() for name, state in own.items()},
             "param_groups": self.state_groups(),
@@ -168,11 +166,10 @@ class DistributedOptimizer(Optimizer):
         """
         self.load_groups(state_dict["param_groups"])
         state = state_dict["state"]
-        calls = {}
-        for worker, local in self.locals.items():
-            own = {name: state[name] for name in self._names[worker] if name in state}
-            calls[worker] = local.rpc_async().load(own)
-        together(calls)
+        shares = {
+            worker: {name: state[name] for name in names if name in state} for worker, names in self._names.items()
+        }
+        together(shares, lambda worker, own: self.locals[worker].rpc_async().load(own))
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take over the hyperparameters of a state; the owners hear of them with the next step."""
