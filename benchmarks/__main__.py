@@ -30,14 +30,16 @@ def main() -> None:
     rounds = 2 if chosen.quick else 5
     ceilings = limits.measure()
     results: list[Result] = []
-    for way in ("host", "tcp"):
-        rows = [
-            (index, row)
-            for index, row in enumerate(ROWS)
-            if way in row.ways and (not chosen.words or any(word in row.name for word in chosen.words))
-        ]
-        ours, theirs = Group(TELEGRAD, way), Group(TORCH, way)
-        for index, row in rows:
+    chosen_rows = [
+        (index, row)
+        for index, row in enumerate(ROWS)
+        if not chosen.words or any(word in row.name for word in chosen.words)
+    ]
+    for way, workers in dict.fromkeys((way, row.workers) for _, row in chosen_rows for way in row.ways):
+        ours, theirs = Group(TELEGRAD, way, workers), Group(TORCH, way, workers)
+        for index, row in chosen_rows:
+            if way not in row.ways or row.workers != workers:
+                continue
             print(f"\r{way}: {row.name:40}", end="", file=sys.stderr, flush=True)
             pairs = [(ours.measure(index), theirs.measure(index)) for _ in range(rounds)]
             figures = [list(column) for column in zip(*pairs, strict=True)]

@@ -1,4 +1,4 @@
-"""Three workers of one library: started once, taking turns, stopped while another group is measured.
+"""Some workers of one library: started once, taking turns, stopped while another group is measured.
 
 Stopped, not only idle: the reference's shared memory transport polls with a whole core per process while it waits.
 """
@@ -16,24 +16,23 @@ from typing import Any
 
 from benchmarks.rows import ROWS
 
-SIZE = 3
 TELEGRAD, TORCH = "telegrad.rpc", "torch.distributed.rpc"
 _TRANSPORTS = {"host": None, "tcp": ["uv"]}  # the reference's names; Telegrad takes them as hints
 
 
 class Group:
-    """Three processes; the first runs rows when told to."""
+    """Processes of which the first runs rows when told to."""
 
-    def __init__(self, library: str, way: str) -> None:
+    def __init__(self, library: str, way: str, size: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = mp.get_context("spawn")
         self._pipes = []
         self._processes = []
-        for rank in range(SIZE):
+        for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, library, way, port, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, size, library, way, port, theirs), daemon=True)
             process.start()
             self._pipes.append(mine)
             self._processes.append(process)
@@ -70,13 +69,14 @@ def _answer(pipe: Any) -> Any:
     return value
 
 
-def _work(rank: int, library: str, way: str, port: int, pipe: Any) -> None:
+def _work(rank: int, size: int, library: str, way: str, port: int, pipe: Any) -> None:
     warnings.simplefilter("ignore")
     rpc = importlib.import_module(library)
+    importlib.import_module(library.replace("rpc", "nn"))  # the reference needs it on all workers
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"tcp://127.0.0.1:{port}", _transports=_TRANSPORTS[way], rpc_timeout=300
     )
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=SIZE, rpc_backend_options=options)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     pipe.send((True, None))
     while (row := pipe.recv()) is not None:
         try:

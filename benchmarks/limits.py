@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.rows import SIZES
+from benchmarks.calls import SIZES
 
 
 def ping_pong(rounds: int = 5000) -> float:

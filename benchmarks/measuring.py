@@ -1,0 +1,32 @@
+"""What a row is, and how its times are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple
+
+OTHER, THIRD = "worker1", "worker2"
+
+
+class Row(NamedTuple):
+    """A figure, by `measure`, which worker 0 runs with the library's `rpc` module."""
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    measure: Callable[[Any], float]
+    ways: tuple[str, ...] = ("host",)  # the transports over which it is measured
+    workers: int = 3
+
+
+def times(count: int, call: Callable[[], Any]) -> list[float]:
+    """Seconds of each of `count` calls, sorted; after some to warm up."""
+    for _ in range(max(3, count // 10)):
+        call()
+    taken = []
+    for _ in range(count):
+        start = perf_counter()
+        call()
+        taken.append(perf_counter() - start)
+    return sorted(taken)

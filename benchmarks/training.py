@@ -1,0 +1,221 @@
+"""Gradients, modules on other workers, and optimizers."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn.functional import mse_loss
+
+from benchmarks.measuring import OTHER, THIRD, Row, times
+
+TELEGRAD = "telegrad.rpc"
+
+# What the other workers run
+
+
+class Stage(torch.nn.Module):
+    """A part of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
+
+    def forward(self, reference: Any) -> torch.Tensor:
+        value = self.layers(reference.to_here() if hasattr(reference, "to_here") else reference)
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+def hop(library: str, tensor: torch.Tensor, left: int) -> torch.Tensor:
+    """Pass a tensor to and fro between two workers."""
+    if not left:
+        return tensor * 2
+    rpc = importlib.import_module(library)
+    there = THIRD if rpc.get_worker_info().name == OTHER else OTHER
+    passed = rpc.rpc_sync(there, hop, (library, tensor, left - 1))
+    assert isinstance(passed, torch.Tensor)
+    return passed
+
+
+# The rows
+
+
+def neighbour(rpc: Any, name: str) -> Any:
+    """Another module of the same library."""
+    return importlib.import_module(rpc.__name__.replace("rpc", name))
+
+
+def training_step(rpc: Any, forward: Callable[[], torch.Tensor], count: int, **options: Any) -> float:
+    """A context with forward and backward."""
+    autograd = neighbour(rpc, "autograd")
+
+    def step() -> None:
+        with autograd.context() as context:
+            autograd.backward(context, [forward()], **options)
+
+    return statistics.median(times(count, step)) * 1e6
+
+
+def add_step(rpc: Any) -> float:
+    one, other = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+    return training_step(rpc, lambda: rpc.rpc_sync(OTHER, torch.add, (one, other)).sum(), 500)
+
+
+def chain_step(rpc: Any, hops: int, fast: bool) -> float:
+    tensor = torch.ones(3, 3, requires_grad=True)
+    options = {"mode": "fast"} if fast and rpc.__name__ == TELEGRAD else {}
+    return training_step(rpc, lambda: hop(rpc.__name__, tensor, hops).sum(), 100, **options)
+
+
+def pipeline_step(rpc: Any, batches: int) -> float:
+    """Three stages, the last one here; eight batches at a time, since more block all threads of the reference."""
+    first, second, third = rpc.remote(OTHER, Stage), rpc.remote(THIRD, Stage), Stage()
+    inputs = [torch.ones(32, 128) for _ in range(batches)]
+
+    def forward() -> torch.Tensor:
+        losses = []
+        for start in range(0, batches, 8):
+            some = inputs[start : start + 8]
+            passed = [second.rpc_async().forward(first.remote().forward(each)) for each in some]
+            losses += [third(future.wait()).sum() for future in passed]
+        return torch.stack(losses).sum()
+
+    return training_step(rpc, forward, 30)
+
+
+def local_graph(rpc: Any, nodes: int = 10_000) -> float:
+    """Backward in a context through a graph of this worker alone; how many times as long as without."""
+    autograd = neighbour(rpc, "autograd")
+    leaf = torch.ones(3, 3, requires_grad=True)
+
+    def build() -> torch.Tensor:
+        value = leaf
+        for _ in range(nodes // 2):
+            value = (value * 1.01).sin()
+        return value.sum()
+
+    within, without = [], []
+    for _ in range(15):
+        with autograd.context() as context:
+            root = build()
+            start = perf_counter()
+            autograd.backward(context, [root])
+            within.append(perf_counter() - start)
+        root = build()
+        start = perf_counter()
+        root.backward()
+        without.append(perf_counter() - start)
+    return statistics.median(within) / statistics.median(without)
+
+
+def batches_growth(rpc: Any) -> float:
+    """How many times as long 32 micro-batches take as 8; they share their parameters."""
+    return pipeline_step(rpc, 32) / pipeline_step(rpc, 8)
+
+
+def module_step(rpc: Any) -> float:
+    """Forward and backward of one layer that lives on another worker."""
+    layer = neighbour(rpc, "nn").RemoteModule(OTHER, torch.nn.Linear, (128, 128))
+    inputs = torch.ones(32, 128)
+    return training_step(rpc, lambda: layer(inputs).sum(), 300)
+
+
+def optimizer_step(rpc: Any, owners: int) -> float:
+    """A step of SGD over parameters on several workers, whose gradients are there."""
+    autograd, parts = neighbour(rpc, "autograd"), neighbour(rpc, "nn")
+    layers = [parts.RemoteModule(f"worker{rank}", torch.nn.Linear, (128, 128)) for rank in range(1, owners + 1)]
+    parameters = [parameter for layer in layers for parameter in layer.remote_parameters()]
+    optimizer = neighbour(rpc, "optim").DistributedOptimizer(torch.optim.SGD, parameters, lr=1e-6)
+    value = torch.ones(32, 128)
+    with autograd.context() as context:
+        for layer in layers:
+            value = layer(value)
+        autograd.backward(context, [value.sum()])
+        return statistics.median(times(300, lambda: optimizer.step(context))) * 1e6
+
+
+def train_alone(library: str, layer: Any, steps: int) -> None:
+    """What a trainer of a parameter server does."""
+    rpc = importlib.import_module(library)
+    autograd = neighbour(rpc, "autograd")
+    optimizer = neighbour(rpc, "optim").DistributedOptimizer(torch.optim.SGD, layer.remote_parameters(), lr=1e-6)
+    inputs = torch.ones(32, 64)
+    for _ in range(steps):
+        with autograd.context() as context:
+            autograd.backward(context, [layer.forward(inputs).square().mean()])
+            optimizer.step(context)
+
+
+def server_steps(rpc: Any, trainers: int, steps: int = 100) -> float:
+    """Steps per second of trainers that share the layer of a server, which is worker 0."""
+    layer = neighbour(rpc, "nn").RemoteModule("worker0", torch.nn.Linear, (64, 10))
+
+    def train(count: int) -> None:
+        names = [f"worker{rank}" for rank in range(1, trainers + 1)]
+        torch.futures.wait_all([rpc.rpc_async(name, train_alone, (rpc.__name__, layer, count)) for name in names])
+
+    train(10)
+    start = perf_counter()
+    train(steps)
+    return trainers * steps / (perf_counter() - start)
+
+
+def pipeline_training(rpc: Any, batches: int = 8) -> float:
+    """Forward, backward and step of three stages; ours by `Pipeline`, the reference's as its tutorial has it."""
+    autograd, optim = neighbour(rpc, "autograd"), neighbour(rpc, "optim")
+    stages = [rpc.remote(worker, Stage) for worker in (OTHER, THIRD, "worker0")]
+    inputs, targets = torch.ones(32 * batches, 128), torch.zeros(32 * batches, 128)
+    if rpc.__name__ == TELEGRAD:
+        pipeline = neighbour(rpc, "nn").Pipeline(stages, chunks=batches)
+        optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=1e-6)
+    else:
+        parameters = [parameter for stage in stages for parameter in parameters_of(stage)]
+        optimizer = optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=1e-6)
+
+    def step() -> None:
+        with autograd.context() as context:
+            if rpc.__name__ == TELEGRAD:
+                pipeline.forward_backward(context, inputs, targets, mse_loss)
+            else:
+                first, second, third = stages
+                middle = [second.remote().forward(first.remote().forward(each)) for each in inputs.chunk(batches)]
+                outputs = [third.rpc_async().forward(each) for each in middle]
+                autograd.backward(context, [mse_loss(torch.cat(torch.futures.wait_all(outputs)), targets)])
+            optimizer.step(context)
+
+    return statistics.median(times(30, step)) * 1e6
+
+
+def parameters_of(stage: Any) -> list[Any]:
+    """References to the parameters of a stage, in the reference's way."""
+    rpc = importlib.import_module("torch.distributed.rpc")
+    found: list[Any] = rpc.rpc_sync(stage.owner(), references_to_parameters, (stage,))
+    return found
+
+
+def references_to_parameters(stage: Any) -> list[Any]:
+    rpc = importlib.import_module("torch.distributed.rpc")
+    return [rpc.RRef(parameter) for parameter in stage.local_value().parameters()]
+
+
+TRAINING = [
+    Row("context, forward, backward of an add", "µs", False, add_step),
+    Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False)),
+    Row("backward through 8 hops, fast mode", "µs", False, partial(chain_step, hops=8, fast=True)),
+    Row("pipeline of 3 stages, 8 micro-batches", "µs", False, partial(pipeline_step, batches=8)),
+    Row("backward, 10000 local nodes, to plain", "times", False, local_graph),
+    Row("pipeline, 32 micro-batches to 8", "times", False, batches_growth),
+    Row("RemoteModule forward, backward", "µs", False, module_step),
+    Row("optimizer step over 4 owners", "µs", False, partial(optimizer_step, owners=4), workers=5),
+    *(
+        Row(f"parameter server, {count} trainers", "steps/s", True, partial(server_steps, trainers=count), workers=5)
+        for count in (1, 2, 4)
+    ),
+    Row("pipeline training step, 3 stages", "µs", False, pipeline_training),
+]
