@@ -28,7 +28,7 @@ from telegrad.agent.server import Server
 from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, RECORDED, Frame, load
+from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import pack
 
@@ -238,9 +238,9 @@ class Agent:
         """Have `act(argument)`, which may be user code, run on a thread for that, as a call would."""
         self._reactor.submit(Work(act, argument, QUICK if short else LONG))
 
-    def wake_at(self, when: float) -> None:
-        """Have those in `ticking` called at that time."""
-        self._clock.before(when)
+    def wake_at(self, when: float, rough: bool = False) -> None:
+        """Have those in `ticking` called at that time, which if `rough` may be some milliseconds late and costs nothing."""
+        self._clock.before(when, rough)
 
     def later(self, act: Callable[[Any], None], argument: Any) -> None:
         """Have `act(argument)` run soon on a thread that may run anybody's code."""
@@ -279,13 +279,13 @@ class Agent:
         """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
 
         It is made of plain things; `tensors` arrive in its field of that name, recorded in the `context`, if any.
-        A patient one leaves with the next message that goes there, or within a moment.
+        A patient one leaves with the next message that goes there, or within a moment, and is taken in after it.
         """
         peer = self._connections.peer(to)
         if incarnation not in ("", peer.identity.incarnation):
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
         body = pickle.dumps(message, 5)
-        parts: dict[str, Any] = {}
+        parts: dict[str, Any] = {"flags": PATIENT} if patient else {}
         if tensors:
             parts["meta"], parts["blobs"] = pack(tensors)
         if context is not None:

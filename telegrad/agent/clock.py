@@ -24,6 +24,7 @@ class Clock:
         self._alarm = threading.Lock()  # held while the thread may sleep; released to wake it
         self._alarm.acquire()
         self._due = 0.0
+        self._looking = False  # every few milliseconds anyway
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -35,11 +36,12 @@ class Clock:
         with contextlib.suppress(RuntimeError):  # awake already
             self._alarm.release()
 
-    def before(self, when: float) -> None:
-        """Have `tick` called at `when` at the latest."""
+    def before(self, when: float, rough: bool = False) -> None:
+        """Have `tick` called at `when` at the latest; where a `rough` time will do, without waking for that alone."""
         if when < self._due:
             self._due = when
-            self.wake()
+            if not (rough and self._looking):
+                self.wake()
 
     def close(self) -> None:
         self._closed = True
@@ -58,6 +60,7 @@ class Clock:
             quiet = quiet + 1 if reactor.runs == runs else 0
             runs = reactor.runs
             reactor.watched = quiet < QUIET_AFTER or reactor.backed_up
+            self._looking = reactor.watched
             pause = max(0.0, self._due - monotonic())
             self._alarm.acquire(timeout=min(pause, WATCH_EVERY) if reactor.watched else pause)
 

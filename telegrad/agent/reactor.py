@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from telegrad.transport.poller import READ, WRITE, Poller, Source
 
-INSTANT, QUICK, LONG = range(3)  # not counted and short; counted and short; counted, and the lead goes first
+# Not counted and short; counted and short; counted, and the lead goes first; as INSTANT, once nothing else is there.
+INSTANT, QUICK, LONG, IDLE = range(4)
 
 SPIN = 250e-6  # how long to look again before sleeping: waking from sleep costs as much
 DISTURBED = 50e-6  # where one look takes as long, another thread has the interpreter
@@ -34,6 +35,7 @@ SPIN_WITHIN = 400e-6  # spin only where the last wait was shorter than this
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 STALLED_AFTER = 0.25  # calls that wait for a slot this long, while those that run only sleep, are let in one by one
 ASLEEP_BELOW = 0.01  # share of the time that running calls use a processor
+PUT_OFF = 64  # works at most that wait for an idle moment
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
 
 log = logging.getLogger("telegrad")
@@ -78,6 +80,7 @@ class Reactor:
         self._slots_seen = 0.0, -1, 0.0  # at the last look that found progress: when, _ended, processor time
         self._queued: deque[Work] = deque()  # calls for which no slot was free
         self._ready: deque[Work] = deque()
+        self._idle_work: deque[Work] = deque()
         self._asleep = False  # the leader waits in the poller
         self._spinning = False
         self._recent: Source | None = None  # the source that was ready last
@@ -96,7 +99,8 @@ class Reactor:
 
     def submit(self, work: Work) -> None:
         """Have `work` run soon, from any thread."""
-        self._ready.append(work)
+        idle = work.cost == IDLE and len(self._idle_work) < PUT_OFF
+        (self._idle_work if idle else self._ready).append(work)
         if self._asleep:
             self.poller.wake()
 
@@ -192,7 +196,7 @@ class Reactor:
     @property
     def idle(self) -> bool:
         """Whether no call runs or waits for its turn."""
-        return not (self._busy or self._queued or self._ready)
+        return not (self._busy or self._queued or self._ready or self._idle_work)
 
     def close(self) -> None:
         """End the threads; work that was not begun is dropped, work that runs is left to end."""
@@ -207,6 +211,7 @@ class Reactor:
             if thread is not threading.current_thread():
                 thread.join(0.2)  # a thread in user code ends when that code does
         self._ready.clear()
+        self._idle_work.clear()
         self._queued.clear()
 
     # The threads
@@ -269,7 +274,7 @@ class Reactor:
                         raise
                 continue
             work = ready.popleft()
-            if work.cost != INSTANT and not self._take_slot(worker, work):
+            if work.cost in (QUICK, LONG) and not self._take_slot(worker, work):
                 continue
             if work.cost == LONG:
                 self.send_unsent()
@@ -365,9 +370,12 @@ class Reactor:
         if not events:
             self._asleep = True
             try:
-                events = self.poller.poll(0 if self._ready or self._closed else None)
+                events = self.poller.poll(0 if self._ready or self._idle_work or self._closed else None)
             finally:
                 self._asleep = False
+        if not events and self._idle_work:
+            self._ready.append(self._idle_work.popleft())
+            return
         soon = perf_counter() - start < SPIN_WITHIN
         self._spinning = False
         for source, mask in events:
@@ -388,6 +396,8 @@ class Reactor:
         while True:
             if (recent is not None and _read(recent)) or self._ready:
                 return None
+            if self._idle_work:
+                return []
             before, events, now = now, self.poller.poll(0), perf_counter()
             if events or now > until or now - before > DISTURBED or self._busy:
                 return events

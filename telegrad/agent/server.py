@@ -18,12 +18,24 @@ from torch import Tensor
 from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
 from telegrad.agent.members import Identity
 from telegrad.agent.peer import AnyLink
-from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
+from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.errors import CannotEncode, PeerError
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve
-from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, NOTICE, RECORDED, RESULT, Frame, load
+from telegrad.wire.messages import (
+    CALL,
+    CARRIES,
+    FAILURE,
+    INFERENCE,
+    NO_GRAD,
+    NOTICE,
+    PATIENT,
+    RECORDED,
+    RESULT,
+    Frame,
+    load,
+)
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.tensors import pack
 
@@ -94,7 +106,7 @@ class Server:
                 cost = QUICK if frame.head and self._short.get(frame.head) else LONG
                 self._reactor.submit(Work(self._run, (caller, frame), cost))
             elif frame.kind == NOTICE:
-                self._reactor.submit(Work(self._notice, (caller, frame), INSTANT))
+                self._reactor.submit(Work(self._notice, (caller, frame), IDLE if frame.flags & PATIENT else INSTANT))
 
     def _notice(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work

@@ -88,7 +88,7 @@ class Conductor:
         self._closed = False
         for task in (Start, Mark, Bury):
             agent.on(task, self._take_task)
-        agent.on(Parcel, lambda sender, message: self._take_task(sender, unwrap(message)))
+        agent.on(Parcel, self._take_parcel)
         agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
         agent.on(Failed, lambda sender, message: self._fail_by(message.order, message.failure))
         agent.on(Abandon, lambda sender, message: self._abandon(message.order))
@@ -155,6 +155,12 @@ class Conductor:
             context.meet(sender)
             self._post(context, task)
 
+    def _take_parcel(self, sender: Identity, parcel: Parcel) -> None:
+        shipment, report = unwrap(parcel)
+        self._take_task(sender, shipment)
+        if report is not None:
+            self._on_report(sender.name, report)
+
     def _post(self, context: Context, task: Task, here: bool = False) -> None:
         """Something is to be done in a context: by whoever is at it, or by this thread or one that begins now."""
         with context.lock:
@@ -188,6 +194,7 @@ class Conductor:
         part = context.parts.get(pass_)
         if part is None:
             part = context.parts[pass_] = Part(self._agent, context, order, self._gathers, self._failed)
+            part.outbox.brief = self._short
         try:
             if part.held is not None:
                 tasks = self._hold(context, part, tasks)
@@ -197,13 +204,14 @@ class Conductor:
                 for worker, task in letters:
                     part.outbox.reached.add(worker)
                     self._give(context, worker, task)
-                self._report(part.participant.report())
+                if not part.outbox.send_with(part.participant.report):
+                    self._report(part.participant.report())
         except BaseException as error:
             self._failed(order, error)
 
     def _gathers(self, outbox: Outbox) -> None:
         self._gathering.add(outbox)
-        self._agent.wake_at(monotonic() + GATHER)
+        self._agent.wake_at(monotonic() + GATHER, rough=outbox.brief)
 
     def _hold(self, context: Context, part: Part, tasks: list[Task]) -> list[Task]:
         """The roots of this worker come first: what waits for them must not run before they are known."""

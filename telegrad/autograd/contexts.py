@@ -191,10 +191,7 @@ class Contexts:
             if worker != sender and worker != self._agent.me.identity:
                 self._tell(worker, Release(id_))
         self._tell_ended(id_)
-        if sender is None:
-            context.close()
-        else:
-            self._agent.later(Context.close, context)  # after the calls that came together with this
+        context.close()
 
     def _tell(self, worker: Identity, message: Any) -> None:
         with contextlib.suppress(TelegradError):  # it has left, and its contexts with it

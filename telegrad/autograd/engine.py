@@ -25,10 +25,13 @@ ROOTS = 0  # the entry of the roots; the others are the numbers of messages
 LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
+def _has_hooks(leaf: Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 def _kind_of_leaf(node: Node) -> int:
     """A leaf without hooks takes its gradient in parts; hooks shall see all of it at once."""
-    leaf = node.variable
-    return LEAF if leaf._backward_hooks or leaf._post_accumulate_grad_hooks else PLAIN
+    return LEAF if _has_hooks(node.variable) else PLAIN
 
 
 KINDS: dict[type, Callable[[Node], int]] = {
@@ -77,14 +80,18 @@ class LocalPass:
         for entry, parts in gradients:
             if entry not in schedule.open:
                 raise UsageError(f"context {self._context.id} has no open message {entry} for which gradients came")
-            for edge, gradient in zip(self._edges(entry), parts, strict=False):
-                if gradient is not None:
+            for edge, gradient in zip(self._edges[entry], parts, strict=False):
+                if gradient is None:
+                    continue
+                if isinstance(edge, Tensor):
+                    self._context.gradients.add(edge, gradient, self._order.create)
+                else:
                     self._enter(edge.node, edge.output_nr, gradient)
             schedule.close(entry, True)
         self._run()
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
-        starts = [edge.node for send in sends for edge in self._edges(send)] if sends else list(self._pending)
+        starts = [node for send in sends for node in self._nodes(send)] if sends else list(self._pending)
         self._marked.update(sends)
         found: dict[str, list[int]] = {}
         for node in self._schedule.mark(starts):
@@ -106,26 +113,41 @@ class LocalPass:
     def waiting(self) -> Iterator[str]:
         return (str(self._sends[entry]) for entry in self._schedule.open)
 
-    def _edges(self, entry: int) -> Sequence[GradientEdge]:
-        return self._sends[entry].edges if entry != ROOTS else self._roots
-
     @cached_property
     def _sends(self) -> dict[int, Send]:
         with self._context.lock:
             return dict(self._context.sends)
 
     @cached_property
+    def _edges(self) -> dict[int, Sequence[GradientEdge | Tensor]]:
+        """Where the gradients of each entry come in; a leaf that must not take them in parts does so by its node."""
+        edges: dict[int, Sequence[GradientEdge | Tensor]] = {
+            number: [
+                get_gradient_edge(edge) if isinstance(edge, Tensor) and self._wants_all(edge) else edge
+                for edge in send.edges
+            ]
+            for number, send in self._sends.items()
+        }
+        if self._roots:
+            edges[ROOTS] = self._roots
+        return edges
+
+    def _nodes(self, entry: int) -> list[Node]:
+        return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
+
+    @cached_property
     def _schedule(self) -> Schedule:
         """Made when the first task comes: by then all is recorded that it can lead to."""
-        entries = {number: [edge.node for edge in send.edges] for number, send in self._sends.items()}
-        if self._roots:
-            entries[ROOTS] = [edge.node for edge in self._roots]
+        entries = {entry: self._nodes(entry) for entry in self._edges}
         return Schedule(entries, {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS)
+
+    def _wants_all(self, leaf: Tensor) -> bool:
+        return _has_hooks(leaf) or id(leaf) in self._replicated
 
     # Replicated modules
 
     def _kind_of_leaf(self, node: Node) -> int:
-        return LEAF if id(node.variable) in self._replicated else _kind_of_leaf(node)
+        return LEAF if self._wants_all(node.variable) else PLAIN
 
     def _replicated_leaves(self) -> list[Node]:
         leaves = self._schedule.special(LEAF)

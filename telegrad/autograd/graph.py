@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Send(NamedTuple):
-    """A message that took tensors away: where their gradients will come in."""
+    """A message that took tensors away: where their gradients will come in. A leaf stands for itself."""
 
-    edges: list[GradientEdge]
+    edges: list[GradientEdge | Tensor]
     to: str
     what: Any  # the function whose arguments or result they are
 
@@ -59,12 +59,13 @@ class Recv(torch.autograd.Function):
 
 
 RecvNode: type = Recv._backward_cls
+_apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).apply  # without looking for transforms
 FIRST = 1 << 63  # of the nodes that are ready the engine runs that of the highest number: what leaves shall not wait
 
 
 def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
     """What keeps the graph of tensors that leave; of a node in Python it is the edge's token that does."""
-    return Send([get_gradient_edge(tensor) for tensor in tensors], to, what)
+    return Send([tensor if tensor.is_leaf else get_gradient_edge(tensor) for tensor in tensors], to, what)
 
 
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
@@ -73,7 +74,7 @@ def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
         with torch.inference_mode(False), torch.enable_grad():
             return receive(tensors, origin)
     anchor = torch.empty(0, requires_grad=True)
-    received: Sequence[Tensor] = Recv.apply(anchor, origin, tensors)  # type: ignore[no-untyped-call]
+    received = _apply(anchor, origin, tensors)
     hurry = getattr(received[0].grad_fn, "_set_sequence_nr", None)
     if hurry is not None:
         hurry(FIRST)

@@ -12,7 +12,7 @@ from torch import Tensor
 from telegrad.agent.agent import Agent
 from telegrad.agent.members import Identity
 from telegrad.autograd.contexts import Context
-from telegrad.autograd.passes import Ledger, Order, Shipment
+from telegrad.autograd.passes import Ledger, Order, Report, Shipment
 
 SMALL = 4096  # bytes
 
@@ -23,10 +23,11 @@ class Parcel(NamedTuple):
     order: tuple[Any, ...]
     key: tuple[str, int]
     gradients: list[tuple[int, list[int | None]]]
+    report: tuple[Any, ...] | None = None  # that of its sender to the driver, without the order
     tensors: Sequence[Tensor] = ()
 
 
-def wrap(shipment: Shipment) -> tuple[Parcel, list[Tensor]]:
+def wrap(shipment: Shipment, report: Report | None) -> tuple[Parcel, list[Tensor]]:
     tensors: dict[int, Tensor] = {}
     places: dict[int, int] = {}  # a gradient often goes to several tensors of a message
     slots = [
@@ -36,7 +37,7 @@ def wrap(shipment: Shipment) -> tuple[Parcel, list[Tensor]]:
     for _, gradients in shipment.gradients:
         tensors.update((id(each), each) for each in gradients if each is not None)
     lean = [_lean(tensor) for tensor in tensors.values()] if not shipment.order.create else [*tensors.values()]
-    return Parcel(tuple(shipment.order), shipment.key, slots), lean
+    return Parcel(tuple(shipment.order), shipment.key, slots, None if report is None else report[1:]), lean
 
 
 def _lean(gradient: Tensor) -> Tensor:
@@ -46,12 +47,14 @@ def _lean(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def unwrap(parcel: Parcel) -> Shipment:
+def unwrap(parcel: Parcel) -> tuple[Shipment, Report | None]:
     tensors = parcel.tensors
     gradients = [
         (number, [None if place is None else tensors[place] for place in places]) for number, places in parcel.gradients
     ]
-    return Shipment(Order(*parcel.order), parcel.key, gradients)
+    order = Order(*parcel.order)
+    report = None if parcel.report is None else Report(order, *parcel.report)
+    return Shipment(order, parcel.key, gradients), report
 
 
 class Outbox:
@@ -74,36 +77,53 @@ class Outbox:
         self._lock = threading.Lock()  # guards _ready and the ledger
         self._ready: dict[Identity, list[tuple[int, Sequence[Tensor | None]]]] = {}
         self.reached: set[str] = set()  # workers to whom something was sent
+        self.brief = False  # this worker's part will not take long: what goes to the driver leaves with the report
 
     def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
         """`more`: the same step of the pass will bring others for that worker."""
         with self._lock:
             gathered = self._ready.setdefault(worker, [])
             gathered.append((number, gradients))
-        if not more:
+        waits = self._waits_for_report(worker)
+        if not (waits or more):
             self.send(worker)
         elif len(gathered) == 1:
             self._gathers(self)
 
+    def _waits_for_report(self, worker: Identity) -> bool:
+        return self.brief and worker.name == self._ledger.order.driver
+
     def flush(self) -> None:
-        """Send what is there."""
+        """Send what is there, but for what waits for the report."""
         for worker in list(self._ready):
-            self.send(worker)
+            if not self._waits_for_report(worker):
+                self.send(worker)
 
     def send_early(self) -> None:
         """The rest takes long."""
+        self.brief = False
         try:
             self.flush()
         except Exception as error:
             self._failed(self._ledger.order, error)
 
-    def send(self, worker: Identity) -> None:
+    def send_with(self, report: Callable[[], Report]) -> bool:
+        """Whether something goes to the driver, and takes the report along."""
+        driver = self._ledger.order.driver
+        for worker in self._ready:
+            if worker.name == driver:
+                self.send(worker, report)
+                return True
+        return False
+
+    def send(self, worker: Identity, report: Callable[[], Report] | None = None) -> None:
+        """What is there for a worker; and a `report`, which is made when all else is known."""
         with self._lock:
             gathered = self._ready.pop(worker, None)
             if gathered is None:
                 return
             shipment = self._ledger.ship(worker.name, gathered)
             self.reached.add(worker.name)
-        parcel, tensors = wrap(shipment)
+        parcel, tensors = wrap(shipment, report and report())
         context = self._context if shipment.order.create else None
         self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)

@@ -23,6 +23,8 @@ CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE = range(1, 9)
 # Flags of a CALL: the caller's grad mode, as the function would find it in a local call.
 NO_GRAD = 1
 INFERENCE = 2
+# Of a NOTICE: it is of no use to anybody who waits, so that whatever came with it goes first.
+PATIENT = 1
 # Of any frame: behind the body stands something for the rooms above, and its size; first what recorded its tensors.
 CARRIES = 4
 RECORDED = 8
