@@ -239,7 +239,7 @@ class Agent:
         self._reactor.submit(Work(act, argument, QUICK if short else LONG))
 
     def wake_at(self, when: float, rough: bool = False) -> None:
-        """Have those in `ticking` called at that time, which if `rough` may be some milliseconds late and costs nothing."""
+        """Have those in `ticking` called at that time, or if `rough` some milliseconds later, at no cost."""
         self._clock.before(when, rough)
 
     def later(self, act: Callable[[Any], None], argument: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,9 +33,14 @@ def guards_of(parameters: Iterable[Tensor]) -> list[Guard]:
     return sorted(found, key=lambda guard: guard.number)
 
 
-@contextlib.contextmanager
-def holding(guards: list[Guard]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
+def holding(guards: list[Guard]) -> AbstractContextManager[None]:
+    """`with holding(guards):` what runs inside is the only one to change these parameters."""
+    return guards[0].turns.taken() if len(guards) == 1 else _holding_all(guards)
+
+
+@contextmanager
+def _holding_all(guards: list[Guard]) -> Iterator[None]:
+    with ExitStack() as stack:
         for guard in guards:
             stack.enter_context(guard.turns.taken())
         yield

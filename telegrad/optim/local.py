@@ -61,9 +61,9 @@ class LocalOptimizer:
         `changes` are those of the groups' hyperparameters since the last step.
         """
         assert self._optimizer is not None
-        context = self.gather(context_id)
-        gradients = {} if context is None else context.gradients.as_dict()
         with holding(self._guards):
+            context = self._gather(context_id)
+            gradients = {} if context is None else context.gradients.as_dict()
             self._adopt(changes)
             before = [target.grad for target in self._targets]
             try:
@@ -79,8 +79,9 @@ class LocalOptimizer:
 
     def _adopt(self, changes: Mapping[int, Hyperparameters]) -> None:
         assert self._optimizer is not None
-        for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
-            group.update(changes.get(number, {}))
+        if changes:
+            for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
+                group.update(changes.get(number, {}))
 
     # Gradients
 
@@ -94,16 +95,22 @@ class LocalOptimizer:
                     self._kept.add(parameter, gradients[parameter].clone(), graph=False)
         return context is not None
 
-    def gather(self, context_id: int) -> Context | None:
-        """The context, where this worker takes part in it. What was kept for the next step goes to its gradients."""
-        contexts = current.conductor().contexts
+    def gather(self, context_id: int) -> None:
+        """Add what was kept for the next step to the gradients of a context."""
         with holding(self._guards):
-            kept = self._kept.as_dict()
-            context = contexts.join(context_id) if kept else contexts.get(context_id)
-            if context is not None and kept:
-                for parameter, gradient in kept.items():
-                    context.gradients.add(parameter, gradient, graph=False)
-                self._kept.clear()
+            self._gather(context_id)
+
+    def _gather(self, context_id: int) -> Context | None:
+        """The context, where this worker takes part in it or has kept something for it."""
+        contexts = current.conductor().contexts
+        kept = self._kept.as_dict()
+        if not kept:
+            return contexts.get(context_id)
+        context = contexts.join(context_id)
+        if context is not None:
+            for parameter, gradient in kept.items():
+                context.gradients.add(parameter, gradient, graph=False)
+            self._kept.clear()
         return context
 
     # Its state, by the names of the parameters

@@ -28,7 +28,7 @@ class Turns:
         def leave(_: Any = None) -> None:
             through.set_result(None)
 
-        if before is not None:
+        if before is not None and not before.done():
             try:
                 current.agent().wait_for(before)
             except BaseException:
