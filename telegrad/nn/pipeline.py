@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,10 @@ from telegrad.autograd import backward_async
 from telegrad.errors import UsageError
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.schedule import Forward, Schedule, Step
-from telegrad.rpc import RRef, current, remote, rpc_async
-from telegrad.rpc.together import together
+from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
 from telegrad.rpc.turns import Turns
 
 Loss = Callable[[Any, Any], Tensor]
-T = TypeVar("T")
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -29,13 +28,55 @@ SCHEDULES = ("1f1b", "gpipe")
 class Stage:
     """A stage on its worker. Micro-batches go through it one by one, as its module may keep state."""
 
-    def __init__(self, module: RRef[nn.Module]) -> None:
+    def __init__(self, module: RRef[nn.Module], following: RRef[Stage] | None) -> None:
         self._module = module.local_value()
+        self._following = following
         self._turns = Turns()
+        self._batches: dict[str, Batch] = {}
 
     def run(self, value: Any) -> Any:
         with self._turns.taken():
             return self._module(value)
+
+    @functions.async_execution
+    def advance(self, batch: str, number: int, value: Any) -> torch.futures.Future[Tensor]:
+        """Send a micro-batch on, through this stage and all that follow; what its loss is."""
+        value = self.run(value)
+        if self._following is not None:
+            return self._following.rpc_async().advance(batch, number, value)  # type: ignore[no-any-return]
+        found: Future[Tensor] = Future()
+        found.set_result(self._batches[batch].finish(number, value))
+        return found
+
+    # The last stage
+
+    def open(self, batch: str, targets: list[Any], loss: Loss, weights: list[float]) -> None:
+        """A batch is going to come, of which these are the targets of the micro-batches."""
+        self._batches[batch] = Batch(targets, loss, weights)
+
+    def root(self, batch: str, numbers: Sequence[int]) -> Tensor:
+        """Where backward begins for some micro-batches."""
+        roots = self._batches[batch].roots
+        return torch.stack([roots.pop(number) for number in numbers]).sum()
+
+    def close(self, batch: str) -> None:
+        """Forget a batch."""
+        self._batches.pop(batch, None)
+
+
+class Batch:
+    """What the last stage knows of a batch."""
+
+    def __init__(self, targets: list[Any], loss: Loss, weights: list[float]) -> None:
+        self.roots: dict[int, Tensor] = {}  # losses whose backward has not begun
+        self._targets = targets
+        self._loss = loss
+        self._weights = weights
+
+    def finish(self, number: int, outputs: Any) -> Tensor:
+        loss = self._loss(outputs, self._targets[number]) * self._weights[number]
+        self.roots[number] = loss
+        return loss.detach()
 
 
 class Pipeline(nn.Module):
@@ -68,9 +109,10 @@ class Pipeline(nn.Module):
         self.schedule = schedule
         self.stages = nn.ModuleList(map(_as_module, stages))
         places = [(each.module_rref if isinstance(each, RemoteModule) else RRef(each)) for each in self.stages]
-        numbered = {f"stage {number} on {place.owner_name()}": place for number, place in enumerate(places)}
-        made = together(numbered, lambda _, place: rpc_async(place.owner(), _make_stage, (place,)))
-        self._ways: list[RRef[Stage]] = list(made.values())
+        self._ways: list[RRef[Stage]] = []
+        for place in reversed(places):
+            following = self._ways[0] if self._ways else None
+            self._ways.insert(0, rpc_sync(place.owner(), _make_stage, (place, following)))
 
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
@@ -94,39 +136,32 @@ class Pipeline(nn.Module):
         Raises:
             What a stage or the loss raised, with the worker's name.
         """
-        batches = list(zip(_split(inputs, self.chunks), _split(targets, self.chunks), strict=True))
-        sizes = [_size(part) for part, _ in batches]
-        schedule = Schedule(self.schedule, len(batches), len(self._ways))
+        parts, targets = _split(inputs, self.chunks), _split(targets, self.chunks)
+        sizes = [_size(part) for part in parts]
+        weights = [size / sum(sizes) for size in sizes]
+        first, last = self._ways[0], self._ways[-1]
+        batch = secrets.token_hex(8)
+        schedule = Schedule(self.schedule, len(parts), len(self._ways))
         arrivals = Arrivals()
-        losses: dict[int, Losses] = {}
         total = torch.zeros(())
+        last.rpc_sync().open(batch, targets, loss, weights)
         steps = schedule.begin()
-        while not schedule.done:
-            for step in steps:
-                future: Future[Any]
+        try:
+            while not schedule.done:
+                for step in steps:
+                    future: Future[Any]
+                    if isinstance(step, Forward):
+                        future = first.rpc_async().advance(batch, step.batch, parts[step.batch])
+                    else:
+                        future = backward_async(context_id, last.remote().root(batch, step.batches))
+                    arrivals.expect(step, future)
+                step, result = arrivals.next()
                 if isinstance(step, Forward):
-                    part, target = batches[step.batch]
-                    future = self._forward(part, target, loss, sizes[step.batch] / sum(sizes))
-                else:
-                    future = backward_async(context_id, [losses.pop(batch).root for batch in step.batches])
-                arrivals.expect(step, future)
-            step, result = arrivals.next()
-            if isinstance(step, Forward):
-                losses[step.batch] = result
-                total = total + result.value
-            steps = schedule.ended(step)
+                    total = total + result
+                steps = schedule.ended(step)
+        finally:
+            last.rpc_async().close(batch)
         return total
-
-    def _forward(self, part: Any, target: Any, loss: Loss, weight: float) -> Future[Losses]:
-        last = self._ways[-1]
-        return rpc_async(last.owner(), _run_with_loss, (last, self._up_to_last(part), target, loss, weight))
-
-
-class Losses(NamedTuple):
-    """The loss of a micro-batch: where backward begins, and what it is."""
-
-    root: RRef[Tensor]
-    value: Tensor
 
 
 class Arrivals:
@@ -192,14 +227,9 @@ def _joined(parts: list[Any]) -> Any:
 # What runs on the workers of the stages. Where `value` is a reference, the worker fetches what it refers to.
 
 
-def _make_stage(module: RRef[nn.Module]) -> RRef[Stage]:
-    return RRef(Stage(module))
+def _make_stage(module: RRef[nn.Module], following: RRef[Stage] | None) -> RRef[Stage]:
+    return RRef(Stage(module, following))
 
 
 def _run(stage: RRef[Stage], value: Tensor) -> Any:
     return stage.local_value().run(value)
-
-
-def _run_with_loss(stage: RRef[Stage], value: Tensor, target: Any, loss: Loss, weight: float) -> Losses:
-    found = loss(stage.local_value().run(value), target) * weight
-    return Losses(RRef(found), found.detach())
