@@ -5,6 +5,7 @@ The files are those of `torch.distributed.checkpoint`, which can read them, too,
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ __all__ = ["load", "save"]
 
 Path = str | os.PathLike[str]
 
+CONTENTS = ".metadata"  # the file that makes a folder a checkpoint, written last
 NO_LIMIT = 0  # seconds: a checkpoint takes as long as the disks need
 
 
@@ -48,10 +50,12 @@ def save(state: Mapping[str, Any], checkpoint_id: Path) -> None:
     """Write a checkpoint into the folder `checkpoint_id`, which all workers must see under that path.
 
     The values of `state` are models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other
-    things with a `state_dict` (such as schedulers), or plain values. It is complete once this returns; an older
-    checkpoint there is replaced.
+    things with a `state_dict` (such as schedulers), or plain values. It is complete once this returns. An older
+    checkpoint in the folder is given up as soon as this begins.
     """
     path = os.fspath(checkpoint_id)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(path, CONTENTS))  # half old and half new it would be no checkpoint
     shares, own = _shares(state)
     own |= {
         key: {"param_groups": value.state_groups()}
@@ -79,8 +83,13 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     """Read a checkpoint that `save` wrote into a state of the same form, wherever its parts are now.
 
     Models, optimizers and what has a `load_state_dict` are changed in place; plain values are replaced in `state`.
+
+    Raises:
+        UsageError: there is no complete checkpoint there, or one of something else.
+        WorkersFailed: several workers could not read it.
     """
     path = os.fspath(checkpoint_id)
+    _contents(path)
     shares, own = _shares(state)
     together(shares, lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT))
     for key, value in state.items():

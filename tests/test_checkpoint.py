@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
-from telegrad.errors import UsageError
+from telegrad.errors import UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import current, remote
@@ -120,6 +120,25 @@ def test_what_is_not_there(saved, tmp_path):
             checkpoint.load({"other": RemoteModule("w1", nn.Linear, (2, 2))}, saved[0])
         with pytest.raises(UsageError, match="other parameters"):
             checkpoint.load({"optimizer": DistributedOptimizer.for_module(torch.optim.Adam, nn.Linear(2, 2))}, saved[0])
+
+
+def test_what_was_not_written_to_its_end_is_no_checkpoint(tmp_path, monkeypatch):
+    with agents(3) as workers:
+        current.enter(workers[0].agent)
+        state = training(["w1", "w2"])
+        checkpoint.save(state, tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint.Saver, "write", broken)
+            with pytest.raises(WorkersFailed, match=r"3 of 3 workers failed[\s\S]*no space"):
+                checkpoint.save(state, tmp_path)
+        with pytest.raises(UsageError, match="no complete checkpoint"):
+            checkpoint.load(state, tmp_path)
+        checkpoint.save(state, tmp_path)
+        checkpoint.load(state, tmp_path)
+
+
+def broken(self, plan):
+    raise OSError("no space")
 
 
 def start_training(path, places):

@@ -39,7 +39,8 @@ def together(shares: Mapping[str, S], call: Callable[[str, S], Future[T]]) -> di
 
 
 def _summary(errors: dict[str, Any], asked: int) -> WorkersFailed:
-    lines = [f"  {worker}: {type(error).__name__}: {error}" for worker, error in errors.items()]
+    first_lines = ((worker, type(error).__name__, str(error).partition("\n")[0]) for worker, error in errors.items())
+    lines = [f"  {worker}: {kind}: {said}" for worker, kind, said in first_lines]
     summary = WorkersFailed("\n".join([f"{len(errors)} of {asked} workers failed:", *lines]), errors)
     summary.__cause__ = next(iter(errors.values()))
     return summary
