@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
+	$(BIN)/python examples/pipeline.py
 
 test: lint
 	$(BIN)/pytest -m "not nightly and not cuda"

@@ -38,14 +38,3 @@ def test_links_lead_somewhere(paper):
 
 def test_the_changelog_has_this_version():
     assert f"## {telegrad.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_the_demo_runs():
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "first_calls.py")],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "per second" in ran.stdout

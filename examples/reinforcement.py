@@ -1,0 +1,165 @@
+"""Observers play, an agent learns: reinforcement learning on a cart that balances a pole.
+
+Each observer has the environment in a process of its own and asks the agent for every action. The agent answers the
+observers in batches, one pass of its network for all who ask at about the same time. When all have played their
+episodes it learns from them (policy gradients with a baseline), and the next round begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import gymnasium
+import torch
+from common import Progress, group, seeded
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+import telegrad.rpc as rpc
+from telegrad.rpc import functions
+
+GAME = "CartPole-v1"
+EPISODES = 4  # of each observer in a round
+DISCOUNT = 0.99
+RATE = 0.01
+
+
+class Episode:
+    """What happened in one game."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self.actions: list[int] = []
+
+    @property
+    def reward(self) -> int:
+        """One for each moment that the pole stood."""
+        return len(self.actions)
+
+
+def policy() -> nn.Module:
+    """Gives the worth of each action, and of the state."""
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3))
+
+
+class Agent:
+    """Knows what to do, and learns."""
+
+    def __init__(self) -> None:
+        self.network = seeded(0, policy)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=RATE)
+        self.batches: list[int] = []  # how many observers were answered at once
+
+    @functions.batch(max_size=4, max_wait=0.001)
+    async def act(self, states: list[Tensor]) -> list[int]:
+        """An action for each observer that asks."""
+        self.batches.append(len(states))
+        return self.choose(torch.stack(states))
+
+    def choose(self, states: Tensor) -> list[int]:
+        with torch.no_grad():
+            actions: list[int] = Categorical(logits=self.network(states)[:, :2]).sample().tolist()
+        return actions
+
+    def learn(self, episodes: list[Episode]) -> None:
+        states = torch.stack([state for episode in episodes for state in episode.states])
+        actions = torch.tensor([action for episode in episodes for action in episode.actions])
+        returns = torch.cat([returns_of(episode) for episode in episodes])
+        outputs = self.network(states)
+        values = outputs[:, 2]
+        scaled = (returns - returns.mean()) / (returns.std() + 1e-6)
+        better = scaled - values.detach()
+        chances = Categorical(logits=outputs[:, :2]).log_prob(actions)
+        loss = (values - scaled).square().mean() - (chances * better).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def returns_of(episode: Episode) -> Tensor:
+    """What was still to come at each moment."""
+    later, returns = 0.0, []
+    for _ in episode.actions:
+        later = 1 + DISCOUNT * later
+        returns.append(later)
+    return torch.tensor(returns[::-1])
+
+
+class Observer:
+    """Plays as the agent says."""
+
+    def __init__(self, number: int) -> None:
+        self.game = gymnasium.make(GAME)
+        self.seed = number * 1_000_000
+
+    def play(self, agent: rpc.RRef[Agent]) -> list[Episode]:
+        return [self.episode(lambda state: agent.rpc_sync().act(state)) for _ in range(EPISODES)]
+
+    def episode(self, act: Callable[[Tensor], int]) -> Episode:
+        self.seed += 1
+        seen, _ = self.game.reset(seed=self.seed)
+        episode, over = Episode(), False
+        while not over:
+            state = torch.from_numpy(seen).double()
+            action = act(state)
+            episode.states.append(state)
+            episode.actions.append(action)
+            seen, _, failed, cut, _ = self.game.step(action)
+            over = failed or cut
+        return episode
+
+
+def train(agent: Agent, observers: list[rpc.RRef[Observer]], rounds: int) -> list[float]:
+    """The mean reward of each round."""
+    rewards = []
+    progress = Progress(f"{len(observers)} observers,", rounds)
+    reference = rpc.RRef(agent)
+    for _ in range(rounds):
+        played = torch.futures.wait_all([observer.rpc_async(timeout=0).play(reference) for observer in observers])
+        episodes = [episode for some in played for episode in some]
+        agent.learn(episodes)
+        rewards.append(statistics.mean(episode.reward for episode in episodes))
+        progress.advance(f"reward {rewards[-1]:.0f}")
+    return rewards
+
+
+def train_alone(observers: int, rounds: int) -> list[float]:
+    """The same number of games in one process."""
+    agent, observer = Agent(), Observer(0)
+    rewards = []
+    progress = Progress("the same in one process,", rounds)
+    for _ in range(rounds):
+        episodes = [
+            observer.episode(lambda state: agent.choose(state.unsqueeze(0))[0]) for _ in range(observers * EPISODES)
+        ]
+        agent.learn(episodes)
+        rewards.append(statistics.mean(episode.reward for episode in episodes))
+        progress.advance(f"reward {rewards[-1]:.0f}")
+    return rewards
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4, help="how many observers")
+    parser.add_argument("--steps", type=int, default=20, help="how many rounds")
+    chosen = parser.parse_args()
+
+    names = [f"observer{number}" for number in range(chosen.workers)]
+    with group("agent", *names):
+        agent = Agent()
+        observers = [rpc.remote(name, Observer, (number,)) for number, name in enumerate(names)]
+        rewards = train(agent, observers, chosen.steps)
+    single = train_alone(chosen.workers, chosen.steps)
+
+    print()
+    print(f"{'mean reward of the first round':36}{rewards[0]:8.1f}")
+    print(f"{'... of the last three':36}{statistics.mean(rewards[-3:]):8.1f}")
+    print(f"{'... of the same, in one process':36}{statistics.mean(single[-3:]):8.1f}")
+    print(f"{'observers answered at once':36}{statistics.mean(agent.batches):8.1f}")
+    assert statistics.mean(rewards[-3:]) > 1.5 * rewards[0], "it has not learnt"
+
+
+if __name__ == "__main__":
+    main()
