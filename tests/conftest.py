@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from telegrad.rpc import current
 from tests.cluster import Process, Worker, agents, group
 
 
@@ -21,3 +22,16 @@ def pair() -> Iterator[list[Worker]]:
     """Two agents in this process."""
     with agents(2) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def five() -> Iterator[list[Worker]]:
+    """Five agents in this process, `w0` to `w4`."""
+    with agents(5) as made:
+        yield made
+
+
+@pytest.fixture
+def here(five: list[Worker]) -> None:
+    """This thread speaks for `w0`."""
+    current.enter(five[0].agent)

@@ -14,18 +14,9 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
 from tests.cluster import agents
 
+pytestmark = pytest.mark.usefixtures("here")
+
 SIZES = [(5, 7), (7, 7), (7, 3)]
-
-
-@pytest.fixture(scope="module")
-def quartet():
-    with agents(4) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(quartet):
-    current.enter(quartet[0].agent)
 
 
 def make_stage(number):

@@ -15,18 +15,8 @@ import telegrad.autograd as autograd
 from telegrad.errors import UnknownWorker, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.rpc import RRef, current, debug_info, remote, rpc_sync
-from tests.cluster import agents
 
-
-@pytest.fixture(scope="module")
-def trio():
-    with agents(3) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(trio):
-    current.enter(trio[0].agent)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 class Words(nn.Module):
@@ -301,7 +291,7 @@ def test_attributes_of_the_module_are_not_those_of_the_handle():
         module.state_dict(keep_vars=True)
 
 
-def test_the_module_goes_with_its_last_handle(trio):
+def test_the_module_goes_with_its_last_handle():
     module = RemoteModule("w1", Words, (3,))
     before = debug_info()["users"]
     del module

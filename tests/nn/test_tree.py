@@ -9,19 +9,9 @@ from torch import nn
 from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
 from telegrad.nn.tree import branches
-from telegrad.rpc import RRef, current, remote, rpc_sync
-from tests.cluster import agents
+from telegrad.rpc import RRef, remote, rpc_sync
 
-
-@pytest.fixture(scope="module")
-def trio():
-    with agents(3) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(trio):
-    current.enter(trio[0].agent)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def found(model):

@@ -12,19 +12,9 @@ import telegrad.autograd as autograd
 from telegrad.errors import ContextEnded
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
-from telegrad.rpc import RRef, current
-from tests.cluster import agents
+from telegrad.rpc import RRef
 
-
-@pytest.fixture(scope="module")
-def trio():
-    with agents(3) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(trio):
-    current.enter(trio[0].agent)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def models():

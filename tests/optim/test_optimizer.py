@@ -16,6 +16,8 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
 from tests.cluster import agents, in_threads
 
+pytestmark = pytest.mark.usefixtures("here")
+
 OPTIMIZERS = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
@@ -23,17 +25,6 @@ OPTIMIZERS = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
     "fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
 }
-
-
-@pytest.fixture(scope="module")
-def five():
-    with agents(5) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(five):
-    current.enter(five[0].agent)
 
 
 def linear(inputs, outputs):

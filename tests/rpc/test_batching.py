@@ -13,21 +13,10 @@ import telegrad.autograd as autograd
 from telegrad.autograd.contexts import entered_id
 from telegrad.errors import UsageError
 from telegrad.rpc import RRef, current, functions, remote, rpc_async
-from tests.cluster import agents
+
+pytestmark = pytest.mark.usefixtures("here")
 
 LONG = 60.0  # seconds: a batch that waited for this would fail its test
-
-
-@pytest.fixture(scope="module")
-def trio():
-    with agents(3) as workers:
-        current.enter(workers[0].agent)
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(trio):
-    current.enter(trio[0].agent)
 
 
 class Adder:
