@@ -1,4 +1,4 @@
-"""Distributed model parallelism for PyTorch: remote calls now; references and autograd across machines to come."""
+"""Distributed model parallelism for PyTorch: remote calls, remote references, autograd, modules, optimizers."""
 
 from telegrad import errors
 from telegrad.version import VERSION as __version__
