@@ -9,8 +9,8 @@ from telegrad.errors import UsageError
 RANK = "rank:"
 
 
-def parse_place(text: str) -> tuple[str | int, torch.device]:
-    """The worker, by its name or rank, and the device there, which is the CPU where none is named.
+def parse_place(text: str) -> tuple[str | int, torch.device | None]:
+    """The worker, by its name or rank, and the device there, if one is named.
 
     Raises:
         UsageError: that is no place.
@@ -21,7 +21,7 @@ def parse_place(text: str) -> tuple[str | int, torch.device]:
     if not device and text.endswith("/"):
         raise UsageError(_advice(text, "no device stands behind the slash"))
     try:
-        return _rank(worker), torch.device(device or "cpu")
+        return _rank(worker), torch.device(device) if device else None
     except (RuntimeError, ValueError) as error:
         raise UsageError(_advice(text, str(error))) from error
 

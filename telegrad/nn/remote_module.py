@@ -62,12 +62,13 @@ class RemoteModule(nn.Module):
     ) -> None:
         super().__init__()
         worker, device = parse_place(str(remote_device))
-        self._represent(*rpc_sync(worker, _make, (module_cls, device, tuple(args or ()), dict(kwargs or {}))))
+        there = device or torch.device("cpu")
+        self._represent(*rpc_sync(worker, _make, (module_cls, there, tuple(args or ()), dict(kwargs or {}))))
         self._signature = _signature_of(module_cls)
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
-        """A handle of a module that exists already; it is moved to the device that `remote_device` names."""
+        """A handle of a module that exists already; where `remote_device` names a device, it is moved there."""
         worker, device = parse_place(str(remote_device))
         owner = module_rref.owner()
         if worker not in owner:
@@ -263,19 +264,27 @@ def _make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwarg
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an instance "
             f"of {type(module)}"
         )
-    return _about(RRef(module), module, device)
+    return _about(RRef(module), module.to(device), str(device))
 
 
-def _adopt(reference: RRef[nn.Module], device: torch.device) -> tuple[Any, ...]:
+def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any, ...]:
     module = reference.local_value()
     if not isinstance(module, nn.Module):
         raise ValueError(f"{reference!r} is a reference to an instance of {type(module)}, not of <class nn.Module>")
-    return _about(reference, module, device)
+    if device is not None:
+        module.to(device)
+    return _about(reference, module, str(device or _device_of(module) or "cpu"))
 
 
-def _about(reference: RRef[nn.Module], module: nn.Module, device: torch.device) -> tuple[Any, ...]:
+def _about(reference: RRef[nn.Module], module: nn.Module, device: str) -> tuple[Any, ...]:
     """What `RemoteModule._represent` takes."""
-    return reference, type(module).__name__, str(device), module.to(device).training
+    return reference, type(module).__name__, device, module.training
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where its tensors are, if it has any."""
+    held = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return None if held is None else held.device
 
 
 def _run_on_device(module: RRef[nn.Module], device: str, args: Any, kwargs: Any) -> Any:
@@ -291,8 +300,7 @@ def _parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Param
 
 def _apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> str:
     there = module.local_value()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-    held = next(itertools.chain(there.parameters(), there.buffers()), None)
-    return str(fn(torch.empty(0)).device if held is None else held.device)
+    return str(_device_of(there) or fn(torch.empty(0)).device)
 
 
 def _call(module: RRef[nn.Module], method: str, args: Any) -> None:

@@ -16,15 +16,15 @@ from telegrad.nn.schedule import Backward, Forward, Schedule
     ("text", "worker", "device"),
     [
         ("trainer0/cpu", "trainer0", "cpu"),
-        ("trainer0", "trainer0", "cpu"),
+        ("trainer0", "trainer0", None),
         ("ps0/cuda:0", "ps0", "cuda:0"),
         ("rank:1/cuda:1", 1, "cuda:1"),
-        ("rank:12", 12, "cpu"),
+        ("rank:12", 12, None),
         ("a:b/meta", "a:b", "meta"),
     ],
 )
 def test_places(text, worker, device):
-    assert parse_place(text) == (worker, torch.device(device))
+    assert parse_place(text) == (worker, torch.device(device) if device else None)
 
 
 @pytest.mark.parametrize("text", ["", "cpu", "cuda:0", "/cpu", "a/", "a/b", "a/cpu/cpu", "rank:x/cpu", "rank:"])

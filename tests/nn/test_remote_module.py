@@ -49,8 +49,8 @@ class Parent(nn.Module):
         return self.near(self.far(value))
 
 
-def make_linear(inputs, outputs):
-    return nn.Linear(inputs, outputs)
+def make_linear(inputs, outputs, device=None):
+    return nn.Linear(inputs, outputs, device=device)
 
 
 def call(module, *args):
@@ -127,6 +127,9 @@ def test_from_a_reference():
     module = RemoteModule.init_from_module_rref("w1/cpu", reference)
     assert module.module_rref is reference or module.module_rref._id == reference._id
     assert module(torch.ones(2)).shape == (3,)
+    elsewhere = remote("w1", make_linear, (2, 3), {"device": "meta"})
+    assert RemoteModule.init_from_module_rref("w1", elsewhere).device == "meta"
+    assert RemoteModule.init_from_module_rref("w1/meta", reference).device == "meta"
     with pytest.raises(UsageError, match="not on worker 'w2', but on 'w1'"):
         RemoteModule.init_from_module_rref("w2", reference)
 
@@ -297,3 +300,15 @@ def test_the_module_goes_with_its_last_handle():
     del module
     gc.collect()
     assert debug_info()["users"] == before - 1
+
+
+@pytest.mark.cuda
+def test_on_a_device_of_its_own():
+    module = RemoteModule("w1/cuda:0", nn.Linear, (3, 2))
+    with autograd.context() as context:
+        result = module(torch.ones(2, 3))
+        assert result.device.type == "cpu"
+        autograd.backward(context, result.sum())
+        (bias, weight) = rpc_sync("w1", gradients_of, (context, module.get_module_rref()))[::-1]
+    assert bias.tolist() == [2, 2]
+    assert weight.shape == (2, 3)
