@@ -34,6 +34,7 @@ PURE = [
     "rref/courier.py",
     "autograd/schedule.py",
     "autograd/passes.py",
+    "nn/schedule.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import pickle
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from telegrad.agent import errands
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
@@ -234,9 +235,16 @@ class Agent:
         """Have `recorder` see the tensors that leave and come."""
         self.recorder = self._server.recorder = recorder
 
-    def run(self, act: Callable[[Any], None], argument: Any, short: bool) -> None:
-        """Have `act(argument)`, which may be user code, run on a thread for that, as a call would."""
-        self._reactor.submit(Work(act, argument, QUICK if short else LONG))
+    def run(self, act: Callable[[Any], None], argument: Any, short: bool, errand: bool = False) -> None:
+        """Have `act(argument)`, which may be user code, run on a thread for that, as a call would.
+
+        With `errand`, it follows from a message, and a thread that waits for such may do it.
+        """
+        work = Work(act, argument, QUICK if short else LONG)
+        if errand:
+            errands.submit(self._reactor, work)
+        else:
+            self._reactor.submit(work)
 
     def wake_at(self, when: float, rough: bool = False) -> None:
         """Have those in `ticking` called at that time, or if `rough` some milliseconds later, at no cost."""
@@ -246,9 +254,15 @@ class Agent:
         """Have `act(argument)` run soon on a thread that may run anybody's code."""
         self._reactor.submit(Work(act, argument, INSTANT))
 
-    def wait_for(self, future: Future[Any], timeout: float = -1) -> bool:
-        """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile."""
+    def wait_for(self, future: Future[Any], timeout: float = -1, senders: Iterable[str] = ()) -> bool:
+        """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile.
+
+        Where messages of certain workers will complete it, this thread can see to them itself.
+        """
         with self._reactor.waiting():
+            links = self._connections.accepted_from(senders)
+            if links:
+                errands.run_for(future, links, self._reactor)
             return wait_for(future, timeout)
 
     # The group

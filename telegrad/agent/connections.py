@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -187,6 +187,14 @@ class Connections:
             return
         link.feed(leftover)
         self._reactor.poller.watch(link, read=True)
+
+    def accepted_from(self, names: Iterable[str]) -> list[Link]:
+        """The connections that these workers have made."""
+        wanted = set(names)
+        if not wanted:
+            return []
+        with self._lock:
+            return [link for link in self._accepted if link.peer in wanted]
 
     def _caller_gone(self, link: Link, who: Identity, reason: PeerError) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from telegrad.agent import errands
 from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
 from telegrad.agent.members import Identity
 from telegrad.agent.peer import AnyLink
@@ -106,7 +107,10 @@ class Server:
                 cost = QUICK if frame.head and self._short.get(frame.head) else LONG
                 self._reactor.submit(Work(self._run, (caller, frame), cost))
             elif frame.kind == NOTICE:
-                self._reactor.submit(Work(self._notice, (caller, frame), IDLE if frame.flags & PATIENT else INSTANT))
+                if frame.flags & PATIENT:
+                    self._reactor.submit(Work(self._notice, (caller, frame), IDLE))
+                else:
+                    errands.submit(self._reactor, Work(self._notice, (caller, frame), INSTANT))
 
     def _notice(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work

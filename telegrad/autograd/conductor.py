@@ -136,8 +136,14 @@ class Conductor:
                 return
 
     def wait(self, future: Future[None]) -> None:
-        """Wait until a pass has ended."""
-        self._agent.wait_for(future)
+        """Wait until a pass of this worker has ended."""
+        run = next((run for run in list(self._runs.values()) if run.future is future), None)
+        if run is not None:
+            with run.lock:
+                others = run.driver.workers - {self.name}
+            self._agent.wait_for(future, senders=others)
+        else:
+            self._agent.wait_for(future)
 
     # This worker's part
 
@@ -153,7 +159,7 @@ class Conductor:
         context = self.contexts.join(task.order.context)
         if context is not None:
             context.meet(sender)
-            self._post(context, task)
+            self._post(context, task, errand=True)
 
     def _take_parcel(self, sender: Identity, parcel: Parcel) -> None:
         shipment, report = unwrap(parcel)
@@ -161,7 +167,7 @@ class Conductor:
         if report is not None:
             self._on_report(sender.name, report)
 
-    def _post(self, context: Context, task: Task, here: bool = False) -> None:
+    def _post(self, context: Context, task: Task, here: bool = False, errand: bool = False) -> None:
         """Something is to be done in a context: by whoever is at it, or by this thread or one that begins now."""
         with context.lock:
             context.inbox.append(task)
@@ -171,7 +177,7 @@ class Conductor:
         if here:
             self._work(context)
         else:
-            self._agent.run(self._work, context, self._short)
+            self._agent.run(self._work, context, self._short, errand)
 
     def _work(self, context: Context) -> None:
         start = perf_counter()

@@ -1,0 +1,105 @@
+"""What a waiting thread does itself, and what it leaves to others."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from telegrad.agent import errands
+from telegrad.agent.futures import Future
+from telegrad.agent.reactor import INSTANT, Work
+
+
+class Reactor:
+    """Only notes what it is asked."""
+
+    def __init__(self):
+        self.given = []
+        self.watched = {}
+        self.poller = SimpleNamespace(
+            watch=lambda link, read: self.watched.__setitem__(link, read),
+            forget=lambda link: self.watched.pop(link, None),
+        )
+
+    def submit(self, work):
+        self.given.append(work.argument)
+
+
+class Link:
+    """Brings something at each read, as long as there is any."""
+
+    def __init__(self, *reads):
+        self.reading = threading.Lock()
+        self.closed = None
+        self._reads = list(reads)
+
+    def read(self):
+        if self._reads:
+            self._reads.pop(0)()
+
+    def stop_reading(self):
+        self.reading.release()
+
+
+@pytest.fixture
+def reactor():
+    return Reactor()
+
+
+def errand(reactor, done, name, then=lambda: None):
+    def act(argument):
+        done.append(argument)
+        then()
+
+    return lambda: errands.submit(reactor, Work(act, name, INSTANT))
+
+
+def test_does_what_it_reads_and_what_follows_from_that(reactor):
+    done, future = [], Future()
+    second = errand(reactor, done, "second", lambda: future.set_result(None))
+    link = Link(lambda: None, errand(reactor, done, "first", second))
+    errands.run_for(future, [link], reactor)
+    assert done == ["first", "second"]
+    assert reactor.given == []
+    assert reactor.watched == {link: True}
+    assert not link.reading.locked()
+
+
+def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor):
+    done, future = [], Future()
+    several = [errand(reactor, done, name) for name in "abc"]
+    errands.run_for(future, [Link(lambda: [each() for each in several])], reactor)
+    assert done == ["a"]
+    assert reactor.given == ["b", "c"]
+
+
+def test_only_for_a_moment(reactor):
+    done = []
+    errands.run_for(Future(), [Link()], reactor)
+    errand(reactor, done, "later")()
+    assert done == []
+    assert reactor.given == ["later"]
+
+
+def test_does_not_take_a_connection_from_one_who_reads_it(reactor):
+    link = Link(lambda: pytest.fail("read by two"))
+    with link.reading:
+        errands.run_for(Future(), [link], reactor)
+    assert reactor.watched == {}
+
+
+def test_a_connection_that_ends_is_forgotten(reactor):
+    link = Link(lambda: setattr(link, "closed", "gone"))
+    errands.run_for(Future(), [link], reactor)
+    assert reactor.watched == {}
+
+
+def test_an_error_in_an_errand_is_not_that_of_the_wait(reactor, caplog):
+    def fail(_):
+        raise KeyError("inside")
+
+    link = Link(lambda: errands.submit(reactor, Work(fail, None, INSTANT)))
+    errands.run_for(Future(), [link], reactor)
+    assert "inside" in caplog.text
