@@ -1,7 +1,7 @@
 """What a thread that waits for the work of other workers can do itself: read what they send, and see to it.
 
 So an answer need not wake the leader first, and then the thread that waits. It does this for a moment only, as long as
-waking would take, and for what was sent as a notice; calls are left to the reactor.
+nobody else wants the processor, and for what was sent as a notice; calls are left to the reactor.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-from telegrad.agent.reactor import DISTURBED, SPIN, Reactor, Work
+from telegrad.agent.reactor import DISTURBED, Reactor, Work
 from telegrad.transport.link import Link
+
+MOMENT = 1e-3  # seconds without anything, after which it sleeps
 
 log = logging.getLogger("telegrad")
 _here = threading.local()  # .own: what this thread has read and not seen to
@@ -61,7 +63,7 @@ def _read(future: Any, links: Sequence[Link], reactor: Reactor, own: deque[Work]
             for link in held:
                 link.read()
             last, now = now, perf_counter()
-            if now - start > SPIN or now - last > DISTURBED:
+            if now - start > MOMENT or now - last > DISTURBED:
                 break
             _yield()
     finally:
