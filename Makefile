@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint nightly bench clean
+.PHONY: demo test lint nightly bench conformance clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -23,6 +23,9 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+conformance: $(INSTALLED)
+	$(BIN)/python -m tests.conformance --report docs/conformance.md
 
 $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(PYTHON) -m venv $(VENV)

@@ -12,10 +12,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import cloudpickle
 
+from telegrad.agent.stores import open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import Worker, start
 from telegrad.rpc.options import TelegradOptions
@@ -38,8 +40,9 @@ def agents(count: int, **options: Any) -> Iterator[list[Worker]]:
     with tempfile.TemporaryDirectory() as folder:
 
         def begin(rank: int) -> Worker:
-            own = TelegradOptions(init_method=f"file://{folder}/store", **{"rpc_timeout": PATIENCE, **options})
-            return start(f"w{rank}", rank, count, own, generation, current.enter)
+            own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options})
+            meet = partial(open_store, f"file://{folder}/store", rank, count)
+            return start(f"w{rank}", meet, own, generation, current.enter)
 
         with ThreadPoolExecutor(count) as pool:
             workers = list(pool.map(begin, range(count)))

@@ -10,6 +10,7 @@ import pickle
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
 
@@ -235,6 +236,10 @@ class Agent:
         """Have `recorder` see the tensors that leave and come."""
         self.recorder = self._server.recorder = recorder
 
+    def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Have `wrap(function)` run in place of each function that others call; None ends it."""
+        self._server.wrap = wrap
+
     def run(self, act: Callable[[Any], None], argument: Any, short: bool, errand: bool = False) -> None:
         """Have `act(argument)`, which may be user code, run on a thread for that, as a call would.
 
@@ -264,6 +269,10 @@ class Agent:
             if links:
                 errands.run_for(future, links, self._reactor)
             return wait_for(future, timeout)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Inside, this thread waits, and does not count as one that runs a call."""
+        return self._reactor.waiting()
 
     # The group
 

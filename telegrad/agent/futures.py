@@ -65,7 +65,9 @@ class Future(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
-        child: Future[S] = Future()
+        if not callable(callback):
+            raise TypeError(f"then(): incompatible function arguments. {callback!r} is no function of the future")
+        child: Future[S] = type(self)()  # type: ignore[assignment]
 
         def run(done: torch.futures.Future[T]) -> None:
             try:

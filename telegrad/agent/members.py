@@ -68,7 +68,9 @@ class Members:
         """
         other = self._by_name.get(member.name) or self._by_id.get(member.id)
         if other is not None:
-            raise WorkerTaken(f"{member} cannot join: {other} has its name or its rank; give each worker its own")
+            raise WorkerTaken(
+                f"{member} cannot join: its name or its rank is not unique, {other} has it; give each worker its own"
+            )
         self._by_id[member.id] = self._by_name[member.name] = member
 
     def remove(self, member: Member) -> None:
@@ -101,7 +103,7 @@ def unknown(to: str | int, names: list[str]) -> UnknownWorker:
     meant = f"; did you mean {close[0]!r}?" if close else "."
     listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     return UnknownWorker(
-        f"no worker {what}{meant} The group has: {listed or 'nobody'}. "
+        f"could not find destination: no worker {what}{meant} The group has: {listed or 'nobody'}. "
         "Give the name or the rank that the worker was started with; it must have joined before it is called"
     )
 
@@ -110,6 +112,6 @@ def check_name(name: str) -> None:
     """Raise InvalidName where `name` is none that a worker may have."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise InvalidName(
-            f"{name!r} cannot be a worker's name: "
-            f"use 1 to {LONGEST_NAME} letters, digits, underscores, colons and dashes"
+            f"{name!r} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty and "
+            f"shorter than {LONGEST_NAME + 1} characters"
         )

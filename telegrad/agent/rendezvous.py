@@ -143,8 +143,8 @@ def _fault(error: BaseException) -> str:
 
 def _taken(what: str, first: Member, second: Member) -> WorkerTaken:
     return WorkerTaken(
-        f"two workers claim the {what}: {first} and {second}. Give each its own, and use a fresh store "
-        "(another port or file) if one of them belongs to an earlier run"
+        f"the {what} is not unique, two workers claim it: {first} and {second}. Give each its own, and use a fresh "
+        "store (another port or file) if one of them belongs to an earlier run"
     )
 
 

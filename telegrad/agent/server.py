@@ -20,7 +20,7 @@ from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
 from telegrad.agent.members import Identity
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
-from telegrad.errors import CannotEncode, PeerError
+from telegrad.errors import CannotEncode, PeerError, UsageError
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve
@@ -90,6 +90,7 @@ class Server:
         self._undelivered = undelivered
         self.pack: Callable[[Sequence[Any], Identity, None], bytes]
         self.recorder: Recorder | None = None
+        self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what to call instead
         self._short: dict[bytes, bool] = {}  # by the function's name
         self._lock = threading.Lock()  # guards _loop and _running
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -123,6 +124,8 @@ class Server:
         try:
             frame, tensors = take_tensors(frame, self.recorder, caller.identity)
             function, args, kwargs = open_call(frame, tensors)
+            if self.wrap is not None:
+                function = self.wrap(function)
             del tensors
             if frame.flags:
                 with setting(frame):
@@ -176,8 +179,11 @@ class Server:
             destination.fail(body)
             flags, body = CARRIES, load(body, destination.receipt())
         self._send(caller, FAILURE, call.id, flags=flags, body=body)
-        if not isinstance(error, Exception):
-            log.warning("telegrad: a call from worker %r ended with %r", caller.name, error)
+        called = bytes(call.head).decode().replace(":", ".") or "a function that came by value"
+        first_line = str(error).strip().partition("\n")[0]
+        log.warning(
+            "telegrad: %s, called by worker %r, raised %s: %s", called, caller.name, type(error).__name__, first_line
+        )
 
     def _send(self, caller: Caller, kind: int, call_id: int, **parts: Any) -> None:
         link = caller.link
@@ -279,8 +285,9 @@ def its_future(function: Any, result: Any) -> Any:
     if isinstance(result, torch._C.Future):
         return result
     name = getattr(function, "__qualname__", repr(function))
-    return TypeError(
-        f"{name} is marked with async_execution and must return a torch.futures.Future, not {type(result).__name__}"
+    return UsageError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+        f"{name} returned {type(result).__name__}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from telegrad.agent import profiling
 from telegrad.agent.futures import Future
 from telegrad.autograd.conductor import Conductor
 from telegrad.autograd.contexts import entered_id
@@ -22,6 +23,7 @@ class RemoteRoot(Protocol):
 
 
 Root = Tensor | RemoteRoot
+BACKWARD_EVENT = "torch::distributed::autograd::backward"  # as the profiler shows it, and in engine.py SEND_EVENT
 
 
 def _nobody() -> Conductor:
@@ -49,7 +51,7 @@ class context:  # noqa: N801 - used like a function
     def __enter__(self) -> int:
         inside = entered_id()
         if inside is not None:
-            raise UsageError(f"already have an autograd context id for this thread: {inside}. End that context first")
+            raise UsageError(f"Already have an autograd context id for this thread: {inside}. End that context first")
         self._contexts = _find().contexts
         self._context = self._contexts.begin()
         self._entered: AbstractContextManager[None] = self._context.entered()
@@ -84,9 +86,16 @@ def backward(
         What was raised in the backward of a function, on whatever worker.
     """
     conductor = _find()
-    future = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, here=True)
-    conductor.wait(future)
-    future.wait()
+
+    def run() -> None:
+        future = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, here=True)
+        conductor.wait(future)
+        future.wait()
+
+    if profiling.enabled():
+        profiling.recorded(BACKWARD_EVENT, run)
+    else:
+        run()
 
 
 def backward_async(
@@ -141,7 +150,7 @@ def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:
     """The roots, by the workers where they are."""
     several = list(roots) if isinstance(roots, (list, tuple)) else [roots]
     if not several:
-        raise UsageError("no tensors provided for gradient computation: give at least one root")
+        raise UsageError("No tensors provided for gradient computation: give at least one root")
     places: dict[str, list[Any]] = {}
     for root in several:
         if isinstance(root, Tensor):
@@ -158,7 +167,9 @@ def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:
 def check_root(root: Any) -> None:
     """Raise why a value cannot be a root, if so."""
     if not isinstance(root, Tensor):
-        raise UsageError(f"a root must be a tensor, not {type(root).__name__}")
+        raise UsageError(
+            f"an RRef should contain a tensor for .backward(), not {type(root).__name__}: roots are tensors"
+        )
     if not root.requires_grad:
         raise UsageError("requires_grad not set on root: there is no graph to run backward")
     if root.numel() != 1:

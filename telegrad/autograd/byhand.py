@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
-from telegrad.autograd.graph import RecvNode
+from telegrad.autograd.graph import RecvNode, edge_of
 from telegrad.autograd.passes import Order
 from telegrad.autograd.replicas import showing
 from telegrad.errors import UsageError
@@ -206,13 +206,13 @@ class _Segment(torch.autograd.Function):
         ctx: Any, order: Order, accumulate: Accumulate, outputs: Sequence[Tensor], *inputs: Any
     ) -> tuple[Tensor, ...]:
         ctx.order, ctx.accumulate, ctx.inputs = order, accumulate, inputs
-        ctx.outputs = [get_gradient_edge(output) for output in outputs]
+        ctx.outputs = [edge_of(output) for output in outputs]
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         inputs = [each for each in ctx.inputs if isinstance(each, Tensor) and each.requires_grad]
-        edges = [get_gradient_edge(each) for each in inputs]
+        edges = [edge_of(each) for each in inputs]
         leaves = _leaves(ctx.outputs, {edge.node for edge in edges})
         wanted = [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)]
         given = torch.autograd.grad(ctx.outputs, wanted, gradients, create_graph=ctx.order.create, allow_unused=True)

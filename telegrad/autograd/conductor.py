@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future
 from telegrad.agent.members import Identity
@@ -138,12 +140,29 @@ class Conductor:
     def wait(self, future: Future[None]) -> None:
         """Wait until a pass of this worker has ended."""
         run = next((run for run in list(self._runs.values()) if run.future is future), None)
-        if run is not None:
+        if run is not None and profiling.enabled():
+            self._attend(run)
+        elif run is not None:
             with run.lock:
                 others = run.driver.workers - {self.name}
             self._agent.wait_for(future, senders=others)
         else:
             self._agent.wait_for(future)
+
+    def _attend(self, run: Run) -> None:
+        """Do this worker's part of a pass on this thread while it lasts, where a profiler sees it."""
+        context, calls = run.context, queue.SimpleQueue[bool]()
+        with context.lock:
+            context.calls = calls
+        run.future.add_done_callback(lambda _: calls.put(False))
+        with self._agent.waiting():
+            while calls.get():
+                self._work(context)
+        with context.lock:
+            context.calls = None
+        while not calls.empty():
+            if calls.get():
+                self._work(context)
 
     # This worker's part
 
@@ -174,6 +193,9 @@ class Conductor:
             if context.busy:
                 return
             context.busy = True
+            if context.calls is not None and not here:
+                context.calls.put(True)
+                return
         if here:
             self._work(context)
         else:

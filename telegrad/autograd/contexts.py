@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import secrets
 import struct
 import threading
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from telegrad.autograd.engine import LocalPass
 
 REMEMBERED = 1 << 16  # contexts that have ended, for what comes late
-OWNER_SHIFT = 40  # a context's id: its owner's rank, above a number that is random at first
+OWNER_SHIFT = 48  # a context's id: its owner's rank, above a number that is random at first
 
 _RECORD = struct.Struct("<QQ")  # the context, and the message's number; then which slots are recorded, four bytes each
 
@@ -40,7 +41,9 @@ class Release(NamedTuple):
 
 
 class Knock(NamedTuple):
-    """Is anybody there?"""
+    """Is anybody there? And which of these contexts have ended? The word of it may be lost with a connection."""
+
+    contexts: tuple[int, ...]
 
 
 class Entered:
@@ -73,6 +76,7 @@ class Context:
         self.known: dict[str, Identity] = {}  # workers that have heard of it from here, or told of it
         self.inbox: deque[Any] = deque()  # for the passes
         self.busy = False  # a thread sees to the inbox
+        self.calls: queue.SimpleQueue[bool] | None = None  # for a thread that sees to it whenever it is called
         self._numbers = numbers
 
     def entered(self) -> Entered:
@@ -135,11 +139,17 @@ class Contexts:
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))
         self._numbers = itertools.count(1)
         agent.on(Release, lambda sender, message: self.release(message.context, sender))
-        agent.on(Knock, lambda sender, message: None)
+        agent.on(Knock, self._on_knock)
         agent.lost.append(self._on_lost)
 
     def __len__(self) -> int:
         return len(self._contexts)
+
+    @property
+    def passes(self) -> int:
+        """How many backward passes this worker takes part in at this moment."""
+        with self._lock:
+            return sum(len(context.parts) for context in self._contexts.values())
 
     def begin(self) -> Context:
         """A new context, of this worker."""
@@ -164,7 +174,7 @@ class Contexts:
         context = self._contexts.get(id_)
         if context is None:
             raise ContextEnded(
-                f"could not find autograd context with id: {id_} on worker {self._agent.name!r}. It has ended, or this "
+                f"Could not find autograd context with id: {id_} on worker {self._agent.name!r}. It has ended, or this "
                 "worker took no part in it; use the id inside of the `with` block that gave it"
             )
         return context
@@ -212,7 +222,12 @@ class Contexts:
         slots = struct.unpack_from(f"<{(len(data) - _RECORD.size) // 4}I", data, _RECORD.size)
         return context, context.received(number, slots, tensors, sender)
 
-    # Workers that die
+    # Connections that break, workers that die
+
+    def _on_knock(self, sender: Identity, knock: Knock) -> None:
+        for id_ in knock.contexts:
+            if id_ not in self._contexts:
+                self._tell(sender, Release(id_))
 
     def knowing(self, who: Identity) -> list[Context]:
         """The contexts in which that worker takes part, as far as this one knows."""
@@ -223,7 +238,9 @@ class Contexts:
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         theirs = [context for context in self.knowing(who) if context.id >> OWNER_SHIFT == who.id]
         if theirs and isinstance(reason, PeerLost):
-            self._tell(who, Knock())  # a connection that broke is no death: that no new one can be made is
+            self._tell(
+                who, Knock(tuple(context.id for context in theirs))
+            )  # a connection that broke is no death: that no new one can be made is
         else:
             for context in theirs:
                 self.release(context.id, who)

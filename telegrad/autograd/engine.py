@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from telegrad.agent import profiling
 from telegrad.agent.members import Identity
 from telegrad.autograd import byhand, replicas
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import total
-from telegrad.autograd.graph import Origin, RecvNode, Send
+from telegrad.autograd.graph import Origin, RecvNode, Send, edge_of
 from telegrad.autograd.passes import Order
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node, Schedule, Step
 from telegrad.errors import UsageError
 
+SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # as the profiler shows that gradients come in
 ROOTS = 0  # the entry of the roots; the others are the numbers of messages
 
 LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
@@ -71,11 +73,19 @@ class LocalPass:
 
     def start(self, roots: Sequence[Tensor]) -> None:
         """Run from tensors that live here; this comes first on a worker that has any."""
-        self._roots = [get_gradient_edge(root) for root in roots]
-        self.arrive([(ROOTS, [torch.ones_like(root, requires_grad=False) for root in roots])])
+        self._roots = [edge_of(root) for root in roots]
+        self._take_in([(ROOTS, [torch.ones_like(root, requires_grad=False) for root in roots])])
+        self._run()
 
     def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
         """Gradients of what was sent have come."""
+        if profiling.enabled():
+            profiling.recorded(SEND_EVENT, lambda: self._take_in(gradients))
+        else:
+            self._take_in(gradients)
+        self._run()
+
+    def _take_in(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
         schedule = self._schedule
         for entry, parts in gradients:
             if entry not in schedule.open:
@@ -88,7 +98,6 @@ class LocalPass:
                 else:
                     self._enter(edge.node, edge.output_nr, gradient)
             schedule.close(entry, True)
-        self._run()
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
         starts = [node for send in sends for node in self._nodes(send)] if sends else list(self._pending)
@@ -123,8 +132,7 @@ class LocalPass:
         """Where the gradients of each entry come in; a leaf that must not take them in parts does so by its node."""
         edges: dict[int, Sequence[GradientEdge | Tensor]] = {
             number: [
-                get_gradient_edge(edge) if isinstance(edge, Tensor) and self._wants_all(edge) else edge
-                for edge in send.edges
+                edge_of(edge) if isinstance(edge, Tensor) and self._wants_all(edge) else edge for edge in send.edges
             ]
             for number, send in self._sends.items()
         }
@@ -222,9 +230,10 @@ class LocalPass:
         given = torch.autograd.grad(
             roots, wanted, gradients, retain_graph=order.retain, create_graph=order.create, allow_unused=True
         )
+        times = Counter(map(id, given))
         for leaf, gradient in zip(step.leaves, given, strict=False):
             if gradient is not None:
-                self._accumulate(leaf, gradient)
+                self._accumulate(leaf, gradient, times[id(gradient)] > 1)
         for (node, number), gradient in zip(fed, given[len(given) - len(fed) :], strict=True):
             if gradient is not None:
                 self._enter(node, number, gradient)
@@ -252,12 +261,12 @@ class LocalPass:
         known = waiting.get(number)
         waiting[number] = gradient if known is None else total(known, gradient)
 
-    def _accumulate(self, node: Node, gradient: Tensor) -> None:
+    def _accumulate(self, node: Node, gradient: Tensor, shared: bool = False) -> None:
         """The gradient of a leaf, which for one with hooks is all of it."""
         leaf = node.variable
         if id(leaf) in self._replicated:
             self._unreduced[node] = gradient
             return
-        whole = self._context.gradients.add(leaf, gradient, self._order.create)
+        whole = self._context.gradients.add(leaf, gradient, self._order.create, shared)
         if leaf._post_accumulate_grad_hooks:
             byhand.call_post_accumulate_hooks(leaf, whole)

@@ -20,13 +20,16 @@ class Gradients:
     def clear(self) -> None:
         self._sums, self._memory, self._added = {}, set(), set()
 
-    def add(self, leaf: Tensor, gradient: Tensor, graph: bool) -> Tensor:
-        """Add to the gradient of `leaf`, with a `graph` so that it can be differentiated again; the sum."""
+    def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:
+        """Add to the gradient of `leaf`, with a `graph` so that it can be differentiated again; the sum.
+
+        A `shared` gradient is that of others, too.
+        """
         known = self._sums.get(leaf)
         if graph:
             made = gradient if known is None else total(known, gradient)
         elif known is None:
-            made = self._own(leaf, gradient)
+            made = self._own(leaf, gradient, shared)
         elif leaf in self._added and not gradient.is_sparse:
             with torch.no_grad():
                 known += gradient
@@ -39,15 +42,16 @@ class Gradients:
         self._sums[leaf] = made
         return made
 
-    def _own(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+    def _own(self, leaf: Tensor, gradient: Tensor, shared: bool) -> Tensor:
         """The gradient as it is, where its memory is nobody else's and laid out as the leaf's; else a copy."""
+        shared = shared or gradient._use_count() > 1  # type: ignore[attr-defined]  # a function that made it kept it
         gradient = gradient.detach()
         if gradient.layout is not torch.strided or gradient.is_nested:
-            return gradient
+            return gradient.clone() if shared else gradient
         storage = gradient.untyped_storage()
         address = storage.data_ptr()
         fills = storage.nbytes() == gradient.nbytes and gradient.stride() == leaf.stride()
-        if not fills or address in self._memory:
+        if shared or not fills or address in self._memory:
             gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
             address = gradient.untyped_storage().data_ptr()
         self._memory.add(address)

@@ -63,9 +63,21 @@ _apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).a
 FIRST = 1 << 63  # of the nodes that are ready the engine runs that of the highest number: what leaves shall not wait
 
 
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where the gradient of a tensor comes in."""
+    if tensor.layout is not torch.strided:  # torch would view it, which only dense ones can be
+        with torch.enable_grad():
+            token = tensor.clone().grad_fn
+        assert token is not None
+        node, number = token.next_functions[0]
+        assert node is not None
+        return GradientEdge(node, number, token)
+    return get_gradient_edge(tensor)
+
+
 def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
     """What keeps the graph of tensors that leave; of a node in Python it is the edge's token that does."""
-    return Send([tensor if tensor.is_leaf else get_gradient_edge(tensor) for tensor in tensors], to, what)
+    return Send([tensor if tensor.is_leaf else edge_of(tensor) for tensor in tensors], to, what)
 
 
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:

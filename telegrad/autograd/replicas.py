@@ -7,6 +7,7 @@ once all of them are known, all in one call of the engine as the reducer wants i
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,25 +17,27 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 Node = Any
 
-_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # that have run forward
+_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that there are
 _watching = False
 showing = threading.RLock()  # guards `.grad` of leaves, where it is used to show a gradient of a context
 
 
 def watch() -> None:
-    """From now on notice the replicated modules that run, if there can be any."""
+    """From now on know of all replicated modules, if there can be any: their `forward` may be called directly."""
     global _watching
     if not _watching and torch.distributed.is_available() and torch.distributed.is_initialized():
         _watching = True
-        register_module_forward_pre_hook(_notice)
+        register_module_module_registration_hook(_notice)
+        _seen.update(each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
 
 
-def _notice(module: Any, _: Any) -> None:
+def _notice(module: Any, *_: Any) -> None:
+    """A module is given a submodule, as each replicated one is when it is made."""
     if isinstance(module, DistributedDataParallel):
         _seen.add(module)
 

@@ -6,14 +6,17 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
+from telegrad.agent.stores import Meeting, open_store
 from telegrad.errors import AlreadyInitialized, NotInitialized, UsageError
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
-from telegrad.rpc.conversion import convert
+from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
@@ -41,17 +44,25 @@ def init_rpc(
         InvalidName: `name` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why.
     """
-    global _generation
     if backend is not None and not isinstance(backend, BackendType):
         raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
     options = _options(rpc_backend_options)
+    enter_group(name, options, partial(open_store, options.init_method, rank, world_size))
+
+
+def enter_group(
+    name: str, options: TelegradOptions, meet: Callable[[float], Meeting], handle: type[RRef[Any]] = RRef
+) -> None:
+    """Make this process a worker: `meet` opens the store within a time, references are of the class `handle`."""
+    global _generation
     with _lock:
         if current.worker is not None:
             raise AlreadyInitialized(
-                f"this process is worker {current.worker.agent.name!r} already; call shutdown() before init_rpc again"
+                f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() "
+                "before init_rpc again"
             )
         _generation += 1
-        current.worker = start(name, rank, world_size, options, _generation, current.enter)
+        current.worker = start(name, meet, options, _generation, current.enter, handle)
 
 
 def _options(given: RpcBackendOptions | None) -> TelegradOptions:
@@ -76,7 +87,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """
     worker = current.worker
     if worker is None:
-        raise NotInitialized("this process is in no group: call init_rpc first")
+        raise NotInitialized("RPC has not been initialized: this process is in no group, call init_rpc first")
     try:
         worker.shutdown(graceful, timeout)
     finally:
@@ -95,7 +106,9 @@ def rpc_sync(
     Raises what the function raised there; a subclass of `TelegradError` where the call itself failed.
     """
     call = convert(func, args, kwargs)
-    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout)
+    if profiling.enabled():
+        return profiling.recorded(_event("sync", to, func), lambda: call_sync(to, call, timeout))
+    return call_sync(to, call, timeout)
 
 
 def rpc_async(
@@ -110,7 +123,12 @@ def rpc_async(
     The tensors among the arguments must not be written to until the future is done.
     """
     call = convert(func, args, kwargs)
-    return current.agent().call_async(_name(to), call.function, call.args, call.kwargs, timeout, keeps=call.keeps)
+    if profiling.enabled():
+        _, future = profiling.recorded_until_done(
+            _event("async", to, func), lambda: call_async(to, call, timeout), lambda future: future
+        )
+        return future
+    return call_async(to, call, timeout)
 
 
 def remote(
@@ -125,9 +143,31 @@ def remote(
     Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
     """
     call = convert(func, args, kwargs)
+    if profiling.enabled():
+        made, _ = profiling.recorded_until_done(
+            _event("remote", to, func), lambda: create(to, call, timeout), lambda made: made.future()
+        )
+        return made
+    return create(to, call, timeout)
+
+
+def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
+    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout)
+
+
+def call_async(to: str | int | WorkerInfo, call: Call, timeout: float) -> Future[Any]:
+    return current.agent().call_async(_name(to), call.function, call.args, call.kwargs, timeout, keeps=call.keeps)
+
+
+def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
     made = current.keeper().create(_name(to), call.function, call.args, call.kwargs, timeout, call.keeps)
     assert isinstance(made, RRef)
     return made
+
+
+def _event(kind: str, to: str | int | WorkerInfo, function: Any) -> str:
+    agent = current.agent()
+    return profiling.event_name(kind, function, agent.name, agent.identify(_name(to)).name)
 
 
 def _name(to: str | int | WorkerInfo) -> str | int:

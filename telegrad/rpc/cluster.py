@@ -12,13 +12,14 @@ import os
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 from telegrad.agent.address import answers, host_identity, own_address
 from telegrad.agent.agent import Agent, Settings
 from telegrad.agent.farewell import DONE, Ask, Entered, Farewell, Leave, Left, Letter, Message, Quiet
 from telegrad.agent.members import Identity, Member, Members, check_name
 from telegrad.agent.rendezvous import DynamicGroup, join_static
-from telegrad.agent.stores import open_store
+from telegrad.agent.stores import Meeting
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import CallTimeout, PeerError, PeerLost
 from telegrad.rpc.options import TelegradOptions
@@ -36,13 +37,13 @@ log = logging.getLogger("telegrad")
 class Worker:
     """An agent in its group. Made before the agent joins, since the others may say farewell from that moment on."""
 
-    def __init__(self, agent: Agent, me: Member, directory: Members | DynamicGroup) -> None:
+    def __init__(self, agent: Agent, me: Member, directory: Members | DynamicGroup, handle: type[RRef[Any]]) -> None:
         self.agent = agent
         self.directory = directory
         self._lock = threading.Lock()  # guards _farewell
         self._farewell: Farewell | None = None
         self._changed = threading.Event()
-        self.keeper = Keeper(agent, lambda: RRef.__new__(RRef))
+        self.keeper = Keeper(agent, lambda: handle.__new__(handle))
         self.conductor = Conductor(agent, lambda values: open_roots(self.keeper, values))
         if isinstance(directory, Members):
             self._farewell = Farewell(me.id, {member.id for member in directory})
@@ -123,16 +124,20 @@ class Worker:
 
 def start(
     name: str,
-    rank: int,
-    world_size: int | None,
+    meet: Callable[[float], Meeting],
     options: TelegradOptions,
     generation: int,
     entered: Callable[[Agent], None],
+    handle: type[RRef[Any]] = RRef,
 ) -> Worker:
-    """Make a worker and bring it into its group. `entered` is called on each thread that will run user code."""
+    """Make a worker and bring it into its group.
+
+    `meet` opens the store within a time. `entered` is called on each thread that will run user code. References are
+    of the class `handle`.
+    """
     check_name(name)
     timeout = options.rpc_timeout or float("inf")
-    meeting = open_store(options.init_method, rank, world_size, timeout)
+    meeting = meet(timeout)
     agent = Agent(
         name,
         Settings(
@@ -152,11 +157,11 @@ def start(
         if meeting.world_size is None:
             group = DynamicGroup(meeting.store)
             me, key = group.join(me, key, lambda member: answers(member.tcp, KNOCK))
-            worker = Worker(agent, me, group)
+            worker = Worker(agent, me, group, handle)
         else:
             roster = join_static(meeting.store, me, meeting.world_size, key, timeout, generation)
             key = roster.key
-            worker = Worker(agent, me, roster.members)
+            worker = Worker(agent, me, roster.members, handle)
         agent.join(me, key, worker.directory)
         return worker
     except BaseException:

@@ -6,20 +6,31 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad.agent.agent import Agent
+from telegrad.agent.members import check_name
 from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized
 from telegrad.rref.keeper import Keeper
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from telegrad.rpc.cluster import Worker
 
 
-class WorkerInfo(NamedTuple):
-    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
-
+class _NameAndId(NamedTuple):
     name: str
     id: int
+
+
+class WorkerInfo(_NameAndId):
+    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
+
+    __slots__ = ()
+
+    def __new__(cls, name: str, id: int) -> Self:  # noqa: A002 - its name in the API
+        check_name(name)
+        return super().__new__(cls, name, id)
 
 
 worker: Worker | None = None  # of this process, set by init_rpc and shutdown
@@ -36,7 +47,7 @@ def agent() -> Agent:
     if own is not None:
         return own
     if worker is None:
-        raise NotInitialized("this process is in no group: call init_rpc first")
+        raise NotInitialized("RPC has not been initialized: this process is in no group, call init_rpc first")
     return worker.agent
 
 

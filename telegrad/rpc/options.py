@@ -32,7 +32,14 @@ class BackendType(enum.Enum):
 class RpcBackendOptions:
     """What every backend has."""
 
+    rpc_timeout: float
+    init_method: str
+
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD) -> None:
+        if not isinstance(rpc_timeout, float | int):
+            raise TypeError(
+                f"incompatible constructor arguments: rpc_timeout must be a number of seconds, not {rpc_timeout!r}"
+            )
         if rpc_timeout < 0:
             raise UsageError(f"rpc_timeout must be 0 (no limit) or positive seconds, not {rpc_timeout}")
         self.rpc_timeout = float(rpc_timeout)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
+from torch import Tensor
+
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.autograd.api import backward, check_root
@@ -112,7 +114,8 @@ class RRef(Operators, Handle, Generic[T]):
             backward(dist_autograd_ctx_id, self, retain_graph)
             return
         value = self.local_value()
-        check_root(value)
+        if not isinstance(value, Tensor):
+            check_root(value)
         value.backward(retain_graph=retain_graph)  # type: ignore[attr-defined]
 
     def _as_root(self) -> tuple[str, Any]:

@@ -21,6 +21,7 @@ from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
 from telegrad.agent.members import Identity
 from telegrad.errors import (
+    CallTimeout,
     OwnerLost,
     PeerError,
     PeerLost,
@@ -43,6 +44,7 @@ LONGEST_WAIT = 3600.0
 
 log = logging.getLogger("telegrad")
 
+DELETED = "deleted"  # the fault of a handle that was given up
 _CREATE, _CREATED, _HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
 
 
@@ -140,7 +142,7 @@ class Keeper:
         """Raise why a reference cannot be used, if so."""
         creation = self._creations.get(handle._id)
         if creation is not None and creation.error is not None:
-            raise fresh(creation.error)
+            raise _failed(creation.error)
         fault = handle._fault or self._machine.fault(handle._id)
         if fault:
             raise self._error_for(fault, handle)
@@ -151,6 +153,8 @@ class Keeper:
         about += f", made at {made}," if made else ""
         if fault == OWNER_DIED:
             return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
+        if fault == DELETED:
+            return RRefError(f"{about} was given up before this worker left its group")
         return RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
 
     def creation(self, handle: Handle) -> Future[None] | None:
@@ -171,6 +175,11 @@ class Keeper:
         """Whether the reference was made by this worker."""
         return handle._id[0] == self._machine.me
 
+    def fork_of(self, handle: Handle) -> Id | None:
+        """Under which number the owner knows this worker's share; None on the owner."""
+        share = self._machine.shares.get(handle._id)
+        return share.fork if share is not None else None
+
     def confirmed(self, handle: Handle) -> bool:
         """Whether the owner knows of this worker's fork."""
         share = self._machine.shares.get(handle._id)
@@ -187,6 +196,16 @@ class Keeper:
                 raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
             self._wake()
             return self._boxes.setdefault(ref, Box())
+
+    def give_up(self, handle: Handle) -> None:
+        """End a handle that the program still holds."""
+        if not handle._fault:
+            handle._fault = DELETED
+            self.let_go(handle._id)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     # With the user's messages
 
@@ -385,6 +404,14 @@ class Keeper:
         self._events.put(None)
         self.origins.warn_of_leaks(leaked)
         del boxes
+
+
+def _failed(error: BaseException) -> BaseException:
+    """Why a value was never made: what its maker raised, or that the call itself failed."""
+    again = fresh(error)
+    if isinstance(again, (CallTimeout, PeerError)):
+        again.args = (f"RRef creation failed, the value may not exist: {error}",)
+    return again
 
 
 def _key(name: str, incarnation: str) -> str:

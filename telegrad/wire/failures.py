@@ -7,6 +7,8 @@ way over several workers, the next story contains the earlier ones, in order.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import pickle
 import traceback
 from typing import Any
@@ -202,7 +204,8 @@ _tellers: dict[type[BaseException], type[BaseException]] = {}
 
 def _telling(error: Any, story: str) -> BaseException:
     kind = type(error)
-    if len(error.args) == 1 and type(error.args[0]) is str and _tells_with_its_argument(error, story):
+    one_text = len(error.args) == 1 and type(error.args[0]) is str
+    if one_text and not _is_odd(kind) and _tells_with_its_argument(error, story):
         return error  # type: ignore[no-any-return]
     try:
         made: BaseException = _copy(error, _teller_of(kind))
@@ -235,9 +238,11 @@ def _original(kind: type[BaseException]) -> type[BaseException]:
 def _teller_of(kind: type[BaseException]) -> type[BaseException]:
     """A type that is the same to all who ask, but for a text that tells the story."""
     if kind not in _tellers:
+        odd = _is_odd(kind)
+        preface = "Original exception on remote side was:\n" if odd else ""
 
         def tell(self: BaseException) -> str:
-            return f"{kind.__str__(self)}\n{vars(self).get(_STORY, '')}"
+            return f"{kind.__str__(self)}\n{preface}{vars(self).get(_STORY, '')}"
 
         members = {
             "__module__": kind.__module__,
@@ -249,8 +254,31 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         }
         if len(_tellers) >= _CACHED:
             _tellers.clear()
-        _tellers[kind] = type(kind.__name__, (kind,), members)
+        _tellers[kind] = _subclass(kind, members, odd)
     return _tellers[kind]
+
+
+def _subclass(kind: type[BaseException], members: dict[str, Any], odd: bool) -> type[BaseException]:
+    if odd:  # programs for torch.distributed.rpc know it as a RuntimeError
+        with contextlib.suppress(TypeError):  # their layouts may differ
+            return type(kind.__name__, (kind, RemoteError), members)
+    return type(kind.__name__, (kind,), members)
+
+
+def _is_odd(kind: type[BaseException]) -> bool:
+    """Whether its constructor wants something else than a text."""
+    if kind.__init__ in _PLAIN or issubclass(kind, RuntimeError):
+        return False
+    try:
+        inspect.signature(kind.__init__).bind(None, "")
+    except TypeError:
+        return True
+    except ValueError:  # a built-in one, which does not tell
+        pass
+    return False
+
+
+_PLAIN = (BaseException.__init__, Exception.__init__)
 
 
 def _copy(error: BaseException, kind: type[BaseException]) -> Any:

@@ -79,7 +79,10 @@ def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotF
         advice = "define it at the top level of the main program, outside of `if __name__ == '__main__'`"
     else:
         advice = "make the same version of that module importable on all workers"
-    return FunctionNotFound(f"this worker has no {path!r} in module {module_name!r} ({error}); {advice}")
+    return FunctionNotFound(
+        f"this worker has no {path!r} in module {module_name!r} ({error}); the RPC pickler does not serialize what can "
+        f"be imported by its name: {advice}"
+    )
 
 
 def _find_name(function: Any) -> str | None:

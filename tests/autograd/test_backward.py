@@ -153,7 +153,7 @@ def test_nested_contexts_are_an_error():
 def test_unknown_contexts():
     with autograd.context() as context:
         pass
-    with pytest.raises(ContextEnded, match="could not find autograd context"):
+    with pytest.raises(ContextEnded, match="Could not find autograd context"):
         autograd.get_gradients(context)
     with pytest.raises(ContextEnded):
         autograd.backward(context, leaf().sum())

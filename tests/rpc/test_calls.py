@@ -190,7 +190,7 @@ def test_async_execution(pair, function, to):
 
 
 def test_async_execution_must_return_a_future(pair):
-    with pytest.raises(TypeError, match=r"torch\.futures\.Future"):
+    with pytest.raises(errors.UsageError, match=r"torch\.futures\.Future"):
         pair[0].agent.call("w1", async_wrong, None, None)
 
 

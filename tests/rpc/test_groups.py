@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.agent.agent import Agent
+from telegrad.agent.stores import open_store
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, group, in_threads, init, processes, run_all
@@ -131,8 +133,9 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch):
     port = free_port()
 
     def live(rank):
-        options = TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
-        start(f"early{rank}", rank, 2, options, 0, lambda agent: None).shutdown(True, PATIENCE / 2)
+        options = TelegradOptions(rpc_timeout=PATIENCE)
+        meet = partial(open_store, f"tcp://127.0.0.1:{port}", rank, 2)
+        start(f"early{rank}", meet, options, 0, lambda agent: None).shutdown(True, PATIENCE / 2)
 
     in_threads(lambda: live(0), lambda: live(1))
 

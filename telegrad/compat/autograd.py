@@ -1,0 +1,154 @@
+"""`torch.distributed.autograd`."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.autograd import api, get_gradients
+from telegrad.autograd.contexts import OWNER_SHIFT, Context, entered_id
+from telegrad.autograd.graph import RecvNode, Send, edge_of
+from telegrad.compat.missing import missing_from
+from telegrad.errors import AutogradError, ContextEnded, TelegradError
+from telegrad.rpc import current
+
+__all__ = ["backward", "context", "get_gradients", "is_available"]
+
+_ON_WORKER = re.compile(r"^On worker '([^']+)':$", re.MULTILINE)  # as errors tell where they were raised
+
+# Under the name by which programs that look at a graph know it.
+RecvNode.__name__ = RecvNode.__qualname__ = "torch::distributed::autograd::RecvRpcBackward"
+
+
+def is_available() -> bool:
+    return True
+
+
+class context:  # noqa: N801 - used like a function
+    """Wraps a forward and a backward pass that cross workers; `with context() as context_id:`."""
+
+    def __enter__(self) -> int:
+        self.autograd_context = _new_context()
+        return self.autograd_context._context_id()
+
+    def __exit__(self, *_: object) -> None:
+        self.autograd_context._entered.__exit__(None, None, None)
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """Run the backward pass from `roots` across all workers, and add up the gradients of leaves in the context."""
+    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+        raise TypeError("backward(): incompatible function arguments: give a context's id and a list of tensors")
+    for root in roots:
+        if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.grad_fn is None:
+            raise AutogradError("root does not have a valid gradient function: it is a leaf, nothing was computed")
+    try:
+        api.backward(context_id, roots, retain_graph)
+    except TelegradError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"Error on Node {_where(error)}: {error}") from error
+
+
+def _where(error: Exception) -> int:
+    """The rank of the worker on which an error was raised, as far as its story tells."""
+    agent = current.agent()
+    workers = _ON_WORKER.findall(str(error))
+    try:
+        return agent.identify(workers[-1]).id if workers else agent.me.id
+    except TelegradError:
+        return agent.me.id
+
+
+class DistAutogradContext:
+    """What programs may look at of a context, as far as this worker takes part."""
+
+    def __init__(self, recorded: Context) -> None:
+        self._context = recorded
+        self._entered: Any = None
+
+    def _context_id(self) -> int:
+        return self._context.id
+
+    def _known_worker_ids(self) -> set[int]:
+        with self._context.lock:
+            return {worker.id for worker in self._context.known.values()} - {current.agent().me.id}
+
+    def _send_functions(self) -> dict[int, SendFunction]:
+        with self._context.lock:
+            return {number: SendFunction(send) for number, send in self._context.sends.items()}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        found: list[Any] = [each for each in gc.get_objects() if type(each) is RecvNode]
+        nodes = [each for each in found if each.origin.context is self._context]
+        keys = {node.origin.sender.id << OWNER_SHIFT | node.origin.number: node for node in nodes}
+        return dict(sorted(keys.items()))
+
+
+class SendFunction:
+    """Where the gradients of tensors that were sent come in; a node in the manner of `torch.autograd.graph.Node`."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    def name(self) -> str:
+        return "torch::distributed::autograd::SendRpcBackward"
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        edges = [edge_of(edge) if isinstance(edge, Tensor) else edge for edge in self._send.edges]
+        return tuple((edge.node, edge.output_nr) for edge in edges)
+
+
+def _new_context() -> DistAutogradContext:
+    """A context that this thread is in from now on, until `_release_context`."""
+    entering = api.context()
+    made = _retrieve_context(entering.__enter__())
+    made._entered = entering
+    return made
+
+
+def _release_context(context_id: int) -> None:
+    """End a context everywhere."""
+    contexts = current.conductor().contexts
+    contexts.find(context_id)
+    contexts.release(context_id)
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return DistAutogradContext(current.conductor().contexts.find(context_id))
+
+
+def _current_context() -> DistAutogradContext:
+    inside = entered_id()
+    if inside is None:
+        raise ContextEnded("this thread is in no distributed autograd context: enter one by `with context():`")
+    return _retrieve_context(inside)
+
+
+def _is_valid_context(context_id: int) -> None:
+    _retrieve_context(context_id)
+
+
+def _get_max_id() -> int:
+    """The largest id that a context of this worker can have."""
+    return (current.agent().me.id + 1 << OWNER_SHIFT) - 1
+
+
+def _get_debug_info() -> dict[str, str]:
+    conductor = current.conductor()
+    return {
+        "num_current_backward_passes": str(conductor.contexts.passes),
+        "num_autograd_contexts": str(len(conductor.contexts)),
+    }
+
+
+def _init(worker_id: int) -> None:
+    """Nothing: contexts come with the worker."""
+
+
+__getattr__ = missing_from("torch.distributed.autograd")

@@ -1,0 +1,65 @@
+"""Has something done when a module has just been imported, before whoever imports it goes on."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Stands before the real finders, and wraps the loaders of the modules that are waited for."""
+
+    def __init__(self) -> None:
+        self.acts: dict[str, Callable[[ModuleType], None]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        act = self.acts.get(fullname)
+        if act is None:
+            return None
+        for finder in sys.meta_path:
+            spec = finder.find_spec(fullname, path, target) if finder is not self else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, act)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """A loader that does something after another has done its work."""
+
+    def __init__(self, loader: importlib.abc.Loader, act: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._act = act
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        assert spec is not None
+        spec.loader = module.__loader__ = self._loader  # as if nobody had stood between
+        self._loader.exec_module(module)
+        self._act(module)
+
+
+_finder = _Finder()
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Have `act(module)` done once, when the module of that name has been imported."""
+    _finder.acts[name] = act
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def forget_import(name: str) -> None:
+    """Wait for that module no longer."""
+    _finder.acts.pop(name, None)
+    if not _finder.acts and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)

@@ -1,0 +1,89 @@
+"""Turns the compatibility mode on and off, and hands it down to the processes that this one starts.
+
+A forked child has it as its parent has. Any other Python process reads PYTHONPATH, where `boot/sitecustomize.py` waits
+until that process imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from telegrad.compat.imports import after_import, forget_import
+from telegrad.version import VERSION
+
+if TYPE_CHECKING:
+    from telegrad.compat.substitution import Substitution
+
+BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
+VARIABLE = "PYTHONPATH"
+
+log = logging.getLogger("telegrad")
+
+_lock = threading.Lock()  # guards _substitution
+_substitution: Substitution | None = None
+
+
+def install() -> None:
+    """Have `torch.distributed.rpc` and what belongs to it be Telegrad's, here and in all processes started from now on.
+
+    Names that were imported before are changed too. Does nothing where it is so already. Once the process has joined a
+    group, it is too late.
+
+    Raises:
+        UsageError: this process is a worker of a group.
+    """
+    if _substitute():
+        paths = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+        os.environ[VARIABLE] = os.pathsep.join([BOOT, *(path for path in paths if path != BOOT)])
+        log.info("telegrad %s serves torch.distributed.rpc in this process and those that it starts", VERSION)
+
+
+def uninstall() -> None:
+    """Undo `install`: torch's own modules are back, and every name that was changed.
+
+    Raises:
+        UsageError: this process is a worker of a group.
+    """
+    global _substitution
+    with _lock:
+        if _substitution is not None:
+            _substitution.undo()
+            _substitution = None
+    paths = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
+    os.environ[VARIABLE] = os.pathsep.join(paths)
+    if not paths:
+        del os.environ[VARIABLE]
+
+
+def installed() -> bool:
+    """Whether the compatibility mode is on in this process."""
+    return _substitution is not None
+
+
+def inherit() -> None:
+    """In a process that was started by one in the mode: turn it on as soon as torch is imported."""
+    if "torch" in sys.modules:
+        _substitute()
+    else:
+        after_import("torch", lambda _: _inherited())
+
+
+def _inherited() -> None:
+    forget_import("torch")
+    _substitute()
+
+
+def _substitute() -> bool:
+    """Whether it was not so before."""
+    global _substitution
+    with _lock:
+        if _substitution is not None:
+            return False
+        from telegrad.compat.places import substitution
+
+        _substitution = substitution()
+        return True

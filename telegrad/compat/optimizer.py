@@ -1,0 +1,8 @@
+"""`torch.distributed.optim.optimizer`."""
+
+from telegrad.compat.missing import missing_from
+from telegrad.optim import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]
+
+__getattr__ = missing_from("torch.distributed.optim.optimizer")

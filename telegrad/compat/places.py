@@ -1,0 +1,48 @@
+"""What stands where: Telegrad's modules, by the names under which programs look for them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch.distributed
+
+from telegrad.compat import profiler
+from telegrad.compat.optimizer import DistributedOptimizer
+from telegrad.compat.remote_module import RemoteModule
+from telegrad.compat.rpc import futures
+from telegrad.compat.substitution import Export, Substitution
+
+_OURS = "telegrad.compat"
+MODULES = {
+    "torch.distributed.rpc": f"{_OURS}.rpc",
+    "torch.distributed.rpc.api": f"{_OURS}.rpc.api",
+    "torch.distributed.rpc.backend_registry": f"{_OURS}.rpc.backend_registry",
+    "torch.distributed.rpc.constants": f"{_OURS}.rpc.constants",
+    "torch.distributed.rpc.functions": f"{_OURS}.rpc.functions",
+    "torch.distributed.rpc.internal": f"{_OURS}.rpc.internal",
+    "torch.distributed.rpc.options": f"{_OURS}.rpc.options",
+    "torch.distributed.rpc.rref_proxy": f"{_OURS}.rpc.rref_proxy",
+    "torch.distributed.rpc.server_process_global_profiler": f"{_OURS}.rpc.server_process_global_profiler",
+    "torch.distributed.autograd": f"{_OURS}.autograd",
+    "torch.distributed.nn.api.remote_module": f"{_OURS}.remote_module",
+    "torch.distributed.optim.optimizer": f"{_OURS}.optimizer",
+}
+_LEGACY_PROFILER = ("ProfilerConfig", "_enable_profiler_legacy", "_parse_legacy_records")
+
+
+def substitution() -> Substitution:
+    """Put them there."""
+    modules = {place: import_module(ours) for place, ours in MODULES.items()}
+    exports = [
+        Export("torch.distributed.nn", "RemoteModule", RemoteModule, "torch.distributed.nn.api.remote_module"),
+        Export(
+            "torch.distributed.optim", "DistributedOptimizer", DistributedOptimizer, "torch.distributed.optim.optimizer"
+        ),
+        Export("torch.futures", "collect_all", futures.collect_all),
+        Export("torch.futures", "wait_all", futures.wait_all),
+        *(Export("torch.autograd.profiler_legacy", name, getattr(profiler, name)) for name in _LEGACY_PROFILER),
+    ]
+    return Substitution(modules, exports)
+
+
+assert torch.distributed.is_available(), "torch was built without torch.distributed, whose stores workers meet through"

@@ -1,0 +1,195 @@
+"""The legacy profiler (`torch.autograd.profiler_legacy`) across workers, as the reference has it.
+
+A profiled call asks its callee to profile the function too, and then fetches what that saw. The callee's events join
+those of the profiler under names that begin with the call's own: `rpc_sync#f(a -> b)#remote_op: aten::add`. torch lets
+nobody add events to a running profiler, so they are kept beside it, by thread, and put in where it reads its records.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.autograd import profiler_legacy
+from torch.autograd.profiler_util import FunctionEvent
+
+from telegrad.agent import profiling
+from telegrad.agent.server import ASYNC_MARK, Later, its_future
+from telegrad.rpc import current
+
+REMOTE = "#remote_op: "
+MOST_KEPT = 1024  # of reports that nobody has fetched
+_FIELDS = (
+    *("id", "name", "trace_name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage"),
+    *("device_memory_usage", "is_async", "sequence_nr", "device_type", "flops", "node_id", "is_legacy"),
+)
+
+Event = dict[str, Any]  # what a FunctionEvent is made of
+Options = tuple[bool, ...]  # those of a ProfilerConfig, and whether CUDA is profiled
+
+_enable = profiler_legacy._enable_profiler_legacy  # type: ignore[attr-defined]
+_disable = profiler_legacy._disable_profiler_legacy  # type: ignore[attr-defined]
+_parse: Any = profiler_legacy._parse_legacy_records
+_function_event: Any = FunctionEvent
+_LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
+_enabled = profiling.enabled
+_kind = torch._C._autograd._profiler_type
+
+
+class Session:
+    """One profiler that runs on one thread."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.events: list[Event] = []  # of calls to other workers, and of what ran there
+        self.start = perf_counter()
+
+    def now(self) -> float:
+        """Microseconds since it began."""
+        return (perf_counter() - self.start) * 1e6
+
+    def add_call(self, name: str, began: float, is_async: bool, there: list[Event]) -> None:
+        """A call has ended; `there` is what its callee saw."""
+        ended = self.now()
+        call = {
+            "id": next(_ids),
+            "name": name,
+            "thread": threading.get_native_id(),
+            "start_us": began,
+            "end_us": ended,
+            "is_async": is_async,
+            "is_remote": False,
+            "is_legacy": True,
+            "node_id": _rank(),
+        }
+        lasted = max((event["end_us"] for event in there), default=0.0)
+        shift = began + max(ended - began - lasted, 0.0) / 2  # the clocks of two hosts have nothing in common
+        self.events.append(call)
+        for event in there:
+            times = {key: event[key] + shift for key in ("start_us", "end_us")}
+            names = {key: f"{name}{REMOTE}{event[key]}" for key in ("name", "trace_name") if event.get(key)}
+            self.events.append({**event, **times, **names, "is_remote": True})
+
+
+_ids = itertools.count(1 << 40)  # far from those that torch gives
+_here = threading.local()  # .session
+
+
+def session() -> Session | None:
+    """That of the legacy profiler which runs on this thread, if one does."""
+    if _enabled() and _kind() == _LEGACY:
+        found: Session | None = getattr(_here, "session", None)
+        return found
+    return None
+
+
+def _rank() -> int:
+    return current.worker.agent.me.id if current.worker is not None else -1
+
+
+# In place of what the profiler calls
+
+
+def ProfilerConfig(state: Any, *options: Any) -> Any:  # noqa: N802
+    """torch's own, which cannot be read: so its options are remembered."""
+    *flags, _ = options
+    _here.options = (*flags, state == torch.autograd.ProfilerState.CUDA)  # type: ignore[attr-defined]
+    return torch.autograd.ProfilerConfig(state, *options)  # type: ignore[attr-defined]
+
+
+def _enable_profiler_legacy(config: Any) -> None:
+    _enable(config)
+    _here.session = Session(_here.options)
+
+
+def _parse_legacy_records(thread_records: Any) -> list[FunctionEvent]:
+    """torch's own reading of the records of this thread's profiler, and the events of calls that were made in it."""
+    events: list[FunctionEvent] = _parse(thread_records)
+    for event in events:
+        if event.node_id == -1:
+            event.node_id = _rank()
+    ended: Session | None = _here.__dict__.pop("session", None)
+    if ended is not None:
+        events += [_function_event(**event) for event in ended.events]
+    return sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
+
+
+# At the callee
+
+
+class _Reports:
+    """Events of profiled calls, until their callers fetch them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _kept
+        self._kept: OrderedDict[str, list[Event]] = OrderedDict()
+
+    def keep(self, token: str, events: list[Event]) -> None:
+        with self._lock:
+            self._kept[token] = events
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+
+    def take(self, token: str) -> list[Event]:
+        with self._lock:
+            return self._kept.pop(token, [])
+
+
+_reports = _Reports()
+
+
+def fetch_report(token: str) -> list[Event]:
+    """The events of one call, for its caller."""
+    return _reports.take(token)
+
+
+def profile_and_run(token: str, options: Options, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What `function` returns; its events are there to be fetched once its value is known."""
+    run = Profiled(options)
+    try:
+        result = run(function, *args, **kwargs)
+    except BaseException:
+        _reports.keep(token, run.events())
+        raise
+    if not hasattr(function, ASYNC_MARK):
+        _reports.keep(token, run.events())
+        return result
+    future = its_future(function, result)
+    if isinstance(future, torch._C.Future):
+        future.add_done_callback(lambda _: _reports.keep(token, run.events()))
+    return Later(future)
+
+
+class Profiled:
+    """One function's run under a profiler of its own."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._local: list[Event] = []
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        *flags, on_cuda = self._options
+        states = torch.autograd.ProfilerState  # type: ignore[attr-defined]
+        experimental = torch._C._profiler._ExperimentalConfig()
+        _enable_profiler_legacy(ProfilerConfig(states.CUDA if on_cuda else states.CPU, *flags, experimental))
+        self._session: Session = _here.session
+        try:
+            return function(*args, **kwargs)
+        finally:
+            del _here.session
+            self._local = [_as_event(event) for event in _parse_legacy_records(_disable())]
+
+    def events(self) -> list[Event]:
+        """What has been seen until now."""
+        return self._local + self._session.events
+
+
+def _as_event(event: FunctionEvent) -> Event:
+    times = {"start_us": event.time_range.start, "end_us": event.time_range.end}
+    fields = {name: getattr(event, name) for name in _FIELDS}
+    return {**fields, **times, "is_remote": event.is_remote}

@@ -1,0 +1,130 @@
+"""`torch.distributed.nn.api.remote_module`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from telegrad.agent.futures import Future
+from telegrad.compat import scripted
+from telegrad.compat.missing import missing_from
+from telegrad.nn import remote_module
+from telegrad.nn.place import parse_place
+from telegrad.rpc import RRef, rpc_async
+from telegrad.wire.reducers import REDUCERS
+
+__all__ = ["RemoteModule"]
+
+# What a handle has, in this order; `forward` and `forward_async` come last.
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = (
+    *vars(nn.Module()),
+    *("module_rref", "on", "device", "is_device_map_set", "is_scriptable", "_kind"),
+)
+_REFUSED = (
+    *("apply", "cuda", "ipu", "xpu", "cpu", "type", "float", "double", "half", "bfloat16", "to", "requires_grad_"),
+    *("register_backward_hook", "register_forward_pre_hook", "register_forward_hook", "state_dict", "load_state_dict"),
+    *("children", "named_children", "modules", "named_modules", "zero_grad", "share_memory", "extra_repr"),
+    *("named_parameters", "buffers", "named_buffers", "register_buffer", "register_parameter", "add_module"),
+)
+
+
+class _RemoteModule(remote_module.RemoteModule):
+    """A handle of a module on another worker, with what programs for `torch.distributed.nn` know of it.
+
+    Those know that many methods of a module are refused; `telegrad.nn.RemoteModule` has most of them.
+    """
+
+    forward: Callable[..., Any]
+    forward_async: Callable[..., Future[Any]]
+    is_scriptable: bool
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)
+        self._make_scriptable(_module_interface_cls)
+
+    @classmethod
+    def init_from_module_rref(
+        cls, remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+    ) -> _RemoteModule:
+        """A handle of a module that exists already; it runs where that one is, whatever worker is named."""
+        _, device = parse_place(str(remote_device))
+        place = module_rref.owner_name() + (f"/{device}" if device is not None else "")
+        made = super().init_from_module_rref(place, module_rref)
+        made._make_scriptable(_module_interface_cls)
+        return made
+
+    def _make_scriptable(self, interface: Any) -> None:
+        self.is_scriptable = interface is not None
+        if interface is not None:
+            self.__dict__["_interface"] = interface
+
+    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool) -> None:
+        super()._represent(module, kind, device, training)
+        members = vars(self)
+        members["is_device_map_set"] = False
+        members["is_scriptable"] = False
+        members["_kind"] = members.pop("_kind")  # last
+        members["forward_async"] = partial(run_async, module, device)
+        members["forward"] = partial(run, module, device)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` makes a script module of."""
+        if not self.is_scriptable:
+            raise TypeError("to be scripted, a RemoteModule needs the interface of its module: _module_interface_cls")
+        return scripted.make(self.forward, vars(self)["_interface"])
+
+    def parameters(self, recurse: bool = True) -> NoReturn:
+        self._refuse("parameters", "Please use ``remote_parameters`` instead.")
+
+    def _refuse(self, method: str, instead: str) -> NoReturn:
+        raise ValueError(f"Method ``{method}`` not supported for RemoteModule. {instead}")
+
+
+def _refusing(method: str) -> Callable[..., NoReturn]:
+    def refuse(self: _RemoteModule, *_: Any, **__: Any) -> NoReturn:
+        self._refuse(method, f"telegrad.nn.RemoteModule may have it; see docs/migration.md of Telegrad on ``{method}``")
+
+    return refuse
+
+
+for _method in _REFUSED:
+    setattr(_RemoteModule, _method, _refusing(_method))
+
+
+class RemoteModule(_RemoteModule):
+    """A handle of a module on another worker: its `forward` runs there, and gradients find their way back to it."""
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def run(module: RRef[nn.Module], device: str, *args: Any, **kwargs: Any) -> Any:
+    return run_async(module, device, *args, **kwargs).wait()
+
+
+def run_async(module: RRef[nn.Module], device: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    if device == "cpu":
+        future: Future[Any] = module.rpc_async()(*args, **kwargs)
+        return future
+    return rpc_async(module.owner(), remote_module._run_on_device, (module, device, args, kwargs))
+
+
+REDUCERS[_RemoteModule] = REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]
+
+__getattr__ = missing_from("torch.distributed.nn.api.remote_module")

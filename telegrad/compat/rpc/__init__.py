@@ -1,0 +1,206 @@
+"""`torch.distributed.rpc`."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch.distributed as dist
+
+from telegrad.agent.futures import Future
+from telegrad.agent.stores import open_store
+from telegrad.compat import autograd as dist_autograd
+from telegrad.compat.missing import missing_from
+from telegrad.compat.rpc import (
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    options,
+    rref_proxy,
+    server_process_global_profiler,
+)
+from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
+from telegrad.compat.rpc.api import (
+    RRef,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _set_and_start_rpc_agent,
+    _set_rpc_timeout,
+    get_rpc_timeout,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from telegrad.compat.rpc.backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
+from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.rpc import (
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    WorkerInfo,
+    _rref_context_get_debug_info,
+    current,
+)
+
+PyRRef = RRef
+_is_tensorpipe_available = True
+_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "Future",
+    "PyRRef",
+    "RRef",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_get_current_rpc_agent",
+    "_is_current_rpc_agent_set",
+    "_rref_context_get_debug_info",
+    "_server_process_global_profile",
+    "_set_and_start_rpc_agent",
+    "_set_rpc_timeout",
+    "api",
+    "backend_registered",
+    "backend_registry",
+    "construct_rpc_backend_options",
+    "enable_gil_profiling",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "internal",
+    "is_available",
+    "options",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "rref_proxy",
+    "server_process_global_profiler",
+    "shutdown",
+]
+
+
+def is_available() -> bool:
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Join the group under `name`; returns once every worker of it can be called.
+
+    Raises as `telegrad.rpc.init_rpc`.
+    """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, not {rpc_backend_options!r}"
+        )
+    if backend is None:
+        backend = _backend_of(rpc_backend_options)
+    if rpc_backend_options is None:
+        rpc_backend_options = construct_rpc_backend_options(backend)
+    _check_not_initialized()
+    patience = rpc_backend_options.rpc_timeout or float("inf")
+    meeting = open_store(rpc_backend_options.init_method, rank, world_size, patience)
+    dist_autograd._init(rank)
+    known = {"host": meeting.host} if backend is BackendType.TENSORPIPE else {}
+    _init_rpc_backend(backend, meeting.store, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
+
+
+def _backend_of(given: RpcBackendOptions | None) -> Any:
+    """The backend whose options these are."""
+    if given is None:
+        return backend_registry.BackendType.TENSORPIPE
+    for backend in backend_registry.BackendType:
+        if isinstance(given, type(construct_rpc_backend_options(backend))):
+            return backend
+    raise TypeError(f"Could not infer backend for options {given}: pass backend=...")
+
+
+def _init_rpc_backend(
+    backend: Any = BackendType.TENSORPIPE,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+    **known: Any,
+) -> None:
+    """Join a group whose workers meet in `store`."""
+    _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
+    _check_not_initialized()
+    agent = init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+        **known,
+    )
+    api._init_rpc_states(agent)
+
+
+def _validate_rpc_args(
+    backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
+) -> None:
+    expected = (
+        (backend, backend_registry.BackendType),
+        (store, dist.Store),
+        (name, str),
+        (rank, numbers.Integral),
+        (world_size, (numbers.Integral, type(None))),
+        (rpc_backend_options, RpcBackendOptions),
+    )
+    for given, kind in expected:
+        if not isinstance(given, kind):
+            raise UsageError(f"Argument {given} must be of type {kind} but got type {type(given)}")
+
+
+def _check_not_initialized() -> None:
+    if current.worker is not None:
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() before "
+            "init_rpc again"
+        )
+
+
+def _get_debug_info() -> dict[str, str]:
+    """All that can be told of references, of the agent and of contexts."""
+    references = _rref_context_get_debug_info()
+    return {**references, **_get_current_rpc_agent().get_debug_info(), **dist_autograd._get_debug_info()}
+
+
+def _set_profiler_node_id(node_id: int) -> None:
+    """Nothing: events carry the rank of the group that this process is in."""
+
+
+__getattr__ = missing_from("torch.distributed.rpc")

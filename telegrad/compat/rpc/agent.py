@@ -1,0 +1,85 @@
+"""What programs ask the reference's agent for."""
+
+from __future__ import annotations
+
+import time
+
+from telegrad.agent.members import Members
+from telegrad.rpc.cluster import Worker
+from telegrad.rpc.current import WorkerInfo
+
+_LOOKS = 16  # how often the wait for the interpreter is measured, for an average
+
+_measures_gil = False
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Whether `get_debug_info` tells how long a thread waits for the interpreter."""
+    global _measures_gil
+    _measures_gil = flag
+
+
+class RpcAgent:
+    """A worker of a group."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._agent = worker.agent
+
+    @property
+    def is_static_group(self) -> bool:
+        return isinstance(self._worker.directory, Members)
+
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        found = self._agent.me if worker is None else self._agent.find(worker)
+        return WorkerInfo(found.name, found.id)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers of the group, as far as this one knows."""
+        directory = self._worker.directory
+        members = list(directory) if isinstance(directory, Members) else map(directory.find, directory.list_names())
+        return [WorkerInfo(member.name, member.id) for member in members]
+
+    def get_debug_info(self) -> dict[str, str]:
+        info = {
+            "agent.thread_pool_size": str(self._agent.settings.threads),
+            "agent.calls_started": str(self._agent.started),
+            "agent.idle": str(int(self._agent.idle)),
+        }
+        if _measures_gil:
+            info["agent.gil_average_wait_time_us"] = f"{_gil_wait():.1f}"
+        return info
+
+    def get_metrics(self) -> dict[str, str]:
+        return self.get_debug_info()
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until nothing is in flight in the whole group, then leave it."""
+        self._worker.shutdown(True, timeout)
+
+    def shutdown(self) -> None:
+        """Leave at once."""
+        self._worker.shutdown(False, 0)
+
+    def sync(self) -> None:
+        """Wait until no call of this worker is in flight, and none runs here."""
+        while not self._agent.idle:
+            time.sleep(1e-3)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RpcAgent) and other._worker is self._worker
+
+    def __hash__(self) -> int:
+        return id(self._worker)
+
+
+class TensorPipeAgent(RpcAgent):
+    """Under the name of the reference's only kind."""
+
+
+def _gil_wait() -> float:
+    """Microseconds that a thread now waits, on average, to have the interpreter back after it gave it away."""
+    start = time.perf_counter()
+    for _ in range(_LOOKS):
+        time.sleep(0)
+    return (time.perf_counter() - start) / _LOOKS * 1e6

@@ -1,0 +1,286 @@
+"""`torch.distributed.rpc.api`: the calls, and what keeps a group in step.
+
+Programs and tests replace some of these functions to see what happens, so they find each other through this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+
+from telegrad.agent.futures import Future
+from telegrad.compat.missing import missing_from
+from telegrad.compat.rpc import profiled
+from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
+from telegrad.compat.rpc.gathering import Rounds
+from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for them here
+    PythonUDF,
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    _internal_rpc_pickler,
+)
+from telegrad.compat.rpc.profiled import remote, rpc_sync
+from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
+from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
+from telegrad.rpc import api, current
+from telegrad.rpc.api import UNSET_RPC_TIMEOUT, _rref_context_get_debug_info  # noqa: F401
+from telegrad.rpc.current import WorkerInfo
+
+__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+PING = 1.0  # seconds between looks whether those who are waited for live
+LEAK_CHECK = 5.0  # seconds for the last references to be given back
+
+F = TypeVar("F", bound=Callable[..., Any])
+PyRRef = RRef
+
+logger = logging.getLogger("telegrad")
+
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+_thread_local_var = threading.local()  # .future_list, inside of _wait_all
+_ALL_WORKER_NAMES: set[str] = set()
+_rounds = Rounds()
+
+
+def _require_initialized(func: F) -> F:
+    """Have a function raise where this process is in no group."""
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        current.agent()
+        return func(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Name another pickler. Calls keep to Telegrad's, which is told of types by `_register_reducer`."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+# Calls
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Begin to run `func(*args, **kwargs)` on the worker `to`; a future of its value."""
+    future = profiled.rpc_async(to, func, args, kwargs, timeout)
+    futures = _thread_local_var.__dict__.get("future_list")
+    if futures is not None:
+        futures.append(future)
+    return future
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait, at the end, for all calls that this thread begins inside by `rpc_async`."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    return api.get_worker_info(worker_name)
+
+
+def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
+    if isinstance(to, WorkerInfo):
+        return to
+    found = current.agent().identify(to)
+    return WorkerInfo(found.name, found.id)
+
+
+# The agent
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return current.worker is not None
+
+
+def _get_current_rpc_agent() -> TensorPipeAgent:
+    current.agent()
+    assert current.worker is not None
+    return TensorPipeAgent(current.worker)
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Take on the agent that a backend has made; that of Telegrad has joined its group already."""
+    if not isinstance(agent, RpcAgent):
+        raise UsageError(f"a backend must give an agent of Telegrad's, not {type(agent).__name__}")
+
+
+def _init_rpc_states(agent: Any) -> None:
+    global _ALL_WORKER_NAMES, _rounds
+    _ALL_WORKER_NAMES = {worker.name for worker in agent.get_worker_infos()}
+    _rounds = Rounds()
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def get_rpc_timeout() -> float:
+    """Seconds that a call may take where it names no time itself; 0 for no limit."""
+    return current.agent().timeout
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    current.agent().timeout = float(timeout)
+
+
+# Keeping in step
+
+
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
+    _rounds.bring(sequence_id, worker_name, obj, worker_names)
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any], error: Exception | None = None) -> None:
+    _rounds.announce(sequence_id, objects_map, error)
+
+
+def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+    """The objects of all those workers, by their names; returns when each has brought its own."""
+    names = set(worker_names or _ALL_WORKER_NAMES)
+    me, leader = current.agent().name, min(names)
+    limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
+    key, round_ = _rounds.begin(names)
+    try:
+        if me == leader:
+            _gather_to_leader(key, me, obj, names)
+            error = _await_followers(round_, limit)
+            _tell_followers(key, round_.objects, error, names - {me}, limit)
+        else:
+            rpc_sync(leader, _gather_to_leader, (key, me, obj), timeout=limit)
+            while not round_.complete.wait(PING):
+                rpc_sync(leader, _ping)
+            if round_.error is not None:
+                raise round_.error
+        return round_.objects
+    finally:
+        _rounds.end(key)
+
+
+def _await_followers(round_: Any, limit: float) -> Exception | None:
+    """Wait until all have brought their objects; else why some will not."""
+    until = monotonic() + limit if limit else float("inf")
+    while not round_.complete.wait(min(PING, max(until - monotonic(), 0))):
+        missing = _rounds.missing(round_)
+        if monotonic() >= until:
+            return CallTimeout(f"{', '.join(missing)} timed out in _all_gather after {limit:.2f} seconds")
+        for name in missing:
+            try:
+                rpc_sync(name, _ping, timeout=PING)
+            except CallTimeout:
+                pass  # it is busy
+            except PeerError as error:
+                return PeerLost(f"{name} will never come to this _all_gather: {error}")
+    return None
+
+
+def _tell_followers(
+    key: str, objects: dict[str, Any], error: Exception | None, followers: set[str], limit: float
+) -> None:
+    args = (key, objects if error is None else {}, error)
+    told = {name: rpc_async(name, _broadcast_to_followers, args, timeout=limit) for name in sorted(followers)}
+    failed: dict[str, Exception] = {}
+    for name, future in told.items():
+        try:
+            future.wait()
+        except Exception as failure:
+            failed[name] = failure
+    if error is not None:
+        raise error
+    if failed:
+        first = next(iter(failed.values()))
+        raise CallTimeout(
+            f"{', '.join(failed)} failed or timed out in _all_gather after {limit:.2f} seconds. "
+            f"The first error: {first}"
+        )
+
+
+def _ping() -> None:
+    """Whoever answers lives."""
+
+
+def _barrier(worker_names: set[str]) -> None:
+    """Wait until all those workers have called this."""
+    _all_gather(None, set(worker_names))
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until all workers of the group have called this."""
+    _all_gather(None, timeout=timeout)
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    """Give up every reference of this worker to values of others."""
+    delete_users()
+    current.keeper().flush()
+
+
+# The end
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group; graceful: once all have called this and nothing is in flight anywhere.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        CallTimeout: the others did not come in time; this worker has left all the same.
+    """
+    together = graceful and _get_current_rpc_agent().is_static_group
+    lost: PeerError | None = None
+    leaks, ready = 0, False
+    try:
+        if together:
+            try:
+                _wait_all_workers(timeout)
+            except PeerError as error:  # one has died; the others still part in good order
+                lost = error
+            _delete_all_user_and_unforked_owner_rrefs()
+            leaks = 0 if _ignore_rref_leak or lost else _count_leaks()
+        ready = True
+    finally:
+        api.shutdown(graceful and ready, timeout)
+    if lost is not None:
+        raise lost
+    if leaks:
+        raise RRefError(f"Leaking RRef: {leaks} values of this worker are still held by others")
+
+
+def _count_leaks() -> int:
+    """How many values others hold when all have given up their references."""
+    until = monotonic() + LEAK_CHECK
+    pause = threading.Event()
+    while True:
+        held = current.keeper().counts()["shared_owners"]
+        if not held or monotonic() > until:
+            return held
+        pause.wait(1e-2)
+
+
+__getattr__ = missing_from("torch.distributed.rpc.api")

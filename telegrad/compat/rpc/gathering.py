@@ -1,0 +1,59 @@
+"""Gathers one object of each worker at all of them, by way of a leader. The caller has the remote calls made."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+
+class Round:
+    """One gathering on one worker: at the leader what has come, at the others what the leader made known."""
+
+    def __init__(self) -> None:
+        self.expected: set[str] | None = None  # known at the leader, once it has begun this round itself
+        self.objects: dict[str, Any] = {}
+        self.error: Exception | None = None
+        self.complete = threading.Event()
+
+
+class Rounds:
+    """All gatherings that this worker takes part in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows, and the rounds
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._rounds: dict[str, Round] = {}
+
+    def begin(self, names: set[str]) -> tuple[str, Round]:
+        """This worker's next round among these workers; equal on all that take part."""
+        who = ",".join(sorted(names))
+        with self._lock:
+            key = f"{who}#{next(self._numbers[who])}"
+            return key, self._rounds.setdefault(key, Round())
+
+    def bring(self, key: str, name: str, value: Any, expected: set[str] | None) -> None:
+        """An object has come to the leader; the leader's own tells who else is expected."""
+        with self._lock:
+            round_ = self._rounds.setdefault(key, Round())
+            round_.objects[name] = value
+            round_.expected = expected or round_.expected
+            if round_.expected is not None and round_.expected <= round_.objects.keys():
+                round_.complete.set()
+
+    def missing(self, round_: Round) -> list[str]:
+        with self._lock:
+            return sorted((round_.expected or set()) - round_.objects.keys())
+
+    def announce(self, key: str, objects: dict[str, Any], error: Exception | None) -> None:
+        """The leader has made known what was gathered, or why that failed."""
+        with self._lock:
+            round_ = self._rounds.setdefault(key, Round())
+            round_.objects, round_.error = objects, error
+            round_.complete.set()
+
+    def end(self, key: str) -> None:
+        with self._lock:
+            self._rounds.pop(key, None)

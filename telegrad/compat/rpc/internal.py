@@ -1,0 +1,78 @@
+"""`torch.distributed.rpc.internal`: the pickler, and the names of profiled calls."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from telegrad.agent.profiling import event_name
+from telegrad.compat.missing import missing_from
+from telegrad.wire.pickling import decode, encode
+from telegrad.wire.reducers import REDUCERS
+
+__all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
+
+
+class RPCExecMode(enum.Enum):
+    """The ways of making a call."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A function and its arguments."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+class RemoteException(NamedTuple):
+    """An exception as text."""
+
+    msg: str
+    exception_type: type
+
+
+class _InternalRPCPickler:
+    """What calls are pickled with, for use by hand: pickled bytes, and the tensors that travel beside them."""
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
+        body, tensors, references = encode(obj, False)
+        for reference in references:
+            reference.__reduce_ex__(5)  # tells why not
+        return bytes(body), list(tensors)
+
+    def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
+        return decode(binary_data, tensor_table)
+
+    def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
+        """Have objects of a class taken apart in a way of their own, in calls too; the first one given holds."""
+        REDUCERS.setdefault(obj_class, lambda _, obj: reducer(obj))
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+def serialize(obj: Any) -> tuple[bytes, list[Tensor]]:
+    return _internal_rpc_pickler.serialize(obj)
+
+
+def deserialize(binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
+    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+
+
+def _build_rpc_profiling_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    """The name under which the profiler shows a call."""
+    return event_name(exec_type.value, func_name, current_worker_name, dst_worker_name)
+
+
+__getattr__ = missing_from("torch.distributed.rpc.internal")

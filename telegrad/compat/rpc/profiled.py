@@ -1,0 +1,114 @@
+"""The three ways of calling, which the legacy profiler sees as it sees the reference's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from telegrad.agent.futures import Future
+from telegrad.agent.profiling import event_name
+from telegrad.compat import profiler
+from telegrad.compat.profiler import Session, fetch_report, profile_and_run
+from telegrad.compat.rpc.futures import Future as CallFuture
+from telegrad.compat.rpc.futures import translated
+from telegrad.errors import TelegradError, UnknownWorker
+from telegrad.rpc import api, current
+from telegrad.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.current import WorkerInfo
+from telegrad.rpc.references import RRef
+
+To = str | int | WorkerInfo
+
+
+def rpc_sync(
+    to: To, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    call = _call(to, func, args, kwargs)
+    session = profiler.session()
+    if session is not None:
+        return _profiled("sync", to, call, session, lambda seen: _begin(to, seen, timeout))[0].wait()
+    try:
+        return api.call_sync(to, call, timeout)
+    except (TypeError, torch.jit.Error) as error:
+        raise translated(error) from None
+
+
+def rpc_async(
+    to: To, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Future[Any]:
+    call = _call(to, func, args, kwargs)
+    session = profiler.session()
+    if session is not None:
+        return _profiled("async", to, call, session, lambda seen: _begin(to, seen, timeout))[0]
+    return _begin(to, call, timeout)
+
+
+def remote(
+    to: To, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> RRef[Any]:
+    call = _call(to, func, args, kwargs)
+    session = profiler.session()
+    if session is None:
+        return api.create(to, call, timeout)
+    made: list[RRef[Any]] = []
+
+    def create(seen: Call) -> Future[Any]:
+        made.append(api.create(to, seen, timeout))
+        return made[0].future()
+
+    complete, _ = _profiled("remote", to, call, session, create)
+    made[0]._set_profiling_future(complete)
+    return made[0]
+
+
+def _call(to: To, function: Any, args: Any, kwargs: Any) -> Call:
+    if not callable(function):
+        raise TypeError(f"function should be callable, {function!r} is not")
+    if not isinstance(to, To):
+        raise UnknownWorker(f"a worker is named by its name, its rank or its WorkerInfo, not by {to!r}")
+    return convert(function, args, kwargs)
+
+
+def _begin(to: To, call: Call, timeout: float) -> Future[Any]:
+    future: Future[Any] = CallFuture()
+    there = to.name if isinstance(to, WorkerInfo) else to
+    current.agent().call_for(future, there, call.function, call.args, call.kwargs, timeout, call.keeps)
+    return future
+
+
+def _profiled(
+    kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]
+) -> tuple[Future[Any], str]:
+    """A future that is done once the call is, and `session` has what its callee saw."""
+    agent = current.agent()
+    there = to.name if isinstance(to, WorkerInfo) else to
+    name = event_name(kind, call.function, agent.name, agent.identify(there).name)
+    token = secrets.token_hex(8)
+    args = (token, session.options, call.function, *(call.args or ()))
+    began = session.now()
+    future = begin(Call(profile_and_run, args, call.kwargs, call.keeps))
+    complete: Future[Any] = CallFuture()
+
+    def fetch(_: Any) -> None:
+        try:
+            agent.call_async(there, fetch_report, (token,), None).add_done_callback(finish)
+        except TelegradError:  # the callee has gone, and the call has failed for that
+            finish(None)
+
+    def finish(report: Any) -> None:
+        try:
+            seen = report.wait() if report is not None else []
+        except TelegradError:
+            seen = []
+        session.add_call(name, began, kind != "sync", seen)
+        try:
+            complete.set_result(future.value())
+        except Exception as error:
+            complete.set_exception(error)
+
+    future.add_done_callback(fetch)
+    return complete, name

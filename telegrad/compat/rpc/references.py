@@ -1,0 +1,165 @@
+"""RRef with what programs know of the reference's, beside what is documented."""
+
+from __future__ import annotations
+
+import gc
+import time
+from time import monotonic
+from typing import Any, NoReturn, TypeVar
+
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.futures import Future
+from telegrad.compat.rpc import profiled
+from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
+from telegrad.rpc import references
+from telegrad.rpc.current import keeper
+from telegrad.rpc.references import Proxy
+from telegrad.rpc.values import opened
+from telegrad.rref.keeper import DELETED
+from telegrad.rref.protocol import Id
+from telegrad.wire.reducers import REDUCERS, reduce_reference
+
+T = TypeVar("T")
+
+CONFIRMATION = 5.0  # seconds for an owner to hear of a reference that was sent on
+LOOK = 1e-3
+
+
+class RRef(references.RRef[T]):
+    """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it."""
+
+    __slots__ = ("_profiled", "_type")
+
+    _profiled: Future[Any]  # done once the event of the call that made it is complete
+    _type: Future[type]
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        try:
+            super().__init__(value, type_hint)
+        except NotInitialized:
+            raise NotInitialized(
+                "Current RPC agent is not set! Did you initialize the RPC framework by calling `rpc.init_rpc`?"
+            ) from None
+
+    def to_here(self, timeout: float = DEFAULT) -> T:
+        self._check_alive("Cannot call to_here() on it after deletion.")
+        return super().to_here(timeout)
+
+    def local_value(self) -> T:
+        if self._box is None:
+            raise NotOwner(
+                f"For {self._describe('rref_id=', 'fork_id=')}, can't call localValue() on user "
+                f"{_text(self._keeper.agent.me)}. Call it on owner {_text(self._owner)}, or use to_here() for a copy"
+            )
+        return super().local_value()
+
+    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+        return RRefProxy(self._call, timeout)
+
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+        return RRefProxy(self._call_async, timeout)
+
+    def remote(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but gives a reference to the result; an attribute that is not there is an error at once."""
+        return RRefProxy(self._create_checked, timeout)
+
+    def _create_checked(self, method: str, timeout: float, args: Any, kwargs: Any) -> references.RRef[Any]:
+        if method:
+            self._keeper.agent.call(self._keeper.reach(self), find_attribute, (*self._id, method), None, timeout)
+        return self._create(method, timeout, args, kwargs)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        if dist_autograd_ctx_id == -1 and self._box is None:
+            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        super().backward(dist_autograd_ctx_id, retain_graph)
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows that this worker holds a reference; of one that was sent here it soon does."""
+        until = monotonic() + CONFIRMATION
+        while not super().confirmed_by_owner():
+            if self._keeper.made_here(self) or self._keeper.closed or monotonic() > until:
+                return False
+            time.sleep(LOOK)
+        return True
+
+    def _get_future(self) -> Future[None]:
+        return self.future()
+
+    def _get_profiling_future(self) -> Future[Any]:
+        return self._profiled
+
+    def _set_profiling_future(self, future: Future[Any]) -> None:
+        self._profiled = future
+
+    def _get_type(self, timeout: float = DEFAULT, blocking: bool = True) -> Any:
+        """The type of the value, or a future of it; asked for once."""
+        future = getattr(self, "_type", None)
+        if future is None:
+            future = self._type = profiled.rpc_async(
+                self._owner.name, _rref_typeof_on_owner, (self, True), timeout=timeout
+            )
+        return future.wait() if blocking else future
+
+    def _serialize(self) -> NoReturn:
+        self.__reduce_ex__(5)
+
+    def _check_alive(self, what: str) -> None:
+        if self._fault == DELETED or self._keeper.closed:
+            raise RRefError(f"{self!r} was deleted when its group ended. {what}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._check_alive("Cannot call fork an UserRRef after deletion.")
+        self._keeper.check(self)
+        raise UsageError(
+            f"Can not pickle rref in python pickler, {self!r} can only be pickled when using RPC. To save the value, "
+            "pickle rref.to_here()"
+        )
+
+    def __str__(self) -> str:
+        if self._box is not None:
+            return f"OwnerRRef({self._number(self._id)})"
+        return self._describe("RRefId = ", "ForkId = ")
+
+    def _describe(self, ref: str, fork: str) -> str:
+        known_as = self._keeper.fork_of(self) or self._id
+        return f"UserRRef({ref}{self._number(self._id)}, {fork}{self._number(known_as)})"
+
+    def _number(self, id_: Id) -> str:
+        maker = id_[0].rpartition("#")[0]
+        try:
+            rank: Any = self._keeper.agent.identify(maker).id
+        except TelegradError:  # that worker has left
+            rank = maker
+        return f"GloballyUniqueId(created_on={rank}, local_id={id_[1] - 1})"
+
+
+class RRefProxy(Proxy):
+    """Makes `proxy.method(*args)` a call of that method where the value lives, special ones included."""
+
+    __slots__ = ()
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
+
+
+REDUCERS[RRef] = reduce_reference
+
+
+def _text(worker: Any) -> str:
+    return f"WorkerInfo(id={worker.id}, name={worker.name})"
+
+
+def find_attribute(maker: str, number: int, name: str) -> None:
+    """Raise AttributeError where the value of a reference that this worker owns has no such attribute."""
+    getattr(opened(keeper().box((maker, number))), name)
+
+
+def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> type:
+    return type(rref.local_value())
+
+
+def delete_users() -> None:
+    """Give up every reference of this process to a value of another worker."""
+    for each in gc.get_objects():
+        if issubclass(type(each), RRef) and each._box is None:
+            each._keeper.give_up(each)

@@ -1,0 +1,23 @@
+"""`torch.distributed.rpc.rref_proxy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.compat.missing import missing_from
+from telegrad.compat.rpc import api
+from telegrad.compat.rpc.references import RRef
+from telegrad.rpc.api import UNSET_RPC_TIMEOUT
+from telegrad.rpc.references import Proxy
+
+__all__ = ["RRefProxy"]
+
+
+def RRefProxy(rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:  # noqa: N802
+    """Makes `proxy.method(*args)` a call of that method at the owner, by way of one of the API's three functions."""
+    ways = {api.rpc_sync: rref.rpc_sync, api.rpc_async: rref.rpc_async, api.remote: rref.remote}
+    return ways[rpc_api](timeout)
+
+
+__getattr__ = missing_from("torch.distributed.rpc.rref_proxy")

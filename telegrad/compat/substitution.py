@@ -1,0 +1,127 @@
+"""Puts modules in the places of others, and changes every name that led to what they replace. It can be undone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from telegrad.compat.imports import after_import, forget_import
+
+_ABSENT: Any = object()
+
+
+class Export(NamedTuple):
+    """A module that stays, one of its names, and what that means from now on."""
+
+    place: str
+    name: str
+    value: Any
+    home: str = ""  # the module that torch's own comes from, where it is not imported before it is used
+
+
+class Substitution:
+    """What was put in the place of what."""
+
+    def __init__(self, modules: Mapping[str, ModuleType], exports: Iterable[Export]) -> None:
+        """Take effect.
+
+        `modules` are the new ones, by the names of the old ones. What is not imported yet changes when it is.
+        """
+        self._modules = dict(modules)
+        self._old = {name: sys.modules.get(name) for name in modules}
+        self._exports: dict[str, list[Export]] = {}  # by the module that stays
+        for export in exports:
+            self._exports.setdefault(export.place, []).append(export)
+        for name, module in modules.items():
+            parent, _, leaf = name.rpartition(".")
+            if parent not in modules:
+                self._exports.setdefault(parent, []).append(Export(parent, leaf, module, name))
+        self._entered: dict[str, dict[str, Any]] = {}  # what modules that stay had before
+        sys.modules.update(modules)
+        for place in self._exports:
+            after_import(place, self._enter)
+            if place in sys.modules:
+                self._enter(sys.modules[place])
+        _rebind(self._pairs())
+
+    def _enter(self, module: ModuleType) -> None:
+        """Give a module that stays its new members."""
+        before = self._entered.setdefault(module.__name__, {})
+        for export in self._exports[module.__name__]:
+            was = vars(module).get(export.name, _ABSENT)
+            before.setdefault(export.name, _ABSENT if was is export.value else was)
+            setattr(module, export.name, export.value)
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """What stands for what, of all that is the old modules' own."""
+        return [pair for name, new in self._modules.items() for pair in _pairs_of(self._old[name], new)]
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for place in self._exports:
+            forget_import(place)
+        for name, old in self._old.items():
+            if old is not None:
+                sys.modules[name] = old
+            else:
+                sys.modules.pop(name, None)
+        for place in self._entered:
+            for export in self._exports[place]:
+                self._put_back(sys.modules[place], export)
+        _rebind([(new, old) for old, new in self._pairs()])
+
+    def _put_back(self, module: ModuleType, export: Export) -> None:
+        value = self._entered[export.place][export.name]
+        if value is _ABSENT and export.home:  # torch's own was never imported, or there is none
+            found = self._old[export.home] = _imported(export.home)
+            value = found if isinstance(export.value, ModuleType) else getattr(found, export.name, _ABSENT)
+        if value is _ABSENT or value is None:
+            delattr(module, export.name)
+        else:
+            setattr(module, export.name, value)
+
+
+def _imported(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _pairs_of(old: ModuleType | None, new: ModuleType) -> list[tuple[Any, Any]]:
+    if old is None:
+        return []
+    family = old.__name__.split(".")[:3]
+    pairs: list[tuple[Any, Any]] = [(old, new)]
+    for name, value in vars(new).items():
+        other = vars(old).get(name)
+        if other is not value and not name.startswith("__") and _is_of(other, family):
+            pairs.append((other, value))
+    return pairs
+
+
+def _is_of(value: Any, family: list[str]) -> bool:
+    """Whether a value belongs to a package, and is not one that it only imports."""
+    if isinstance(value, ModuleType) or not callable(value):
+        return False
+    home = (getattr(value, "__module__", None) or "").replace("torch._C._distributed_", "torch.distributed.")
+    return home.split(".")[:3] == family
+
+
+def _rebind(pairs: list[tuple[Any, Any]]) -> None:
+    """Have every name, in whatever module, that leads to the first of a pair lead to the second."""
+    by_id = {id(old): (old, new) for old, new in reversed(pairs)}  # of several the first holds
+    spared = {id(vars(each)) for pair in pairs for each in pair if isinstance(each, ModuleType)}
+    for name, module in list(sys.modules.items()):
+        if (
+            not isinstance(module, ModuleType)
+            or name.startswith(("torch._C", "telegrad"))
+            or id(vars(module)) in spared
+        ):
+            continue
+        for member, value in list(vars(module).items()):
+            if id(value) in by_id and by_id[id(value)][0] is value:
+                setattr(module, member, by_id[id(value)][1])

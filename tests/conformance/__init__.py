@@ -1,0 +1,1 @@
+"""PyTorch's own tests of its RPC, shipped in the torch wheel, against Telegrad: `python -m tests.conformance`."""

@@ -1,0 +1,112 @@
+"""The backend FAULTY_TENSORPIPE for Telegrad: calls that are late or lost, and connections that break.
+
+What torch drops to see it sent again, Telegrad sends over a connection that holds or breaks; so here it breaks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.rpc import backend_registry
+
+from telegrad.agent.agent import Agent
+from telegrad.autograd.contexts import Release
+from telegrad.errors import PeerLost
+from telegrad.rpc import TensorPipeRpcBackendOptions, current
+from telegrad.rpc.values import fetch
+from telegrad.rref.courier import Batch
+
+NOTICES = {"RREF_FORK_REQUEST": Batch, "RREF_CHILD_ACCEPT": Batch, "RREF_USER_DELETE": Batch}
+NOTICES["CLEANUP_AUTOGRAD_CONTEXT_REQ"] = Release
+
+
+class FaultyOptions(TensorPipeRpcBackendOptions):
+    """The options of torch's fault injector."""
+
+    def __init__(
+        self, *, messages_to_fail: list[str], messages_to_delay: dict[str, float], num_fail_sends: int, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.messages_to_fail = messages_to_fail
+        self.messages_to_delay = messages_to_delay
+        self.num_fail_sends = num_fail_sends
+
+
+def late(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call that took its time to come."""
+    time.sleep(seconds)
+    return function(*args, **kwargs)
+
+
+def kind_of(function: Any, creating: bool) -> str:
+    """What torch would call the message."""
+    if function is fetch:
+        return "SCRIPT_RREF_FETCH_CALL"
+    by_torch = torch.jit._builtins._find_builtin(function) or isinstance(function, torch.jit.ScriptFunction)
+    return ("SCRIPT" if by_torch else "PYTHON") + ("_REMOTE_CALL" if creating else "_CALL")
+
+
+class Faults:
+    """Stands between a worker's agent and its connections."""
+
+    def __init__(self, agent: Agent, options: FaultyOptions) -> None:
+        self.options = options
+        self.cuts = {NOTICES[name]: options.num_fail_sends for name in options.messages_to_fail if name in NOTICES}
+        self.agent, self.call, self.call_for, self.notify = agent, agent.call, agent.call_for, agent.notify
+        for name in ("call", "call_for", "notify"):
+            setattr(agent, name, getattr(self, f"faulty_{name}"))
+
+    def delayed(self, function: Any, args: Any, creating: bool) -> tuple[Any, Any]:
+        seconds = self.options.messages_to_delay.get(kind_of(function, creating))
+        return (late, (seconds, function, *(args or ()))) if seconds else (function, args)
+
+    def faulty_call(self, to: Any, function: Any, args: Any, kwargs: Any, timeout: float = -1) -> Any:
+        return self.call(to, *self.delayed(function, args, False), kwargs, timeout)
+
+    def faulty_call_for(
+        self,
+        outcome: Any,
+        to: Any,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        keeps: Any,
+        creation: Any = None,
+    ) -> None:
+        if kind_of(function, creation is not None) in self.options.messages_to_fail:
+            outcome.set_exception(PeerLost(f"the message to {to!r} was lost, as the test wants it"))
+            return
+        function, args = self.delayed(function, args, creation is not None)
+        self.call_for(outcome, to, function, args, kwargs, timeout, keeps, creation)
+
+    def faulty_notify(self, to: Any, message: Any, *rest: Any, **named: Any) -> None:
+        left = self.cuts.get(type(message), 0)
+        if left:
+            self.cuts[type(message)] = left - 1
+            broken = PeerLost("the connection broke, as the test wants it")
+            if isinstance(message, Batch):
+                raise broken  # nothing has left, and the courier tries again
+            link = self.agent._connections.peer(to).link
+            if link is not None:
+                link.close(broken)
+        self.notify(to, message, *rest, **named)
+
+
+def make_options(rpc_timeout: float, init_method: str, **options: Any) -> FaultyOptions:
+    return FaultyOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
+
+
+def join_group(rpc_backend_options: FaultyOptions, **known: Any) -> Any:
+    agent = backend_registry._join_group(rpc_backend_options=rpc_backend_options, **known)
+    assert current.worker is not None
+    Faults(current.worker.agent, rpc_backend_options)
+    return agent
+
+
+sys.modules["torch.distributed.rpc._testing"] = sys.modules[__name__]  # torch's would register its own
+backend_registry.register_backend("FAULTY_TENSORPIPE", make_options, join_group)

@@ -1,0 +1,97 @@
+"""The warm parent of all ranks: `python -m tests.conformance.parent FD [--reference]`, started by the runner.
+
+It imports torch once, takes names of tests from the connection FD and answers with what became of each. It forks, so
+it must have no second thread. What tests print goes to its standard output and error.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import os
+import re
+import sys
+import tempfile
+import threading
+import traceback
+import types
+import unittest
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result
+
+READY = "ready"
+RAISED = re.compile(r"^ +\S.*\n([A-Za-z_][\w.]*(?::\s+.*)?)$", re.MULTILINE)  # what follows a traceback's frames
+LOST = re.compile(r"telegrad\.errors\.(PeerLost|PeerUnreachable|OwnerLost)|Connection (reset|closed) by peer")
+
+
+def main() -> None:
+    connection, reference = Connection(int(sys.argv[1])), "--reference" in sys.argv
+    os.register_at_fork(after_in_child=connection.close)  # or the runner would not see the end of this process
+    importlib.import_module("torch")
+    if not reference:
+        _put_telegrad_in_place()
+    connection.send(READY)
+    while True:
+        try:
+            test = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run(test, reference))
+
+
+def _put_telegrad_in_place() -> None:
+    torchs_own = _modules()
+    importlib.import_module("telegrad.compat").install()
+    importlib.import_module("tests.conformance.native").forbid([*torchs_own, *_modules()])
+
+
+def _modules() -> list[types.ModuleType]:
+    return [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]
+
+
+def _run(test: str, reference: bool) -> Result:
+    name, method = test.split(".")
+    suite = _suite(name, reference)
+    if isinstance(suite, str):
+        return Result(test, FAILED, 0.0, suite)
+    gc.freeze()  # or a collection in a rank would copy all that it shares with this process
+    assert threading.active_count() == 1, "a forked rank would inherit locks that nobody releases"
+    usual = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tempfile.tempdir:
+        start, outcome = perf_counter(), unittest.TestResult()
+        unittest.TestSuite([suite(method)]).run(outcome)
+        seconds = perf_counter() - start
+    tempfile.tempdir = usual
+    if outcome.wasSuccessful():
+        reasons = [reason for _, reason in outcome.skipped]
+        return Result(test, NOT_APPLICABLE if reasons else PASSED, seconds, "".join(reasons))
+    return Result(test, FAILED, seconds, _told("\n".join(text for _, text in outcome.errors + outcome.failures)))
+
+
+@functools.cache
+def _suite(name: str, reference: bool) -> Any:
+    """The class; or, where it cannot be imported, why: a second try would find its modules half made."""
+    try:
+        return importlib.import_module("tests.conformance.suites").make(name, reference=reference)
+    except Exception:
+        return _told(traceback.format_exc())
+
+
+def _told(text: str) -> str:
+    """Put an error into the log and make a line of it."""
+    print(text, file=sys.stderr)
+    return last_line(text.strip())
+
+
+def last_line(text: str) -> str:
+    """What was raised; of the errors of several ranks a failed assertion, or else one not for want of another rank."""
+    raised = [" ".join(found.split()) for found in RAISED.findall(text)] or text.split("\n")
+    return min(reversed(raised), key=lambda line: (bool(LOST.search(line)), not line.startswith("AssertionError")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What became of a test."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PASSED = "passed"
+NOT_APPLICABLE = "not applicable"
+FAILED = "failed"
+
+
+class Result(NamedTuple):
+    """One test, `Suite.test_name`."""
+
+    test: str
+    outcome: str
+    seconds: float
+    why: str  # the last line of the error, or the reason for which the test is not applicable
+
+    @property
+    def suite(self) -> str:
+        return self.test.split(".")[0]
+
+
+def worse(one: Result, other: Result) -> Result:
+    """Of two runs of a test, the one that counts."""
+    return max(one, other, key=lambda result: (PASSED, NOT_APPLICABLE, FAILED).index(result.outcome))
