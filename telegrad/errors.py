@@ -23,7 +23,7 @@ TelegradError (RuntimeError)
 │   └── ShutDown               the call was cut off by a shutdown
 ├── CallTimeout (TimeoutError) no answer in the call's time
 ├── CodecError                 a value could not travel
-│   ├── CannotEncode           an argument or a result cannot be pickled
+│   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
 │   ├── CannotDecode           it arrived, but cannot be rebuilt there
 │   └── FunctionNotFound       the callee has no function of that name
 ├── RRefError                  a remote reference cannot be used
@@ -168,7 +168,7 @@ class CodecError(TelegradError):
     """A value could not travel."""
 
 
-class CannotEncode(CodecError):
+class CannotEncode(CodecError, TypeError):
     """An argument or a result cannot be pickled."""
 
 

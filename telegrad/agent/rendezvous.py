@@ -180,8 +180,10 @@ def _fingerprint(salt: str, key: bytes | None) -> str:
 class DynamicGroup:
     """A group that workers join and leave at any time; the store must live as long as it."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, generation: int = 0) -> None:
+        """`generation` counts the groups of this process, as of those of fixed size that meet in this store."""
         self._board = Board(store, "telegrad/dynamic")
+        self._fixed = Board(store, f"telegrad/{generation}")
         self._me: Member | None = None
         self._place = ""  # where this worker's name is listed
 
@@ -195,7 +197,13 @@ class DynamicGroup:
         Raises:
             WorkerTaken: a member has that name or rank.
             AuthenticationFailed: this worker's key is not that of the group.
+            RendezvousError: a group of fixed size meets in this store.
         """
+        if self._fixed.read("terms"):
+            raise RendezvousError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. A group of "
+                f"fixed size meets in this store, which {me} cannot join. Give world_size to all workers, or to none"
+            )
         shared = _agree(self._board, me, -1, key)
         me = self._claim_rank(me, is_alive)
         try:

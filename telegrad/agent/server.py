@@ -285,6 +285,9 @@ def its_future(function: Any, result: Any) -> Any:
     if isinstance(result, torch._C.Future):
         return result
     name = getattr(function, "__qualname__", repr(function))
+    if isinstance(getattr(function, "__wrapped__", None), torch.jit.ScriptFunction):
+        kind = type(result).__name__
+        return UsageError(f"{name}: Async functions must return an IValue of Future type, but got {kind}")
     return UsageError(
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
         f"{name} returned {type(result).__name__}"

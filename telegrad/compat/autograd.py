@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
+import torch
 from torch import Tensor
 
-from telegrad.autograd import api, get_gradients
+from telegrad.autograd import api
 from telegrad.autograd.contexts import OWNER_SHIFT, Context, entered_id
 from telegrad.autograd.graph import RecvNode, Send, edge_of
 from telegrad.compat.missing import missing_from
@@ -39,9 +39,8 @@ class context:  # noqa: N801 - used like a function
         self.autograd_context._entered.__exit__(None, None, None)
 
 
-def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Run the backward pass from `roots` across all workers, and add up the gradients of leaves in the context."""
-    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+def _run_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
+    if not isinstance(context_id, int) or not isinstance(roots, (list, tuple)):
         raise TypeError("backward(): incompatible function arguments: give a context's id and a list of tensors")
     for root in roots:
         if isinstance(root, Tensor) and root.requires_grad and root.numel() == 1 and root.grad_fn is None:
@@ -62,6 +61,29 @@ def _where(error: Exception) -> int:
         return agent.identify(workers[-1]).id if workers else agent.me.id
     except TelegradError:
         return agent.me.id
+
+
+def _find_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    return api.get_gradients(context_id)
+
+
+def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
+    """Run the backward pass from `roots` across all workers, and add up the gradients of leaves in the context."""
+    _run_backward(context_id, roots, retain_graph)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients of this worker's leaves that were added up in a context."""
+    return _find_gradients(context_id)
+
+
+# TorchScript code may call the last two: it compiles them, and the two that they call it calls as they are. It reads
+# the types themselves, not their names.
+for _function in (_run_backward, _find_gradients, dist_backward, get_gradients):
+    _function.__annotations__ = get_type_hints(_function)
+_run_backward = torch.jit.ignore(_run_backward)  # type: ignore[no-untyped-call]
+_find_gradients = torch.jit.ignore(_find_gradients)  # type: ignore[no-untyped-call]
+backward = dist_backward
 
 
 class DistAutogradContext:

@@ -14,10 +14,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.acts: dict[str, Callable[[ModuleType], None]] = {}
+        self.ready: dict[str, ModuleType] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        ready = self.ready.get(fullname)
+        if ready is not None:
+            return importlib.machinery.ModuleSpec(fullname, _Ready(ready), is_package=hasattr(ready, "__path__"))
         act = self.acts.get(fullname)
         if act is None:
             return None
@@ -48,18 +52,43 @@ class _Loader(importlib.abc.Loader):
         self._act(module)
 
 
+class _Ready(importlib.abc.Loader):
+    """Gives a module that there is already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # which the import has changed
+
+
 _finder = _Finder()
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     """Have `act(module)` done once, when the module of that name has been imported."""
     _finder.acts[name] = act
+    _stand_first()
+
+
+def serve_import(name: str, module: ModuleType) -> None:
+    """Have imports of that name find `module`."""
+    _finder.ready[name] = module
+    _stand_first()
+
+
+def _stand_first() -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
 def forget_import(name: str) -> None:
-    """Wait for that module no longer."""
+    """Have nothing to do with imports of that name any longer."""
     _finder.acts.pop(name, None)
-    if not _finder.acts and _finder in sys.meta_path:
+    _finder.ready.pop(name, None)
+    if not _finder.acts and not _finder.ready and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

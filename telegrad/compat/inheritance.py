@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from telegrad.compat.imports import after_import, forget_import
+from telegrad.errors import UsageError
 from telegrad.version import VERSION
 
 if TYPE_CHECKING:
@@ -51,12 +52,24 @@ def uninstall() -> None:
     global _substitution
     with _lock:
         if _substitution is not None:
+            _check_free()
             _substitution.undo()
             _substitution = None
     paths = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
     os.environ[VARIABLE] = os.pathsep.join(paths)
     if not paths:
         del os.environ[VARIABLE]
+
+
+def _check_free() -> None:
+    """What is called in a group must be what has joined it."""
+    ours = sys.modules.get("telegrad.rpc.current")
+    theirs = sys.modules.get("torch.distributed.rpc")
+    if (ours and ours.worker) or (hasattr(theirs, "rpc_sync") and theirs._is_current_rpc_agent_set()):  # type: ignore[union-attr]
+        raise UsageError(
+            "this process is in a group already: turn the compatibility mode on or off outside of it, "
+            "before init_rpc or after shutdown"
+        )
 
 
 def installed() -> bool:
@@ -83,6 +96,7 @@ def _substitute() -> bool:
     with _lock:
         if _substitution is not None:
             return False
+        _check_free()
         from telegrad.compat.places import substitution
 
         _substitution = substitution()

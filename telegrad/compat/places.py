@@ -32,6 +32,7 @@ _LEGACY_PROFILER = ("ProfilerConfig", "_enable_profiler_legacy", "_parse_legacy_
 
 def substitution() -> Substitution:
     """Put them there."""
+    torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]  # with torch's own operators, not ours
     modules = {place: import_module(ours) for place, ours in MODULES.items()}
     exports = [
         Export("torch.distributed.nn", "RemoteModule", RemoteModule, "torch.distributed.nn.api.remote_module"),
@@ -42,6 +43,8 @@ def substitution() -> Substitution:
         Export("torch.futures", "wait_all", futures.wait_all),
         *(Export("torch.autograd.profiler_legacy", name, getattr(profiler, name)) for name in _LEGACY_PROFILER),
     ]
+    if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, and TorchScript has no references
+        exports.append(Export("torch.jit.annotations", "is_rref", lambda annotation: False))
     return Substitution(modules, exports)
 
 

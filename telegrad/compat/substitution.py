@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from telegrad.compat.imports import after_import, forget_import
+from telegrad.compat.imports import after_import, forget_import, serve_import
 
 _ABSENT: Any = object()
 
@@ -28,19 +28,19 @@ class Substitution:
     def __init__(self, modules: Mapping[str, ModuleType], exports: Iterable[Export]) -> None:
         """Take effect.
 
-        `modules` are the new ones, by the names of the old ones. What is not imported yet changes when it is.
+        `modules` are the new ones, by the names of the old ones, each behind its parent. What is not imported yet
+        changes when it is.
         """
         self._modules = dict(modules)
         self._old = {name: sys.modules.get(name) for name in modules}
         self._exports: dict[str, list[Export]] = {}  # by the module that stays
+        self._before: dict[str, dict[str, Any]] = {}  # what modules that stay had under these names
         for export in exports:
             self._exports.setdefault(export.place, []).append(export)
         for name, module in modules.items():
-            parent, _, leaf = name.rpartition(".")
-            if parent not in modules:
-                self._exports.setdefault(parent, []).append(Export(parent, leaf, module, name))
-        self._entered: dict[str, dict[str, Any]] = {}  # what modules that stay had before
-        sys.modules.update(modules)
+            serve_import(name, module)
+            if self._old[name] is not None:
+                _put(name, module)
         for place in self._exports:
             after_import(place, self._enter)
             if place in sys.modules:
@@ -49,7 +49,7 @@ class Substitution:
 
     def _enter(self, module: ModuleType) -> None:
         """Give a module that stays its new members."""
-        before = self._entered.setdefault(module.__name__, {})
+        before = self._before.setdefault(module.__name__, {})
         for export in self._exports[module.__name__]:
             was = vars(module).get(export.name, _ABSENT)
             before.setdefault(export.name, _ABSENT if was is export.value else was)
@@ -61,33 +61,40 @@ class Substitution:
 
     def undo(self) -> None:
         """Put everything back."""
-        for place in self._exports:
-            forget_import(place)
-        for name, old in self._old.items():
-            if old is not None:
-                sys.modules[name] = old
-            else:
-                sys.modules.pop(name, None)
-        for place in self._entered:
+        for name in (*self._modules, *self._exports):
+            forget_import(name)
+        for name, ours in self._modules.items():
+            if self._old[name] is None and sys.modules.get(name) is ours:  # it was imported since
+                del sys.modules[name]
+                self._old[name] = _imported(name)
+            _put(name, self._old[name])
+        for place, before in self._before.items():
             for export in self._exports[place]:
-                self._put_back(sys.modules[place], export)
+                value = before[export.name]
+                if value is _ABSENT and export.home:
+                    value = getattr(_imported(export.home), export.name, _ABSENT)
+                if value is _ABSENT:
+                    delattr(sys.modules[place], export.name)
+                else:
+                    setattr(sys.modules[place], export.name, value)
         _rebind([(new, old) for old, new in self._pairs()])
 
-    def _put_back(self, module: ModuleType, export: Export) -> None:
-        value = self._entered[export.place][export.name]
-        if value is _ABSENT and export.home:  # torch's own was never imported, or there is none
-            found = self._old[export.home] = _imported(export.home)
-            value = found if isinstance(export.value, ModuleType) else getattr(found, export.name, _ABSENT)
-        if value is _ABSENT or value is None:
-            delattr(module, export.name)
-        else:
-            setattr(module, export.name, value)
+
+def _put(name: str, module: ModuleType | None) -> None:
+    """Have imports of `name` find a module, or none; its parent has it as an attribute."""
+    place, _, leaf = name.rpartition(".")
+    parent = sys.modules.get(place)
+    if module is not None:
+        sys.modules[name] = module
+        setattr(parent, leaf, module)
+    elif parent is not None and name not in sys.modules:
+        vars(parent).pop(leaf, None)
 
 
 def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except (ImportError, AttributeError):  # torch was built without it
         return None
 
 

@@ -155,7 +155,7 @@ def start(
         me = agent.describe(meeting.rank, host_identity())
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         if meeting.world_size is None:
-            group = DynamicGroup(meeting.store)
+            group = DynamicGroup(meeting.store, generation)
             me, key = group.join(me, key, lambda member: answers(member.tcp, KNOCK))
             worker = Worker(agent, me, group, handle)
         else:

@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from telegrad.agent.server import ASYNC_MARK
 from telegrad.rpc.batching import batch
+from telegrad.wire.functions import home_of_script
 
 __all__ = ["async_execution", "batch"]
 
@@ -25,5 +28,7 @@ def async_execution(fn: F) -> F:
     def marked(*args: object, **kwargs: object) -> object:
         return fn(*args, **kwargs)
 
+    if isinstance(fn, torch.jit.ScriptFunction):  # which has its name elsewhere
+        marked.__module__, marked.__qualname__ = home_of_script(fn)
     setattr(marked, ASYNC_MARK, True)
     return marked  # type: ignore[return-value]

@@ -89,8 +89,7 @@ def _find_name(function: Any) -> str | None:
     if isinstance(function, _OPERATORS):
         return _verified(function, "torch", f"ops.{function}")
     if isinstance(function, torch.jit.ScriptFunction):
-        *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
-        return _verified(function, ".".join(modules) or MAIN, last)
+        return _verified(function, *home_of_script(function))
     path = getattr(function, "__qualname__", None)
     owner = getattr(function, "__self__", None)
     if not isinstance(path, str) or not isinstance(owner, (type, ModuleType, type(None))):
@@ -106,6 +105,12 @@ def _find_name(function: Any) -> str | None:
             if name is not None:
                 return name
     return _other_global(function, module_names[0])
+
+
+def home_of_script(function: torch.jit.ScriptFunction[..., Any]) -> tuple[str, str]:
+    """The module where a script function was made, and its name there."""
+    *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
+    return ".".join(modules) or MAIN, last
 
 
 def _modules_of(function: Any) -> tuple[str, ...]:

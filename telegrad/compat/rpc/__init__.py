@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import os
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
@@ -128,11 +130,25 @@ def init_rpc(
     if rpc_backend_options is None:
         rpc_backend_options = construct_rpc_backend_options(backend)
     _check_not_initialized()
+    if rank < 0 and not world_size:
+        rank = _missing_rank(rpc_backend_options.init_method)
     patience = rpc_backend_options.rpc_timeout or float("inf")
     meeting = open_store(rpc_backend_options.init_method, rank, world_size, patience)
     dist_autograd._init(rank)
     known = {"host": meeting.host} if backend is BackendType.TENSORPIPE else {}
     _init_rpc_backend(backend, meeting.store, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
+
+
+def _missing_rank(init_method: str) -> int:
+    """The rank for a group without a size, where the call has none."""
+    url = urlsplit(init_method)
+    if url.scheme == "env":
+        if "RANK" not in os.environ:
+            raise ValueError("environment variable RANK expected, but not set: set it, or give rank=...")
+        return int(os.environ["RANK"])
+    if "rank" not in parse_qs(url.query):
+        raise ValueError(f"rank parameter missing: give rank=..., or write it into the URL {init_method!r}")
+    return -1
 
 
 def _backend_of(given: RpcBackendOptions | None) -> Any:

@@ -37,7 +37,7 @@ __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdo
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 PING = 1.0  # seconds between looks whether those who are waited for live
-LEAK_CHECK = 5.0  # seconds for the last references to be given back
+LEAK_CHECK = 20.0  # seconds for the last references to be given back
 
 F = TypeVar("F", bound=Callable[..., Any])
 PyRRef = RRef

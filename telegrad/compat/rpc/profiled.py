@@ -14,7 +14,7 @@ from telegrad.compat import profiler
 from telegrad.compat.profiler import Session, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
 from telegrad.compat.rpc.futures import translated
-from telegrad.errors import TelegradError, UnknownWorker
+from telegrad.errors import TelegradError, UnknownWorker, UsageError
 from telegrad.rpc import api, current
 from telegrad.rpc.api import UNSET_RPC_TIMEOUT
 from telegrad.rpc.conversion import Call, convert
@@ -34,6 +34,8 @@ def rpc_sync(
     try:
         return api.call_sync(to, call, timeout)
     except (TypeError, torch.jit.Error) as error:
+        if translated(error) is error:
+            raise
         raise translated(error) from None
 
 
@@ -70,7 +72,22 @@ def _call(to: To, function: Any, args: Any, kwargs: Any) -> Call:
         raise TypeError(f"function should be callable, {function!r} is not")
     if not isinstance(to, To):
         raise UnknownWorker(f"a worker is named by its name, its rank or its WorkerInfo, not by {to!r}")
+    if isinstance(function, torch.jit.ScriptFunction):
+        _check_arguments(function, args or (), kwargs or {})
     return convert(function, args, kwargs)
+
+
+def _check_arguments(function: torch.jit.ScriptFunction[Any, Any], args: Any, kwargs: Any) -> None:
+    """Raise what calling a script function with these would, before they are sent."""
+    expected = [argument.name for argument in function.schema.arguments]  # type: ignore[attr-defined]
+    given = len(args) + len(kwargs)
+    if given > len(expected):
+        raise UsageError(
+            f"{function.name}() expected at most {len(expected)} argument(s) but received {given} argument(s)"
+        )
+    for name in kwargs:
+        if name not in expected:
+            raise UsageError(f"{function.name}() has no argument named {name!r}; it has {', '.join(expected)}")
 
 
 def _begin(to: To, call: Call, timeout: float) -> Future[Any]:

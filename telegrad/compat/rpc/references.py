@@ -7,6 +7,8 @@ import time
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.compat.rpc import profiled
@@ -34,6 +36,10 @@ class RRef(references.RRef[T]):
     _type: Future[type]
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
+        if isinstance(value, torch.jit.ScriptModule) and type_hint is None:
+            raise UsageError(
+                "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint."
+            )
         try:
             super().__init__(value, type_hint)
         except NotInitialized:

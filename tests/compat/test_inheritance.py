@@ -1,0 +1,127 @@
+"""The compatibility mode in child processes, whatever starts them, and around programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+CALL = """
+import os, sys
+import torch.distributed.rpc as rpc
+from torch.distributed.rpc import rpc_sync
+
+def served():
+    return rpc.__name__, rpc_sync.__module__
+
+def meet(rank, store):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        print(*rpc_sync("worker1", served), flush=True)
+    rpc.shutdown()
+"""
+SERVED = "telegrad.compat.rpc telegrad.compat.rpc.profiled"
+
+
+def run(tmp_path, program, *command, env=None):
+    """What a program prints that is run by `command`."""
+    script = tmp_path / "program.py"
+    script.write_text(CALL + textwrap.dedent(program))
+    command = [part.replace("SCRIPT", str(script)) for part in command]
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, **(env or {})},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_multiprocessing(tmp_path, method):
+    program = f"""
+    if __name__ == "__main__":
+        import multiprocessing
+        context = multiprocessing.get_context({method!r})
+        workers = [context.Process(target=meet, args=(rank, sys.argv[1])) for rank in range(2)]
+        for each in workers:
+            each.start()
+        for each in workers:
+            each.join()
+        sys.exit(max(each.exitcode for each in workers))
+    """
+    assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == SERVED
+
+
+def test_torch_multiprocessing_spawn_after_install_in_the_program(tmp_path):
+    program = """
+    if __name__ == "__main__":
+        import telegrad.compat, torch.multiprocessing
+        telegrad.compat.install()
+        torch.multiprocessing.spawn(meet, (sys.argv[1],), nprocs=2)
+    """
+    assert run(tmp_path, program, "SCRIPT")[0] == SERVED
+
+
+def test_torchrun(tmp_path):
+    program = """
+    if __name__ == "__main__":
+        meet(int(os.environ["RANK"]), sys.argv[1])
+    """
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "SCRIPT")
+    assert run(tmp_path, program, "-m", "telegrad", *launcher)[0] == SERVED
+
+
+def test_another_program_as_a_module(tmp_path):
+    program = """
+    if __name__ == "__main__":
+        print(*served(), __name__, sys.argv[1:2] == [sys.argv[1]], sys.modules["__main__"].__spec__.name)
+    """
+    assert run(tmp_path, program, "-m", "telegrad", "-m", "program")[0] == f"{SERVED} __main__ True program"
+
+
+def test_program_is_told_its_name_and_its_folder(tmp_path):
+    program = """
+    folder, name = os.path.split(sys.argv[0])
+    print(name, len(sys.argv), sys.path[0] == folder, __file__ == sys.argv[0])
+    """
+    out, said = run(tmp_path, program, "-m", "telegrad", "SCRIPT")
+    assert out == "program.py 2 True True"
+    assert said.count("serves torch.distributed.rpc") == 1
+
+
+def test_what_the_environment_had_stays(tmp_path):
+    """A sitecustomize of the user's own still runs, and so does the rest of PYTHONPATH."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import builtins; builtins.customized = True")
+    program = """
+    import subprocess
+    child = "import builtins, torch.distributed.rpc as rpc; print(rpc.__name__, builtins.customized)"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    """
+    out, _ = run(tmp_path, program, "-m", "telegrad", "SCRIPT", env={"PYTHONPATH": str(own)})
+    assert out == "telegrad.compat.rpc True"
+
+
+def test_a_child_that_never_imports_torch_is_left_alone(tmp_path):
+    program = """
+    import subprocess
+    child = "import sys; print('torch' in sys.modules, 'telegrad.rpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    """
+    assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "False False"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"]])
+def test_usage(arguments):
+    done = subprocess.run([sys.executable, "-m", "telegrad", *arguments], capture_output=True, text=True, timeout=30)
+    assert (done.returncode == 0) == (arguments == ["--help"])
+    assert "telegrad" in done.stdout + done.stderr

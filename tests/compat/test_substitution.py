@@ -1,0 +1,192 @@
+"""Telegrad's modules in the places of torch's, in every form of import; each case in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+START = """
+import sys
+import torch
+from telegrad import compat
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(program, start=START):
+        script = tmp_path / "program.py"
+        script.write_text(start + textwrap.dedent(program))
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50)
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["imported before", "imported after"])
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ("import torch.distributed.rpc", "torch.distributed.rpc.rpc_sync"),
+        ("import torch.distributed.rpc as rpc", "rpc.init_rpc"),
+        ("from torch.distributed import rpc", "rpc.remote"),
+        ("from torch.distributed.rpc import rpc_async", "rpc_async"),
+        ("from torch.distributed.rpc.api import shutdown", "shutdown"),
+        ("import torch.distributed.rpc.api as api", "api._wait_all_workers"),
+        ("from torch.distributed.rpc import RRef as Reference", "Reference"),
+        ("from torch.distributed.rpc import functions", "functions.async_execution"),
+        ("import torch.distributed.autograd as dist_autograd", "dist_autograd.backward"),
+        ("from torch.distributed.autograd import context", "context"),
+        ("from torch.distributed.optim import DistributedOptimizer", "DistributedOptimizer"),
+        ("import torch.distributed.optim.optimizer as made", "made.DistributedOptimizer"),
+        ("from torch.distributed.nn import RemoteModule", "RemoteModule"),
+        ("from torch.distributed.nn.api.remote_module import RemoteModule", "RemoteModule"),
+        ("import torch.distributed.nn.api.remote_module", "torch.distributed.nn.api.remote_module._RemoteModule"),
+    ],
+)
+def test_forms_of_import(run, form, value, early):
+    """Both before and after, and torch's again after `uninstall`."""
+    first, second = (form, "") if early else ("", form)
+    run(f"""
+        {first}
+        held = [{value}] if {early} else []
+        compat.install()
+        assert compat.installed()
+        {second}
+        assert {value}.__module__.startswith("telegrad."), {value}
+        assert {value} not in held
+        compat.uninstall()
+        assert not compat.installed()
+        assert {value}.__module__.startswith("torch."), {value}
+        assert not held or {value} is held[0]
+    """)
+
+
+def test_what_torch_holds_itself(run):
+    run("""
+        import torch.nn.parallel.distributed as ddp
+        kept = ddp.RRef, torch._jit_internal.RRef, torch.futures.wait_all
+        compat.install()
+        import torch.distributed.rpc as rpc
+        assert ddp.RRef is torch._jit_internal.RRef is rpc.RRef
+        @torch.jit.script
+        def holds(reference: rpc.RRef[torch.Tensor]) -> int:
+            return 1
+        compat.uninstall()
+        assert (ddp.RRef, torch._jit_internal.RRef, torch.futures.wait_all) == kept
+    """)
+
+
+def test_twice_and_again(run):
+    run("""
+        import os
+        before = dict(os.environ)
+        for _ in range(2):
+            compat.install()
+            compat.install()
+            assert os.environ["PYTHONPATH"].count("telegrad") == 1
+            compat.uninstall()
+            compat.uninstall()
+            assert dict(os.environ) == before
+        compat.install()
+        import torch.distributed.rpc as rpc
+        assert rpc.rpc_sync.__module__.startswith("telegrad.")
+    """)
+
+
+def test_says_so_once(run):
+    run("""
+        import logging
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("telegrad").addHandler(handler)
+        logging.getLogger("telegrad").setLevel(logging.INFO)
+        compat.install()
+        compat.install()
+        assert len(said) == 1 and "serves torch.distributed.rpc" in said[0], said
+    """)
+
+
+def test_names_that_are_not_there_say_what_helps(run):
+    run("""
+        compat.install()
+        import torch.distributed.rpc as rpc
+        try:
+            rpc._invoke_rpc_python_udf
+        except AttributeError as error:
+            assert "migration" in str(error)
+        else:
+            raise AssertionError
+        assert not hasattr(rpc, "nothing_of_that_name")
+    """)
+
+
+def test_too_late_in_a_group(run, tmp_path):
+    run(f"""
+        import telegrad.rpc as rpc
+        from telegrad.errors import UsageError
+        options = rpc.TelegradOptions(init_method="file://{tmp_path}/store")
+        rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            compat.install()
+        except UsageError as error:
+            assert "init_rpc" in str(error)
+        else:
+            raise AssertionError
+        rpc.shutdown()
+        compat.install()
+    """)
+
+
+WITHOUT_RPC = """
+import importlib.abc, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch._C":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            for member in ("_rpc_init", "_faulty_agent_init", "_dist_autograd_init"):
+                delattr(module, member)
+        spec.loader.exec_module = exec_module
+        return spec
+
+import importlib.util
+sys.meta_path.insert(0, Finder())
+import torch
+import torch.distributed.rpc
+assert not torch.distributed.rpc.is_available() and not hasattr(torch.distributed.rpc, "rpc_sync")
+"""
+
+
+def test_torch_that_was_built_without_rpc(run, tmp_path):
+    run(
+        f"""
+from telegrad import compat
+compat.install()
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+assert rpc.is_available() and dist_autograd.is_available()
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
+rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+module = RemoteModule("only/cpu", torch.nn.Linear, (2, 1))
+optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
+with dist_autograd.context() as context:
+    dist_autograd.backward(context, [module(torch.ones(1, 2)).sum()])
+    optimizer.step(context)
+rpc.shutdown()
+compat.uninstall()
+assert not torch.distributed.rpc.is_available()
+""",
+        WITHOUT_RPC,
+    )
