@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -51,6 +52,18 @@ class Outlet(Protocol):
 
     def flush(self) -> None:
         """No more come for anybody."""
+
+
+def _holders(gradient: Tensor | None) -> int:
+    return sys.getrefcount(gradient)
+
+
+def _fewest_holders() -> int:
+    """Of a gradient in the loop that takes it from the engine, where nobody else has it."""
+    return next(_holders(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
+
+
+UNSHARED = _fewest_holders()  # a function that made a gradient may have kept it, or given it to several leaves
 
 
 class LocalPass:
@@ -230,10 +243,9 @@ class LocalPass:
         given = torch.autograd.grad(
             roots, wanted, gradients, retain_graph=order.retain, create_graph=order.create, allow_unused=True
         )
-        times = Counter(map(id, given))
         for leaf, gradient in zip(step.leaves, given, strict=False):
             if gradient is not None:
-                self._accumulate(leaf, gradient, times[id(gradient)] > 1)
+                self._accumulate(leaf, gradient, _holders(gradient) > UNSHARED)
         for (node, number), gradient in zip(fed, given[len(given) - len(fed) :], strict=True):
             if gradient is not None:
                 self._enter(node, number, gradient)

@@ -44,7 +44,6 @@ class Gradients:
 
     def _own(self, leaf: Tensor, gradient: Tensor, shared: bool) -> Tensor:
         """The gradient as it is, where its memory is nobody else's and laid out as the leaf's; else a copy."""
-        shared = shared or gradient._use_count() > 1  # type: ignore[attr-defined]  # a function that made it kept it
         gradient = gradient.detach()
         if gradient.layout is not torch.strided or gradient.is_nested:
             return gradient.clone() if shared else gradient

@@ -107,7 +107,7 @@ def _find_name(function: Any) -> str | None:
     return _other_global(function, module_names[0])
 
 
-def home_of_script(function: torch.jit.ScriptFunction[..., Any]) -> tuple[str, str]:
+def home_of_script(function: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
     """The module where a script function was made, and its name there."""
     *modules, last = _MANGLED.sub("", function.qualified_name).removeprefix("__torch__.").split(".")
     return ".".join(modules) or MAIN, last

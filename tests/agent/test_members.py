@@ -72,5 +72,5 @@ def test_names(name):
 
 @pytest.mark.parametrize("name", ["a\n", "ä", "a.b", "x" * 128, "", None])
 def test_names_that_cannot_be(name):
-    with pytest.raises(errors.InvalidName, match="letters, digits"):
+    with pytest.raises(errors.InvalidName, match="Worker name must match"):
         check_name(name)

@@ -162,7 +162,7 @@ def test_unknown_contexts():
 @pytest.mark.parametrize(
     ("roots", "said"),
     [
-        ([], "no tensors"),
+        ([], "No tensors"),
         (torch.ones(()), "requires_grad"),
         (torch.ones(2, requires_grad=True), "not a scalar"),
         (3, "must be a tensor"),
@@ -579,7 +579,7 @@ def scaled_sum(x, factor):
 
 
 def test_a_reference_to_no_tensor_as_root():
-    with autograd.context() as context, pytest.raises(UsageError, match="must be a tensor"):
+    with autograd.context() as context, pytest.raises(UsageError, match="should contain a tensor"):
         remote("w1", int).backward(context)
 
 
@@ -759,3 +759,53 @@ def test_the_owner_of_a_root_that_nobody_asks_again():
     reference = remote("w2", graph_of_its_own)
     with autograd.context() as context:
         autograd.backward(context, reference)
+
+
+# What arrives and what is given out
+
+
+def sparse(*values):
+    return torch.sparse_coo_tensor([[0, 2], [1, 0]], list(values), (3, 3), dtype=torch.float64, requires_grad=True)
+
+
+def pass_on(to, x):
+    return rpc_sync(to, torch.add, (x, x))
+
+
+def test_sparse_tensors_that_are_passed_on():
+    x = sparse(1.0, 2.0)
+    with autograd.context() as context:
+        loss = torch.sparse.sum(rpc_sync("w1", pass_on, ("w2", x)))
+        autograd.backward(context, loss)
+        assert torch.equal(autograd.get_gradients(context)[x].to_dense(), 2.0 * (x.to_dense() != 0))
+
+
+class Keeping(torch.autograd.Function):
+    """Gives one gradient to two leaves, or keeps it for itself."""
+
+    kept = None
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        return inputs[0] + inputs[-1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Keeping.kept = gradient
+        return (gradient,) * len(ctx.needs_input_grad)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("layout", ["dense", "sparse"])
+def test_gradients_have_memory_of_their_own(count, layout):
+    leaves = [leaf() if layout == "dense" else sparse(1.0, 2.0) for _ in range(count)]
+    with autograd.context() as context:
+        made = Keeping.apply(*leaves)
+        loss = torch.sparse.sum(made * made) if layout == "sparse" else (made * made).sum()
+        autograd.backward(context, loss)
+        found = autograd.get_gradients(context)
+        wanted = Keeping.kept.to_dense().clone()
+        for each in leaves:
+            found[each].mul_(0)
+            assert not found[each].to_dense().any()
+        assert torch.equal(Keeping.kept.to_dense(), wanted)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad.errors import PeerError
+from telegrad.errors import PeerError, PeerLost
 from telegrad.rpc import current, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, group
 
@@ -103,6 +103,36 @@ def just_shut_down():
 
     rpc.shutdown()
     return True
+
+
+def ends_as_the_connection_breaks():
+    """The word that a context has ended is lost with the connection."""
+    agent = current.agent()
+    notify, lost = agent.notify, []
+
+    def lose(to, message, *rest, **named):
+        if type(message).__name__ == "Release" and not lost:
+            lost.append(to)
+            agent._connections.peer(to).link.close(PeerLost("cut by the test"))
+            return
+        notify(to, message, *rest, **named)
+
+    agent.notify = lose
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("worker1", torch.sin, (x,)).sum())
+        assert rpc_sync("worker1", contexts) == 1
+    agent.notify = notify
+    assert lost == ["worker1"]
+    deadline = time.monotonic() + PATIENCE
+    while rpc_sync("worker1", contexts):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return True
+
+
+def test_the_end_of_a_context_that_is_lost_on_its_way(trio):
+    assert trio[0].run(ends_as_the_connection_breaks)
 
 
 def test_shutdown_after_a_pass(trio):

@@ -66,11 +66,11 @@ def whole_program(rank, unused, options):
     first.register_hook(lambda gradient: seen.append(gradient))
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
-    for _ in range(2):  # a reducer is used again and again
+    for forward in (net.forward, net):  # a reducer is used again and again, called as a module or not
         with autograd.context() as context:
             table = remote("worker2", Table)
             x = table.rpc_sync().forward(batch(rank))
-            y = net(x)
+            y = forward(x)
             if unused:
                 rpc_sync("worker2", torch.exp, (y,))
             autograd.backward(context, rpc_sync("worker2", torch.sin, (y,)).sum())

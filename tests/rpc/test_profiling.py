@@ -1,0 +1,88 @@
+"""Remote calls and backward passes as events of torch's profilers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import telegrad.autograd as autograd
+from telegrad.agent.profiling import event_name
+from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+class Made(NamedTuple):
+    """What a remote call makes."""
+
+    number: int = 1
+
+
+def fail():
+    raise KeyError("as the test wants it")
+
+
+def events(program):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        program()
+    return {event.name: event for event in seen.events()}
+
+
+def test_each_way_of_calling_is_an_event():
+    def program():
+        x = torch.ones(2)
+        assert torch.equal(rpc_sync("w1", torch.add, (x, 1)), x + 1)
+        future = rpc_async("w2", torch.mul, (x, 2))
+        assert isinstance(future, Future)
+        assert torch.equal(future.then(lambda done: done.wait() + 1).wait(), x * 2 + 1)
+        made = remote(1, Made)
+        assert made.to_here(PATIENCE) == Made()
+        made.future().wait()
+
+    seen = events(program)
+    assert {"rpc_sync#aten::add(w0 -> w1)", "rpc_async#aten::mul(w0 -> w2)"} <= seen.keys()
+    assert seen["rpc_async#aten::mul(w0 -> w2)"].is_async
+    assert "rpc_remote#Made(w0 -> w1)" in seen
+
+
+def test_what_a_profiled_call_raises():
+    def program():
+        with pytest.raises(KeyError, match="as the test wants it"):
+            rpc_sync("w1", fail)
+        with pytest.raises(KeyError, match="as the test wants it"):
+            rpc_async("w1", fail).wait()
+
+    assert {"rpc_sync#fail(w0 -> w1)", "rpc_async#fail(w0 -> w1)"} <= events(program).keys()
+
+
+def test_a_backward_pass_and_what_comes_back():
+    x = torch.ones(3, requires_grad=True)
+
+    def program():
+        for _ in range(3):
+            with autograd.context() as context:
+                loss = rpc_sync("w1", torch.sin, (rpc_sync("w2", torch.exp, (x * 2,)),)).sum()
+                autograd.backward(context, loss)
+                assert x in autograd.get_gradients(context)
+
+    names = events(program).keys()
+    assert "torch::distributed::autograd::backward" in names
+    assert "torch::distributed::autograd::SendRpcBackward" in names
+
+
+@functions.async_execution
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
+    return torch.jit.fork(torch.sin, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(torch.add, "aten::add"), (fail, "fail"), (scripted, "scripted"), (print, "print"), ("name", "name")],
+)
+def test_names(function, name):
+    assert event_name("sync", function, "a", "b") == f"rpc_sync#{name}(a -> b)"
