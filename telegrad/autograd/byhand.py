@@ -88,14 +88,28 @@ def _call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor], order: Order
 
 def _hooks(register: Callable[[Any], Any]) -> list[Callable[..., Any]]:
     """The hooks of a node, which are told only to one who registers another."""
-    handle = register(_nothing)
+    handle = register(look)
     hooks = list(handle.hooks_dict_ref().values())[:-1]
     handle.remove()
     return hooks
 
 
-def _nothing(*_: Any) -> None:
-    pass
+def look(*_: Any) -> None:
+    """The hook by whose registration others are found."""
+
+
+_leaf_nodes_may_have_hooks = False
+
+
+def leaf_nodes_may_have_hooks() -> None:
+    """From now on look for hooks on the nodes of leaves, which takes time for each: somebody registers such."""
+    global _leaf_nodes_may_have_hooks
+    _leaf_nodes_may_have_hooks = True
+
+
+def hooks_of_leaf_node(leaf: Tensor) -> list[Callable[..., Any]]:
+    """The hooks of the node that adds up a leaf's gradient; none where nobody has said that there are any."""
+    return _hooks(edge_of(leaf).node.register_hook) if _leaf_nodes_may_have_hooks else []
 
 
 def _call_hooks(

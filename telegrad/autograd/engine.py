@@ -34,7 +34,7 @@ def _has_hooks(leaf: Tensor) -> bool:
 
 def _kind_of_leaf(node: Node) -> int:
     """A leaf without hooks takes its gradient in parts; hooks shall see all of it at once."""
-    return LEAF if _has_hooks(node.variable) else PLAIN
+    return LEAF if _has_hooks(node.variable) or byhand.hooks_of_leaf_node(node.variable) else PLAIN
 
 
 KINDS: dict[type, Callable[[Node], int]] = {
@@ -163,12 +163,12 @@ class LocalPass:
         return Schedule(entries, {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS)
 
     def _wants_all(self, leaf: Tensor) -> bool:
-        return _has_hooks(leaf) or id(leaf) in self._replicated
+        return _has_hooks(leaf) or id(leaf) in self._replicated or bool(byhand.hooks_of_leaf_node(leaf))
 
     # Replicated modules
 
     def _kind_of_leaf(self, node: Node) -> int:
-        return LEAF if self._wants_all(node.variable) else PLAIN
+        return LEAF if id(node.variable) in self._replicated else _kind_of_leaf(node)
 
     def _replicated_leaves(self) -> list[Node]:
         leaves = self._schedule.special(LEAF)
@@ -245,7 +245,8 @@ class LocalPass:
         )
         for leaf, gradient in zip(step.leaves, given, strict=False):
             if gradient is not None:
-                self._accumulate(leaf, gradient, _holders(gradient) > UNSHARED)
+                shared = _holders(gradient) > UNSHARED
+                self._accumulate(leaf, gradient, shared)
         for (node, number), gradient in zip(fed, given[len(given) - len(fed) :], strict=True):
             if gradient is not None:
                 self._enter(node, number, gradient)
@@ -282,3 +283,5 @@ class LocalPass:
         whole = self._context.gradients.add(leaf, gradient, self._order.create, shared)
         if leaf._post_accumulate_grad_hooks:
             byhand.call_post_accumulate_hooks(leaf, whole)
+        for hook in byhand.hooks_of_leaf_node(leaf):
+            hook((), (gradient,))

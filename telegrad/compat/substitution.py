@@ -20,6 +20,12 @@ class Export(NamedTuple):
     name: str
     value: Any
     home: str = ""  # the module that torch's own comes from, where it is not imported before it is used
+    owner: str = ""  # the class in the module that has the name
+
+    @property
+    def holder(self) -> Any:
+        module = sys.modules[self.place]
+        return getattr(module, self.owner) if self.owner else module
 
 
 class Substitution:
@@ -51,9 +57,9 @@ class Substitution:
         """Give a module that stays its new members."""
         before = self._before.setdefault(module.__name__, {})
         for export in self._exports[module.__name__]:
-            was = vars(module).get(export.name, _ABSENT)
+            was = vars(export.holder).get(export.name, _ABSENT)
             before.setdefault(export.name, _ABSENT if was is export.value else was)
-            setattr(module, export.name, export.value)
+            setattr(export.holder, export.name, export.value)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """What stands for what, of all that is the old modules' own."""
@@ -74,9 +80,9 @@ class Substitution:
                 if value is _ABSENT and export.home:
                     value = getattr(_imported(export.home), export.name, _ABSENT)
                 if value is _ABSENT:
-                    delattr(sys.modules[place], export.name)
+                    delattr(export.holder, export.name)
                 else:
-                    setattr(sys.modules[place], export.name, value)
+                    setattr(export.holder, export.name, value)
         _rebind([(new, old) for old, new in self._pairs()])
 
 

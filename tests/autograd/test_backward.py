@@ -809,3 +809,26 @@ def test_gradients_have_memory_of_their_own(count, layout):
             found[each].mul_(0)
             assert not found[each].to_dense().any()
         assert torch.equal(Keeping.kept.to_dense(), wanted)
+
+
+class Telling(torch.autograd.Function):
+    """Tells where the gradient is that it gives."""
+
+    given = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given = gradient.contiguous()
+        Telling.given = given.data_ptr()
+        return given
+
+
+def test_a_gradient_that_nobody_else_has_is_not_copied():
+    x = leaf()
+    with autograd.context() as context:
+        autograd.backward(context, Telling.apply(x).sum())
+        assert autograd.get_gradients(context)[x].data_ptr() == Telling.given

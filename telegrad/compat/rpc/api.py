@@ -197,6 +197,8 @@ def _await_followers(round_: Any, limit: float) -> Exception | None:
             except CallTimeout:
                 pass  # it is busy
             except PeerError as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    continue  # too busy to accept a connection
                 return PeerLost(f"{name} will never come to this _all_gather: {error}")
     return None
 
