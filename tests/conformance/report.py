@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from textwrap import shorten
 from typing import Any, NamedTuple
 
+from tests.conformance import applicable
 from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result
 
 COMMAND = "make conformance"
@@ -65,7 +66,8 @@ def _not_applicable(results: list[Result]) -> list[str]:
     reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         if result.outcome == NOT_APPLICABLE:
-            reasons[result.why][result.suite].append(result.test.split(".")[1])
+            why = result.why if result.why in applicable.NOT_APPLICABLE else f"torch skips it: {result.why}"
+            reasons[why][result.suite].append(result.test.split(".")[1])
     lines = ["## Not applicable", ""] if reasons else []
     for why, suites in reasons.items():
         lines += [f"### {why} ({sum(map(len, suites.values()))})", ""]
