@@ -32,6 +32,8 @@ def five() -> Iterator[list[Worker]]:
 
 
 @pytest.fixture
-def here(five: list[Worker]) -> None:
+def here(five: list[Worker]) -> Iterator[None]:
     """This thread speaks for `w0`."""
     current.enter(five[0].agent)
+    yield
+    current.enter(None)

@@ -87,7 +87,7 @@ def test_the_checks_find_what_is_wrong():
     assert impurities("def f():\n    import torch.nn") == {"torch"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "boot"], ids=str)  # which is run, not imported
 def test_public_names_exist(path):
     dotted = ".".join(("telegrad", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     module = importlib.import_module(dotted)

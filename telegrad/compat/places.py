@@ -12,6 +12,7 @@ from telegrad.compat.optimizer import DistributedOptimizer
 from telegrad.compat.remote_module import RemoteModule
 from telegrad.compat.rpc import futures
 from telegrad.compat.substitution import Export, Substitution
+from telegrad.errors import UsageError
 
 _OURS = "telegrad.compat"
 MODULES = {
@@ -32,7 +33,13 @@ _LEGACY_PROFILER = ("ProfilerConfig", "_enable_profiler_legacy", "_parse_legacy_
 
 
 def substitution() -> Substitution:
-    """Put them there."""
+    """Put them there.
+
+    Raises:
+        UsageError: torch was built without `torch.distributed`.
+    """
+    if not torch.distributed.is_available():
+        raise UsageError("torch was built without torch.distributed, whose stores the workers meet through")
     torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]  # with torch's own operators, not ours
     modules = {place: import_module(ours) for place, ours in MODULES.items()}
     exports = [
@@ -48,6 +55,3 @@ def substitution() -> Substitution:
     if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, and TorchScript has no references
         exports.append(Export("torch.jit.annotations", "is_rref", lambda annotation: False))
     return Substitution(modules, exports)
-
-
-assert torch.distributed.is_available(), "torch was built without torch.distributed, whose stores workers meet through"

@@ -23,6 +23,7 @@ from telegrad.agent.server import ASYNC_MARK, Later, its_future
 from telegrad.rpc import current
 
 REMOTE = "#remote_op: "
+PLAIN = (False,) * 6  # options of a profiler that was made before the mode was on
 MOST_KEPT = 1024  # of reports that nobody has fetched
 _FIELDS = (
     *("id", "name", "trace_name", "thread", "fwd_thread", "input_shapes", "stack", "scope", "cpu_memory_usage"),
@@ -104,7 +105,7 @@ def ProfilerConfig(state: Any, *options: Any) -> Any:  # noqa: N802
 
 def _enable_profiler_legacy(config: Any) -> None:
     _enable(config)
-    _here.session = Session(_here.options)
+    _here.session = Session(getattr(_here, "options", PLAIN))
 
 
 def _parse_legacy_records(thread_records: Any) -> list[FunctionEvent]:

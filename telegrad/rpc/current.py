@@ -65,8 +65,8 @@ def conductor() -> Conductor:
     return recorder
 
 
-def enter(own: Agent) -> None:
-    """From now on this thread runs user code for `own`."""
+def enter(own: Agent | None) -> None:
+    """From now on this thread runs user code for `own`, or for the worker of this process."""
     _here.agent = own
 
 

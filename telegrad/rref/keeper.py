@@ -141,9 +141,10 @@ class Keeper:
     def check(self, handle: Handle) -> None:
         """Raise why a reference cannot be used, if so."""
         creation = self._creations.get(handle._id)
-        if creation is not None and creation.error is not None:
-            raise _failed(creation.error)
+        error = creation.error if creation is not None else None
         fault = handle._fault or self._machine.fault(handle._id)
+        if error is not None and not (fault and isinstance(error, PeerError)):  # what became of its owner says more
+            raise _failed(error)
         if fault:
             raise self._error_for(fault, handle)
 

@@ -56,7 +56,7 @@ def test_a_report_keeps_what_stands_above(tmp_path):
     text = path.read_text()
     assert text.startswith(f"# Mine\n\n{report.MARKER}\n\n3 tests of torch 2.0")
     assert "| `A` | 1 | 1 | 0 | 2 |\n| `B` | 0 | 0 | 1 | 1 |\n| **all** | 1 | 1 | 1 | 3 |" in text
-    assert "### no device (1)\n\n- `B`: `test_z`\n" in text
+    assert "### torch skips it: no device (1)\n\n- `B`: `test_z`\n" in text
     assert "- `A.test_y`: `TypeError: 'no'`\n" in text
     assert "old" not in text
 

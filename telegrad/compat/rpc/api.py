@@ -206,7 +206,7 @@ def _await_followers(round_: Any, limit: float) -> Exception | None:
 def _tell_followers(
     key: str, objects: dict[str, Any], error: Exception | None, followers: set[str], limit: float
 ) -> None:
-    args = (key, objects if error is None else {}, error)
+    args = (key, objects) if error is None else (key, {}, error)
     told = {name: rpc_async(name, _broadcast_to_followers, args, timeout=limit) for name in sorted(followers)}
     failed: dict[str, Exception] = {}
     for name, future in told.items():

@@ -30,7 +30,7 @@ def rpc_sync(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled("sync", to, call, session, lambda seen: _begin(to, seen, timeout))[0].wait()
+        return _profiled("sync", to, call, session, lambda seen: _begin(to, seen, timeout)).wait()
     try:
         return api.call_sync(to, call, timeout)
     except (TypeError, torch.jit.Error) as error:
@@ -45,7 +45,7 @@ def rpc_async(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled("async", to, call, session, lambda seen: _begin(to, seen, timeout))[0]
+        return _profiled("async", to, call, session, lambda seen: _begin(to, seen, timeout))
     return _begin(to, call, timeout)
 
 
@@ -62,8 +62,8 @@ def remote(
         made.append(api.create(to, seen, timeout))
         return made[0].future()
 
-    complete, _ = _profiled("remote", to, call, session, create)
-    made[0]._set_profiling_future(complete)
+    made_and_seen = _profiled("remote", to, call, session, create)
+    made[0]._set_profiling_future(made_and_seen)
     return made[0]
 
 
@@ -97,9 +97,7 @@ def _begin(to: To, call: Call, timeout: float) -> Future[Any]:
     return future
 
 
-def _profiled(
-    kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]
-) -> tuple[Future[Any], str]:
+def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]) -> Future[Any]:
     """A future that is done once the call is, and `session` has what its callee saw."""
     agent = current.agent()
     there = to.name if isinstance(to, WorkerInfo) else to
@@ -128,4 +126,4 @@ def _profiled(
             complete.set_exception(error)
 
     future.add_done_callback(fetch)
-    return complete, name
+    return complete
