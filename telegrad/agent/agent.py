@@ -159,6 +159,8 @@ class Agent:
         With a `creation`, which the rider understands, the value stays there.
         """
         peer = self._connections.peer(to)
+        if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
+            peer.wait_for_room()
         pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, outcome, keeps)
         outcome.call = pending
         parts = self._call_parts(peer, function, args, kwargs, creation)

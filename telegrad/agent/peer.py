@@ -26,6 +26,9 @@ from telegrad.wire.messages import BYE, CARRIES, NOTICE, Frame
 
 SPIN = 250e-6  # as in the reactor: look again for this long before sleeping
 SPIN_WITHIN = 400e-6  # only where the last answer came within this time
+MOST_CALLS = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
+MOST_BYTES = 1 << 30  # of the tensors in them
+ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 
 AnyLink = Link | LoopEnd
@@ -52,6 +55,7 @@ class Pending:
         "peer",
         "timeout",
         "told",
+        "weight",
     )
 
     def __init__(
@@ -65,6 +69,7 @@ class Pending:
         self.outcome = outcome
         self.keeps = keeps
         self.id = 0
+        self.weight = 0  # bytes of its tensors
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self.done = False
@@ -109,8 +114,11 @@ class Peer:
         self._on_lost = on_lost
         self._take_cargo = take_cargo
         self._lock = threading.Lock()  # guards all below
+        self._room = threading.Condition(self._lock)  # there are fewer calls in flight
+        self._queue = 0  # of threads that wait for that
         self._ids = 0
         self._pending: dict[int, Pending] = {}
+        self._weight = 0  # of those
         self._link: AnyLink | None = None
         self._connecting = False
         self._backlog: list[tuple[int, dict[str, Any]]] = []  # frames for a connection that is being made
@@ -129,6 +137,9 @@ class Peer:
             self._ids += 1
             pending.id = self._ids
             self._pending[pending.id] = pending
+            if "blobs" in parts:
+                pending.weight = sum(blob.nbytes for blob in parts["blobs"])
+                self._weight += pending.weight
         self._send(pending.id, parts)
         if pending.outcome is not None and not pending.outcome.quick and not self._armed:
             self._arm()
@@ -168,12 +179,12 @@ class Peer:
     def forget(self, pending: Pending) -> None:
         """The caller gave up; a late answer is ignored."""
         with self._lock:
-            self._pending.pop(pending.id, None)
+            self._take(pending.id)
 
     def expire(self, pending: Pending) -> None:
         """The time of an asynchronous call is over."""
         with self._lock:
-            found = self._pending.pop(pending.id, None)
+            found = self._take(pending.id)
         if found is not None:
             pending.error = self.timed_out(pending)
             self._done(pending)
@@ -193,7 +204,40 @@ class Peer:
     def outstanding(self) -> int:
         return len(self._pending)
 
+    def _take(self, id_: int) -> Pending | None:
+        """With the lock held: a call is in flight no longer."""
+        pending = self._pending.pop(id_, None)
+        if pending is not None:
+            self._weight -= pending.weight
+            if self._queue:
+                self._room.notify()
+        return pending
+
     # Waiting
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much is in flight that nothing should be added."""
+        return len(self._pending) >= MOST_CALLS or self._weight >= MOST_BYTES
+
+    def wait_for_room(self) -> None:
+        """Wait until less is in flight, and read answers meanwhile."""
+        while self.crowded and self._closed is None:
+            link = self._link
+            if isinstance(link, Link) and link.reading.acquire(blocking=False):
+                try:
+                    if self._armed:
+                        self._disarm(link)
+                    if not link.read():
+                        link.wait_readable(ROOM_LOOK)
+                finally:
+                    link.stop_reading()
+            else:
+                with self._lock:
+                    if self.crowded:
+                        self._queue += 1
+                        self._room.wait(ROOM_LOOK)
+                        self._queue -= 1
 
     def wait(self, pending: Pending) -> bool:
         """Wait until `pending` is done; False where its deadline passed before."""
@@ -286,7 +330,7 @@ class Peer:
             if frame.flags & CARRIES:  # also where the caller gave up
                 frame = self._take_cargo(frame)
             with self._lock:
-                pending = self._pending.pop(frame.id, None)
+                pending = self._take(frame.id)
             if pending is not None:  # else its caller gave up
                 pending.frame = frame
                 pending.left = pending.awaited
@@ -306,7 +350,7 @@ class Peer:
             if self._link is link:
                 self._link = None
             waiting = {id_ for id_, _ in self._backlog}
-            failed = [self._pending.pop(id_) for id_ in list(self._pending) if id_ not in waiting]
+            failed = [p for id_ in list(self._pending) if id_ not in waiting and (p := self._take(id_)) is not None]
         with self._arming:
             self._armed = False
         self._fail(failed, reason)
@@ -326,7 +370,7 @@ class Peer:
             with self._lock:
                 self._connecting = False
                 backlog, self._backlog = self._backlog, []
-                failed = [p for id_, _ in backlog if (p := self._pending.pop(id_, None)) is not None]
+                failed = [p for id_, _ in backlog if (p := self._take(id_)) is not None]
             self._fail(failed, error)
             self._on_lost(self, error if isinstance(error, PeerError) else PeerError(str(error)))
             return
@@ -346,7 +390,7 @@ class Peer:
                         self._backlog = backlog[at:] + self._backlog
                         backlog, self._backlog = self._backlog, []
                         self._connecting = False
-                        failed = [p for i, _ in backlog if (p := self._pending.pop(i, None)) is not None]
+                        failed = [p for i, _ in backlog if (p := self._take(i)) is not None]
                     self._fail(failed, link.closed or PeerError("the connection ended"))
                     return
         if closed is not None:
@@ -365,6 +409,7 @@ class Peer:
             if link is None:
                 self._pending.clear()
                 self._backlog.clear()
+            self._room.notify_all()
         if link is not None:
             with contextlib.suppress(PeerError):
                 link.send(BYE)

@@ -1,0 +1,198 @@
+"""Callers that are faster than their callee: they wait, and no call is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from telegrad.agent import peer
+from telegrad.rpc import current, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE, agents, group, in_threads
+
+FEW = 50
+MANY = 500
+
+gate = threading.Event()
+lock = threading.Lock()  # guards arrived
+arrived: list[int] = []
+
+
+def hold(number, *_):
+    assert gate.wait(PATIENCE)
+    with lock:
+        arrived.append(number)
+    return number
+
+
+def relay(to, number):
+    return rpc_async(to, hold, (number,)).wait()
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(peer, "MOST_CALLS", FEW)
+    gate.clear()
+    arrived.clear()
+    yield
+    gate.set()
+
+
+@pytest.fixture(params=["auto", "tcp"])
+def pair(request):
+    with agents(2, transport=request.param) as (a, b):
+        current.enter(a.agent)
+        yield a, b
+        current.enter(None)
+
+
+def in_flight(worker):
+    return sum(each.outstanding for each in worker.agent._connections._peers.values())
+
+
+def crowd(caller, begin):
+    """Begin many calls in a thread; what they give, once the gate is open."""
+    current.enter(caller.agent)
+    return [future.wait() for future in [begin(number) for number in range(MANY)]]
+
+
+def open_when_full(caller, full):
+    deadline = threading.Event()
+    while in_flight(caller) < full:
+        assert not deadline.wait(0.001)
+    deadline.wait(0.1)  # more would have come by now
+    assert in_flight(caller) <= full
+    gate.set()
+
+
+@pytest.mark.parametrize("to", ["w1", "w0"], ids=["another", "itself"])
+def test_calls_wait_for_room(pair, to):
+    caller = pair[0]
+    found, _ = in_threads(
+        lambda: crowd(caller, lambda number: rpc_async(to, hold, (number,))),
+        lambda: open_when_full(caller, FEW),
+    )
+    assert found == list(range(MANY))
+    assert sorted(arrived) == list(range(MANY))
+
+
+def test_references_wait_for_room(pair):
+    caller = pair[0]
+    made, _ = in_threads(
+        lambda: crowd(caller, lambda number: remote("w1", hold, (number,)).future()),
+        lambda: open_when_full(caller, FEW),
+    )
+    assert made == [None] * MANY
+    assert sorted(arrived) == list(range(MANY))
+
+
+def test_tensors_wait_for_room(pair, monkeypatch):
+    caller = pair[0]
+    x = torch.zeros(1 << 16)
+    monkeypatch.setattr(peer, "MOST_BYTES", 10 * x.nbytes)
+    found, _ = in_threads(
+        lambda: crowd(caller, lambda number: rpc_async("w1", hold, (number, x))),
+        lambda: open_when_full(caller, 10),
+    )
+    assert found == list(range(MANY))
+
+
+def test_from_a_callback(pair):
+    """The thread that runs callbacks does not wait for what it may have to bring about."""
+    gate.set()
+    futures, done = [], threading.Event()
+
+    def more(_):
+        futures.extend(rpc_async("w1", hold, (number,)) for number in range(MANY))
+        done.set()
+
+    rpc_async("w1", int).then(more)
+    assert done.wait(PATIENCE)
+    assert [future.wait() for future in futures] == list(range(MANY))
+
+
+def test_nested_calls_in_both_directions(pair):
+    caller, callee = pair
+    gate.set()
+    both = in_threads(
+        lambda: crowd(caller, lambda number: rpc_async("w1", relay, ("w0", number))),
+        lambda: crowd(callee, lambda number: rpc_async("w0", relay, ("w1", number))),
+    )
+    assert both == [list(range(MANY))] * 2
+
+
+def test_synchronous_calls_do_not_wait(pair):
+    caller = pair[0]
+    waiting = threading.Thread(target=crowd, args=(caller, lambda number: rpc_async("w1", hold, (number,))))
+    waiting.start()
+    deadline = threading.Event()
+    while in_flight(caller) < FEW:
+        assert not deadline.wait(0.001)
+    gate.set()
+    assert rpc_sync("w1", torch.add, (torch.ones(1), 1)) == 2
+    waiting.join(PATIENCE)
+
+
+def test_the_callee_dies_while_callers_wait():
+    with group(2) as workers:
+        workers[0].begin(fire_at_one_that_dies)
+        assert workers[0].end() == "PeerLost"
+
+
+def fire_at_one_that_dies():
+    peer.MOST_CALLS = FEW
+    victim = rpc_sync("worker1", os.getpid)
+    futures = [rpc_async("worker1", hold, (number,)) for number in range(FEW)]
+    threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+    try:
+        while True:
+            rpc_async("worker1", hold, (0,))
+            if futures[0].done():
+                futures[0].wait()
+    except Exception as error:
+        return type(error).__name__
+
+
+counted = 0
+
+
+def count(_):
+    global counted
+    counted += 1
+
+
+def resident():
+    """Megabytes of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def how_many():
+    return counted, resident()
+
+
+def fire_a_million():
+    before, (_, before_there) = resident(), rpc_sync("worker1", how_many)
+    peak = 0.0
+    last = None
+    for number in range(1_000_000):
+        last = rpc_async("worker1", count, (number,))
+        if number % 50_000 == 0:
+            peak = max(peak, resident())
+    last.wait()
+    while (found := rpc_sync("worker1", how_many))[0] < 1_000_000:
+        pass
+    return peak - before, found[1] - before_there
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc")
+def test_a_million_calls_without_waiting():
+    with group(2) as workers:
+        here, there = workers[0].run(fire_a_million, patience=500)
+    assert here < 300
+    assert there < 300
