@@ -31,7 +31,7 @@ _REFUSED = (
 )
 
 
-class _RemoteModule(remote_module.RemoteModule):
+class RemoteModule(remote_module.RemoteModule):
     """A handle of a module on another worker, with what programs for `torch.distributed.nn` know of it.
 
     Those know that many methods of a module are refused; `telegrad.nn.RemoteModule` has most of them.
@@ -55,7 +55,7 @@ class _RemoteModule(remote_module.RemoteModule):
     @classmethod
     def init_from_module_rref(
         cls, remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
-    ) -> _RemoteModule:
+    ) -> RemoteModule:
         """A handle of a module that exists already; it runs where that one is, whatever worker is named."""
         _, device = parse_place(str(remote_device))
         place = module_rref.owner_name() + (f"/{device}" if device is not None else "")
@@ -91,27 +91,17 @@ class _RemoteModule(remote_module.RemoteModule):
 
 
 def _refusing(method: str) -> Callable[..., NoReturn]:
-    def refuse(self: _RemoteModule, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self: RemoteModule, *_: Any, **__: Any) -> NoReturn:
         self._refuse(method, f"telegrad.nn.RemoteModule may have it; see docs/migration.md of Telegrad on ``{method}``")
 
     return refuse
 
 
 for _method in _REFUSED:
-    setattr(_RemoteModule, _method, _refusing(_method))
+    setattr(RemoteModule, _method, _refusing(_method))
 
 
-class RemoteModule(_RemoteModule):
-    """A handle of a module on another worker: its `forward` runs there, and gradients find their way back to it."""
-
-    def __init__(
-        self,
-        remote_device: str,
-        module_cls: Callable[..., nn.Module],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
+_RemoteModule = RemoteModule
 
 
 def run(module: RRef[nn.Module], device: str, *args: Any, **kwargs: Any) -> Any:
@@ -125,6 +115,6 @@ def run_async(module: RRef[nn.Module], device: str, *args: Any, **kwargs: Any) -
     return rpc_async(module.owner(), remote_module._run_on_device, (module, device, args, kwargs))
 
 
-REDUCERS[_RemoteModule] = REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]
+REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]
 
 __getattr__ = missing_from("torch.distributed.nn.api.remote_module")
