@@ -26,43 +26,50 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["imported before", "imported after"])
-@pytest.mark.parametrize(
-    ("form", "value"),
-    [
-        ("import torch.distributed.rpc", "torch.distributed.rpc.rpc_sync"),
-        ("import torch.distributed.rpc as rpc", "rpc.init_rpc"),
-        ("from torch.distributed import rpc", "rpc.remote"),
-        ("from torch.distributed.rpc import rpc_async", "rpc_async"),
-        ("from torch.distributed.rpc.api import shutdown", "shutdown"),
-        ("import torch.distributed.rpc.api as api", "api._wait_all_workers"),
-        ("from torch.distributed.rpc import RRef as Reference", "Reference"),
-        ("from torch.distributed.rpc import functions", "functions.async_execution"),
-        ("import torch.distributed.autograd as dist_autograd", "dist_autograd.backward"),
-        ("from torch.distributed.autograd import context", "context"),
-        ("from torch.distributed.optim import DistributedOptimizer", "DistributedOptimizer"),
-        ("import torch.distributed.optim.optimizer as made", "made.DistributedOptimizer"),
-        ("from torch.distributed.nn import RemoteModule", "RemoteModule"),
-        ("from torch.distributed.nn.api.remote_module import RemoteModule", "RemoteModule"),
-        ("import torch.distributed.nn.api.remote_module", "torch.distributed.nn.api.remote_module._RemoteModule"),
-    ],
-)
-def test_forms_of_import(run, form, value, early):
-    """Both before and after, and torch's again after `uninstall`."""
-    first, second = (form, "") if early else ("", form)
-    run(f"""
-        {first}
-        held = [{value}] if {early} else []
+FORMS = {
+    "import torch.distributed.rpc": "torch.distributed.rpc.rpc_sync",
+    "import torch.distributed.rpc as rpc": "rpc.init_rpc",
+    "from torch.distributed import rpc": "rpc.remote",
+    "from torch.distributed.rpc import rpc_async": "rpc_async",
+    "from torch.distributed.rpc.api import shutdown": "shutdown",
+    "import torch.distributed.rpc.api as api": "api._wait_all_workers",
+    "from torch.distributed.rpc import RRef as Reference": "Reference",
+    "from torch.distributed.rpc import functions": "functions.async_execution",
+    "import torch.distributed.autograd as dist_autograd": "dist_autograd.backward",
+    "from torch.distributed.autograd import context": "context",
+}
+LATE_FORMS = {  # of what `import torch` does not import
+    "from torch.distributed.optim import DistributedOptimizer": "DistributedOptimizer",
+    "import torch.distributed.optim.optimizer as made": "made.DistributedOptimizer",
+    "from torch.distributed.nn import RemoteModule": "RemoteModule",
+    "from torch.distributed.nn.api.remote_module import RemoteModule": "RemoteModule",
+    "import torch.distributed.nn.api.remote_module": "torch.distributed.nn.api.remote_module._RemoteModule",
+}
+TRY = """
+    import types
+    for number, (form, value) in enumerate({forms!r}.items()):
+        user = sys.modules[f"user{{number}}"] = types.ModuleType(f"user{{number}}")
+        if {early}:
+            exec(form, vars(user))
+            held = eval(value, vars(user))
         compat.install()
         assert compat.installed()
-        {second}
-        assert {value}.__module__.startswith("telegrad."), {value}
-        assert {value} not in held
+        exec(form if not {early} else "", vars(user))
+        assert eval(value, vars(user)).__module__.startswith("telegrad."), form
         compat.uninstall()
         assert not compat.installed()
-        assert {value}.__module__.startswith("torch."), {value}
-        assert not held or {value} is held[0]
-    """)
+        assert eval(value, vars(user)).__module__.startswith("torch."), form
+        assert not {early} or eval(value, vars(user)) is held, form
+"""
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["imported before", "imported after"])
+@pytest.mark.parametrize(
+    "forms", [FORMS, *({form: value} for form, value in LATE_FORMS.items())], ids=["rpc and autograd", *LATE_FORMS]
+)
+def test_forms_of_import(run, forms, early):
+    """Each is Telegrad's from `install` on, and torch's again after `uninstall`."""
+    run(TRY.format(forms=forms, early=early))
 
 
 def test_what_torch_holds_itself(run):
