@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
+from time import monotonic
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation
@@ -38,7 +40,7 @@ def connect(
     """
     sock, shared = _reach(wish, tls, transport, timeout, silence)
     try:
-        return sock, shared, _shake_hands(sock, Initiator(key, mine, wish.incarnation))
+        return sock, shared, _shake_hands(sock, Initiator(key, mine, wish.incarnation), monotonic() + timeout)
     except (HandshakeError, PeerUnreachable) as error:
         sock.close()
         raise type(error)(f"worker {wish.name!r}: {error}") from error.__cause__
@@ -85,19 +87,28 @@ def _reach(
             raise AuthenticationFailed(
                 f"worker {wish.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
             ) from error
+        except OSError as error:
+            sock.close()
+            raise PeerUnreachable(
+                f"worker {wish.name!r} broke off the handshake ({error}); the call has not run"
+            ) from error
     return sock, False
 
 
-def _shake_hands(sock: socket.socket, end: Initiator) -> bytes:
+def _shake_hands(sock: socket.socket, end: Initiator, deadline: float) -> bytes:
     sock.sendall(end.start())
     while not end.done:
+        remaining = deadline - monotonic()
+        if remaining <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(remaining)
         data = sock.recv(4096)
         if not data:
             raise ProtocolViolation("the connection was closed during the handshake")
         try:
             answer = end.receive(data)
         except (HandshakeError, PeerUnreachable):
-            if end.parting:
+            with contextlib.suppress(OSError):  # it need not hear why
                 sock.sendall(end.parting)
             raise
         if answer:

@@ -133,7 +133,7 @@ class _End:
         try:
             name, id_, incarnation, program, *more = json.loads(text)
             return Claim(str(name), int(id_), str(incarnation), str(program)), more
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             raise self._refuse("stranger", "it holds the key, but what it claims is no claim") from None
 
     def _refuse(self, reason: str, why: str) -> HandshakeError | PeerUnreachable:

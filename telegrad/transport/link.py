@@ -249,15 +249,13 @@ class Link:
 
     def feed(self, data: bytes) -> None:
         """Take in bytes that came with the end of the handshake."""
-        frames = []
         view = memoryview(data)
-        while view:
+        while view and self.closed is None:
             buffer = self._reader.buffer()
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
-            frames += self._reader.advance(count)
+            self._take(count)
             view = view[count:]
-        self._deliver(frames)
 
     def on_readable(self) -> bool:
         """Read what is there, unless another thread does."""
@@ -302,13 +300,9 @@ class Link:
                 self.close(self._lost("the connection ended"))
                 return came
             came = True
-            try:
-                frames = self._reader.advance(count)
-            except Exception as error:  # what it says cannot be understood from here on
-                self.close(self._lost(f"it sent what is no frame ({error})"))
+            self._take(count)
+            if self.closed is not None:
                 return came
-            if frames:
-                self._deliver(frames)
             if count < len(buffer) and not self._tls:
                 return True
         return came
@@ -325,6 +319,15 @@ class Link:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             self._maps.arrived.extend(fds)
         return count
+
+    def _take(self, count: int) -> None:
+        """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""
+        try:
+            frames = self._reader.advance(count)
+            if frames:
+                self._deliver(frames)
+        except Exception as error:
+            self.close(self._lost(f"it sent what is no frame ({error})"))
 
     def _deliver(self, frames: list[Frame]) -> None:
         wanted = []

@@ -18,7 +18,7 @@ from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_addre
 from telegrad.transport.tls import TlsFiles, server_context
 
 PATIENCE = 5.0  # seconds that a handshake may take
-MOST_STRANGERS = 256  # connections in their handshake at once; further ones wait in the kernel's queue
+MOST_STRANGERS = 256  # connections in their handshake at once; for a further one the oldest must go
 BACKLOG = 512
 
 Accepted = Callable[[socket.socket, Claim, bool, bytes], None]
@@ -43,8 +43,9 @@ class Listener:
         self._accepted = accepted
         self._silence = silence
         self._tls = server_context(tls) if tls is not None else None
-        self._lock = threading.Lock()  # guards _strangers
-        self._strangers: set[_Stranger] = set()
+        self._lock = threading.Lock()  # guards _strangers and that the poller watches these
+        self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self._shut = False  # no descriptor is left for those who knock
         self._doors: list[_Door] = []
         self.unix = ""
         if HAS_UNIX and transport != "tcp":
@@ -77,42 +78,51 @@ class Listener:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         stranger = _Stranger(sock, self, Acceptor(self._key, self._mine), origin, shared)
         with self._lock:
-            self._strangers.add(stranger)
-            full = len(self._strangers) >= MOST_STRANGERS
-        if full:
-            self._watch_doors(False)
-        self._poller.watch(stranger, read=True)
+            crowded = len(self._strangers) >= MOST_STRANGERS
+            oldest = next(iter(self._strangers)) if crowded else None
+            self._strangers[stranger] = None
+            self._poller.watch(stranger, read=True)
+        if oldest is not None:  # a member is through in milliseconds: it is seldom the oldest
+            self.turn_away(oldest, ProtocolViolation("it has not introduced itself, and many wait"))
 
     def known(self, stranger: _Stranger) -> None:
         """It has proved who it is."""
-        self._dismiss(stranger)
         assert stranger.end.peer is not None
-        self._accepted(stranger.sock, stranger.end.peer, stranger.shared, stranger.end.leftover)
+        if self._dismiss(stranger):
+            self._accepted(stranger.sock, stranger.end.peer, stranger.shared, stranger.end.leftover)
 
     def turn_away(self, stranger: _Stranger, why: Exception) -> None:
         """It is not of the group: one line in the log, and the door."""
-        self._dismiss(stranger)
+        if not self._dismiss(stranger):
+            return
         log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         with contextlib.suppress(OSError, ValueError):
             if stranger.end.parting:
                 stranger.sock.send(stranger.end.parting)
         stranger.sock.close()
 
-    def _dismiss(self, stranger: _Stranger) -> None:
-        self._poller.forget(stranger)
-        stranger.dismissed = True
+    def _dismiss(self, stranger: _Stranger) -> bool:
+        """It is a stranger no longer; False where another thread has seen to it before."""
         with self._lock:
-            full = len(self._strangers) >= MOST_STRANGERS
-            self._strangers.discard(stranger)
-        if full:
-            self._watch_doors(True)
+            if stranger not in self._strangers:
+                return False
+            del self._strangers[stranger]
+            self._poller.forget(stranger)
+            stranger.dismissed = True
+            return True
 
-    def _watch_doors(self, open_: bool) -> None:
+    def shut(self) -> None:
+        """Leave those who knock in the kernel's queue until the next tick."""
+        self._shut = True
         for door in self._doors:
-            self._poller.watch(door, read=open_)
+            self._poller.forget(door)
 
     def tick(self, now: float) -> None:
         """Turn away who connected and stayed silent."""
+        if self._shut:
+            self._shut = False
+            for door in self._doors:
+                self._poller.watch(door, read=True)
         with self._lock:
             late = [stranger for stranger in self._strangers if now - stranger.since > PATIENCE]
         for stranger in late:
@@ -123,9 +133,7 @@ class Listener:
             self._poller.forget(door)
         with self._lock:
             strangers = list(self._strangers)
-        for stranger in strangers:
-            self._dismiss(stranger)
-        self.abandon(strangers)
+        self.abandon([stranger for stranger in strangers if self._dismiss(stranger)])
 
     def abandon(self, strangers: Iterable[_Stranger] = ()) -> None:
         """Close the descriptors, and nothing else."""
@@ -154,6 +162,7 @@ class _Door:
         except OSError as error:
             if self.sock.fileno() >= 0:
                 log.warning("telegrad: a connection could not be accepted: %s", error)
+                self._listener.shut()  # as a rule no descriptor is left: trying again at once would fail again
             return False
         try:
             self._listener.greet(sock, "this host" if self._shared else f"{address[0]}:{address[1]}", self._shared)

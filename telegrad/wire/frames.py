@@ -6,9 +6,11 @@ through one scratch buffer, many per read; a large part is received straight int
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
+from telegrad.errors import ProtocolViolation
 from telegrad.wire.messages import ENTRY, IN_STREAM, PREFIX, Frame
 
 SCRATCH = 1 << 16
@@ -67,7 +69,7 @@ class FrameReader:
             self._start += size
             return self._parse(self._scratch, start)
         if size > SCRATCH:
-            self._large = memoryview(bytearray(size))
+            self._large = self._reserve(size)
             self._land(self._large)
         return None
 
@@ -100,12 +102,23 @@ class FrameReader:
             if block != IN_STREAM:
                 frame.blobs.append(self._attach(block, size))
                 continue
-            blob, memory = self._allocate(size)
+            try:
+                blob, memory = self._allocate(size)
+            except (MemoryError, OverflowError, ValueError, OSError) as error:
+                raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
             frame.blobs.append(blob)
             if not self._land(memory):
                 return None
         self._frame = None
         return frame
+
+    @staticmethod
+    def _reserve(size: int) -> memoryview:
+        """Memory that is used only once something comes for it, whatever was announced."""
+        try:
+            return memoryview(mmap.mmap(-1, size))
+        except (MemoryError, OverflowError, ValueError, OSError) as error:
+            raise ProtocolViolation(f"a message of {size} bytes was announced ({error})") from error
 
     def _land(self, memory: memoryview) -> bool:
         """Fill `memory` from the scratch buffer, then from the stream; whether it is full already."""

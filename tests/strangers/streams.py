@@ -1,0 +1,140 @@
+"""Streams of frames, a second and simpler parser to compare with, and a reader that is watched while it reads.
+
+What a stranger announces may be larger than any machine: a part above `PLENTY` is refused here as a machine without
+memory would, so that tests see what is asked for without paying for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from telegrad.errors import ProtocolViolation
+from telegrad.wire import frames
+from telegrad.wire.frames import FrameReader
+from telegrad.wire.messages import BYE, CALL, ENTRY, IN_STREAM, NOTICE, PREFIX, RELEASE, RESULT, encode, pack_numbers
+
+PLENTY = 1 << 18
+SMALL = 64  # a scratch buffer that short streams overflow
+NAMED = (ProtocolViolation, MemoryError, OverflowError)
+SHARED_BLOCKS = 4  # of any size, that the other end may name
+
+
+class Refused(MemoryError):
+    """More was asked for than there is."""
+
+
+def limited(size):
+    if isinstance(size, int) and size > PLENTY:
+        raise Refused
+    return bytearray(size)
+
+
+def attach(number, size):
+    if number > SHARED_BLOCKS:
+        raise ProtocolViolation("no such block")
+    return number, size
+
+
+@contextlib.contextmanager
+def scratch_of(size: int) -> Iterator[None]:
+    """With a scratch buffer of `size`: in a small one, short streams reach what large frames need."""
+    mapped = SimpleNamespace(mmap=lambda _, size: limited(size))
+    with (
+        patch.object(frames, "SCRATCH", size),
+        patch.object(frames, "bytearray", limited, create=True),  # whichever of the two the reader uses
+        patch.object(frames, "mmap", mapped, create=True),
+    ):
+        yield
+
+
+def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
+    """The frames in `stream`, which comes in pieces of these sizes, over and over; and whether it was refused."""
+    promised = 0
+
+    def allocate(size):
+        nonlocal promised
+        memory = limited(size)
+        promised += size
+        assert promised <= at + PLENTY, "memory for a blob before the one in front of it has come"
+        return memory, memoryview(memory)
+
+    found, at, turn = [], 0, 0
+    reader = FrameReader(allocate, attach)
+    while at < len(stream):
+        buffer = reader.buffer()
+        count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
+        assert count > 0
+        buffer[:count] = stream[at : at + count]
+        at, turn = at + count, turn + 1
+        try:
+            found += reader.advance(count)
+        except NAMED:
+            return plain(found), True
+    return plain(found), False
+
+
+def plain(found):
+    return [
+        (f.kind, f.flags, f.id, f.head, f.meta, bytes(f.body), [b if type(b) is tuple else bytes(b) for b in f.blobs])
+        for f in found
+    ]
+
+
+def parse(stream: bytes, scratch: int) -> tuple[list, bool]:
+    """The same by looking at the whole: what a reader must give, however the bytes were cut."""
+    found, at = [], 0
+    while len(stream) - at >= PREFIX.size:
+        kind, flags, *sizes, id_ = PREFIX.unpack_from(stream, at)
+        sizes[2] *= ENTRY.size
+        if PREFIX.size + sum(sizes) > max(PLENTY, scratch):
+            return found, True
+        if PREFIX.size + sum(sizes) > len(stream) - at:
+            break
+        at += PREFIX.size
+        parts = []
+        for size in sizes:
+            parts.append(stream[at : at + size])
+            at += size
+        head, meta, table, body = parts
+        blobs = []
+        for number, size in ENTRY.iter_unpack(table):
+            if number != IN_STREAM:
+                if number > SHARED_BLOCKS:
+                    return found, True
+                blobs.append((number, size))
+                continue
+            if size > PLENTY:
+                return found, True
+            if size > len(stream) - at:
+                return found, False
+            blobs.append(stream[at : at + size])
+            at += size
+        found.append((kind, flags, id_, head, meta, body, blobs))
+    return found, False
+
+
+def agree(stream: bytes, cuts: Sequence[int], scratch: int) -> None:
+    """The reader gives what is there, in these cuts as in any; where it refuses, the last read may be lost with it."""
+    found, refused = read(stream, cuts)
+    wanted, wrong = parse(stream, scratch)
+    assert refused == wrong
+    assert found == wanted[: len(found)]
+    assert refused or len(found) == len(wanted)
+
+
+def samples() -> list[bytes]:
+    """What workers say to each other, each as one stream."""
+    call = encode(CALL, 1, head=b"operator:add", body=pickle.dumps(((1, 2), {})))
+    table = ENTRY.pack(IN_STREAM, 40) + ENTRY.pack(2, 1 << 20) + ENTRY.pack(IN_STREAM, 0) + ENTRY.pack(IN_STREAM, 300)
+    return [
+        call,
+        call + encode(RESULT, 1, body=pickle.dumps(3)) + encode(BYE),
+        encode(CALL, 2, flags=3, head=b"torch:add", meta=b"two tensors", table=table, body=b"args") + bytes(340) + call,
+        encode(NOTICE, body=bytes(500)) + encode(RELEASE, body=pack_numbers([1, 2, 3])),
+        encode(CALL, 3, table=ENTRY.pack(IN_STREAM, 2**63), body=b""),
+        PREFIX.pack(CALL, 0, 2**16 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1, 2**64 - 1),
+    ]

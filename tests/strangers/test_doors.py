@@ -1,0 +1,208 @@
+"""A worker's doors: they open again after any crowd, and a stranger's end is the end of nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from telegrad.transport import listener
+from telegrad.transport.handshake import Claim, Initiator
+from telegrad.transport.listener import Listener
+from telegrad.transport.poller import READ, Poller
+from tests.strangers.door import HAS_PROC, eventually
+
+KEY = b"the group's key"
+ME = Claim("w0", 0, "x", "")
+
+
+class Doors:
+    """A listener whose connections nobody but the test looks after."""
+
+    def __init__(self):
+        self.poller, self.accepted, self.failures = Poller(), [], []
+        self.listener = Listener(
+            "127.0.0.1", None, "tcp", 10.0, self.poller, lambda sock, *_: self.accepted.append(sock)
+        )
+        self.listener.serve(KEY, ME)
+
+    def look(self, timeout=0.0):
+        """What the leader does; whether there was anything."""
+        ready = self.poller.poll(timeout)
+        for source, events in ready:
+            if events & READ:
+                try:
+                    source.on_readable()
+                except Exception as error:
+                    self.failures.append(error)
+        return bool(ready)
+
+    def tick(self):
+        """What the clock does."""
+        try:
+            self.listener.tick(time.monotonic())
+        except Exception as error:
+            self.failures.append(error)
+
+    def knock(self):
+        sock = socket.create_connection(self.listener.tcp, 2.0)
+        sock.settimeout(2.0)
+        return sock
+
+    def close(self):
+        self.listener.close()
+        self.poller.close()
+        for sock in self.accepted:
+            sock.close()
+
+
+@pytest.fixture
+def doors():
+    made = Doors()
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def repeated(*jobs):
+    """Each on a thread of its own, which the interpreter changes as often as it can."""
+    over, interval = threading.Event(), sys.getswitchinterval()
+
+    def repeat(job):
+        while not over.is_set():
+            job()
+
+    threads = [threading.Thread(target=repeat, args=(job,)) for job in jobs]
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def lines():
+    """What is logged meanwhile; not kept by pytest, since it may be much."""
+    logger, said = logging.getLogger("telegrad"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.propagate = False
+    yield said
+    logger.propagate = True
+    logger.removeHandler(handler)
+
+
+def test_doors_that_are_shut_open_again(doors, monkeypatch):
+    """The clock turns away a crowd at the very moment when the leader finds that it is one."""
+    monkeypatch.setattr(listener, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(listener, "PATIENCE", -1.0)
+    watch, ticks = doors.poller.watch, []
+
+    def watch_late(source, *, read=None, write=None):
+        if isinstance(source, listener._Door) and read is False and not ticks:
+            ticks.append(threading.Thread(target=doors.tick))
+            ticks[0].start()
+            ticks[0].join(0.5)  # not for ever: it may be kept waiting until this is over
+        watch(source, read=read, write=write)
+
+    monkeypatch.setattr(doors.poller, "watch", watch_late)
+    with doors.knock(), doors.knock():
+        while doors.look(0.1):
+            pass
+    doors.tick()
+    with doors.knock() as sock:
+        while doors.look(0.1):
+            pass
+        doors.tick()
+        assert sock.recv(1) == b""
+    assert doors.failures == []
+
+
+def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(doors, lines, monkeypatch):
+    monkeypatch.setattr(listener, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(listener, "PATIENCE", -1.0)  # the clock turns away at once whom the leader lets in
+    with repeated(lambda: doors.look(0.1), doors.tick):
+        for _ in range(50):
+            with contextlib.ExitStack() as stack:
+                for _ in range(8):
+                    stack.enter_context(doors.knock())
+        with doors.knock() as sock, contextlib.suppress(ConnectionError):
+            assert sock.recv(1) == b""
+    assert doors.failures == []
+
+
+def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors, monkeypatch):
+    """One of two late ones ends its handshake while the clock turns away the other."""
+    socks = {sock.getsockname()[1]: sock for sock in (doors.knock(), doors.knock())}
+    ends = {port: Initiator(KEY, ME, ME.incarnation) for port in socks}
+    for port, sock in socks.items():
+        sock.sendall(ends[port].start())
+    proofs = {}
+    while len(proofs) < 2:
+        doors.look(0.01)
+        for port, sock in socks.items():
+            sock.settimeout(0.01)
+            with contextlib.suppress(TimeoutError):
+                proofs[port] = ends[port].receive(sock.recv(4096))
+
+    def emit(record):
+        for port, sock in socks.items():
+            if f":{port} " not in record.getMessage() and not doors.accepted:
+                sock.sendall(proofs[port])
+                while not doors.accepted:
+                    doors.look(0.01)
+
+    handler = logging.Handler()
+    handler.emit = emit
+    monkeypatch.setattr(listener, "PATIENCE", -1.0)
+    logging.getLogger("telegrad").addHandler(handler)
+    try:
+        doors.tick()
+    finally:
+        logging.getLogger("telegrad").removeHandler(handler)
+    (member,) = doors.accepted
+    assert member.fileno() >= 0
+    for sock in socks.values():
+        sock.close()
+
+
+@pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell which descriptors are open")
+def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors, lines):
+    with doors.knock() as first, no_descriptors(spare=first):
+        for _ in range(1000):
+            doors.look()
+        assert 1 <= len(lines) <= 10
+    with doors.knock() as sock:
+        sock.sendall(b"\0\0")
+        doors.tick()
+        assert eventually(lambda: doors.look(0.01) and any("no message" in line for line in lines))
+
+
+@contextlib.contextmanager
+def no_descriptors(spare):
+    """Nothing more can be opened in this process; `spare` and all before it stay."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(spare.fileno()))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)

@@ -1,0 +1,168 @@
+"""Strangers in numbers: members work on meanwhile, and what it took comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import operator
+import random
+import resource
+import socket
+import statistics
+import threading
+import time
+
+import pytest
+
+from telegrad.transport import listener
+from telegrad.transport.handshake import Claim, Initiator
+from tests.cluster import agents
+from tests.strangers.door import (
+    HAS_PROC,
+    LATE,
+    begin_to_knock,
+    descriptors,
+    eventually,
+    knock,
+    resident,
+    say,
+    wait_closed,
+)
+
+KEY = "the group's key"
+CROWD = 1000
+NORMAL = 0.05  # seconds of a call, on a busy machine; what waits for strangers waits for seconds
+MEGABYTE = 1 << 20
+
+pytestmark = pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell what a process uses")
+
+
+@pytest.fixture
+def worker():
+    with agents(2, transport="tcp", key=KEY) as (a, b):
+        latency(a)
+        yield a, b
+
+
+def latency(worker, calls=50):
+    """Of a usual call."""
+    took = []
+    for number in range(calls):
+        start = time.perf_counter()
+        assert worker.agent.call("w1", operator.add, (number, 1), None) == number + 1
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+@contextlib.contextmanager
+def given_back():
+    """What is taken inside comes back: descriptors, threads, and memory but for what allocators keep."""
+    gc.collect()
+    memory, files, threads = resident(), descriptors(), threading.active_count()
+    yield
+    assert eventually(lambda: descriptors() <= files), f"{descriptors() - files} descriptors are left"
+    assert eventually(lambda: threading.active_count() <= threads + 1)
+    assert resident() - memory < 32 * MEGABYTE
+
+
+@contextlib.contextmanager
+def crowd(worker, count=CROWD):
+    """Connections that say nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(4 * count, hard) if hard != resource.RLIM_INFINITY else 4 * count
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    strangers = []
+    try:
+        strangers += [begin_to_knock(worker) for _ in range(count)]
+        yield strangers
+    finally:
+        for sock in strangers:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def greet(worker):
+    """As a member does that comes anew."""
+    end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), worker.agent.incarnation)
+    with knock(worker) as sock:
+        sock.settimeout(2.0)
+        sock.sendall(end.start())
+        while not end.done:
+            data = sock.recv(4096)
+            if not data:
+                raise ConnectionError("the worker closed the connection")
+            sock.sendall(end.receive(data))
+
+
+def test_members_do_not_notice_a_crowd_that_is_silent(worker):
+    a, b = worker
+    with given_back():
+        before = resident()
+        with crowd(b):
+            assert latency(a, 200) < NORMAL
+            assert resident() - before < 32 * MEGABYTE
+
+
+def test_a_member_that_comes_passes_a_crowd(worker):
+    _, b = worker
+    with crowd(b, listener.MOST_STRANGERS + 50):
+        greet(b)
+
+
+def test_garbage_from_all_sides(worker, caplog):
+    a, b = worker
+    heard = []
+
+    def babble(seed):
+        chance = random.Random(seed)
+        hello = Initiator(b"another key", Claim("w0", 0, "x", ""), "x").start()
+        for _ in range(60):
+            with knock(b) as sock:
+                say(sock, chance.choice([b"", hello[: chance.randrange(40)], hello]))
+                say(sock, chance.randbytes(chance.choice([3, 100, 3000, 100_000])))
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_WR)
+                heard.append(wait_closed(sock))
+
+    with given_back():
+        threads = [threading.Thread(target=babble, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        during = latency(a, 100)
+        for thread in threads:
+            thread.join()
+    assert len(heard) == 240
+    assert during < NORMAL
+    assert len([r for r in caplog.records if "was refused" in r.getMessage()]) == 240
+    greet(b)
+
+
+def test_who_is_slow_is_turned_away_though_never_silent(worker, monkeypatch):
+    a, b = worker
+    monkeypatch.setattr(listener, "PATIENCE", 0.4)
+    hello = Initiator(b"another key", Claim("w0", 0, "x", ""), "x").start()
+    with given_back(), contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(knock(b)) for _ in range(20)]
+        start = time.monotonic()
+        for byte in itertools.takewhile(lambda _: time.monotonic() - start < 0.4 + LATE, hello):
+            for sock in slow:
+                say(sock, bytes([byte]))
+            assert latency(a, 3) < NORMAL
+            time.sleep(0.05)  # often enough to be no idle connection
+        for sock in slow:
+            assert wait_closed(sock) == b""
+        assert time.monotonic() - start < 0.4 + LATE + 1.0
+
+
+def test_a_member_may_be_slow(worker):
+    """Its handshake comes byte by byte."""
+    _, b = worker
+    end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), b.agent.incarnation)
+    with knock(b) as sock:
+        said = end.start()
+        while not end.done:
+            for at in range(len(said)):
+                sock.sendall(said[at : at + 1])
+                time.sleep(0.002)
+            said = end.receive(sock.recv(4096))

@@ -1,0 +1,86 @@
+"""Any bytes give frames or an error with a name, the same ones however they are cut, and within bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from telegrad.errors import ProtocolViolation
+from telegrad.wire.frames import SCRATCH, FrameReader
+from telegrad.wire.messages import CALL, ENTRY, PREFIX
+from tests.strangers.door import HAS_PROC, resident
+from tests.strangers.streams import PLENTY, SMALL, agree, attach, limited, read, samples, scratch_of
+
+cuts = st.lists(st.integers(1, 200), min_size=1, max_size=5)
+sizes = st.one_of(st.integers(0, 80), st.sampled_from([PLENTY, PLENTY + 1, 2**31, 2**32 - 1]))
+vast = st.one_of(sizes, st.sampled_from([2**40, 2**63 - 1, 2**63, 2**64 - 1]))
+prefixes = st.builds(
+    PREFIX.pack, st.integers(0, 255), st.integers(0, 255), st.integers(0, 80), sizes, sizes, vast, st.just(0)
+)
+entries = st.builds(ENTRY.pack, st.integers(0, 6), vast)
+streams = st.lists(st.one_of(prefixes, entries, st.binary(max_size=120), st.sampled_from(samples())), max_size=8).map(
+    b"".join
+)
+
+
+@settings(deadline=None, max_examples=600)
+@given(streams, cuts, st.sampled_from([SMALL, SCRATCH]))
+@example(PREFIX.pack(CALL, 0, 0, 0, 1, 0, 0) + ENTRY.pack(0, 2**64 - 1), [1], SMALL)
+@example(PREFIX.pack(CALL, 0, 0, 0, 2**32 - 1, 0, 0), [28], SCRATCH)
+def test_any_bytes_in_any_cuts(stream, cuts, scratch):
+    with scratch_of(scratch):
+        agree(stream, cuts, scratch)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(samples()[:4]), min_size=1, max_size=4).map(b"".join), st.data())
+def test_a_stream_that_ends_early_gives_the_frames_before_its_end(stream, data):
+    end = data.draw(st.integers(0, len(stream)))
+    with scratch_of(SMALL):
+        whole, _ = read(stream, [50])
+        found, refused = read(stream[:end], [7])
+        agree(stream[:end], [7], SMALL)
+    assert not refused
+    assert found == whole[: len(found)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(samples()), st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 255)), max_size=6), cuts)
+def test_flipped_bits(stream, flips, cuts):
+    wrong = bytearray(stream)
+    for at, bits in flips:
+        wrong[at % len(wrong)] ^= bits
+    with scratch_of(SMALL):
+        agree(bytes(wrong), cuts, SMALL)
+
+
+def test_the_samples_are_read():
+    with scratch_of(SMALL):
+        found = [read(stream, [13]) for stream in samples()]
+    assert [len(frames) for frames, _ in found] == [1, 3, 2, 2, 0, 0]
+    assert [refused for _, refused in found] == [False] * 4 + [True] * 2
+
+
+def announce(size):
+    """A reader that was told of a body of `size` bytes, none of which has come."""
+    reader = FrameReader(lambda size: (None, memoryview(limited(size))), attach)
+    prefix = PREFIX.pack(CALL, 0, 0, 0, 0, size, 1)
+    reader.buffer()[: len(prefix)] = prefix
+    assert reader.advance(len(prefix)) == []
+    return reader
+
+
+@pytest.mark.parametrize("size", [2**63 - 100, 2**63, 2**64 - 1])
+def test_a_length_that_no_memory_has_is_no_frame(size):
+    with pytest.raises(ProtocolViolation):
+        announce(size)
+
+
+@pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell the memory used")
+def test_what_is_announced_costs_nothing_until_it_comes():
+    before = resident()
+    reader = announce(1 << 29)
+    grown = resident() - before
+    assert len(reader.buffer()) > 0
+    assert grown < 1 << 24

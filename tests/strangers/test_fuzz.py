@@ -1,0 +1,45 @@
+"""The fuzzer's targets, from their beginnings in every run, and for a minute each at night."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strangers import corpus, fuzz
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SECONDS = 60
+
+
+@pytest.mark.parametrize("target", fuzz.NAMES)
+def test_the_beginnings_are_sound(target):
+    beginnings = [*corpus.beginnings(target)]
+    assert len(beginnings) > 5
+    for data in beginnings:
+        corpus.TARGETS[target](data)
+
+
+@pytest.mark.parametrize("target", fuzz.NAMES)
+def test_any_bytes_are_an_input(target):
+    @settings(deadline=None, max_examples=100)
+    @given(st.binary(max_size=300))
+    def run(data):
+        corpus.TARGETS[target](data)
+
+    run()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.skipif(not fuzz.installed(), reason="atheris is not installed: pip install atheris")
+@pytest.mark.parametrize("target", fuzz.NAMES)
+def test_a_minute_of_fuzzing_finds_nothing(target, tmp_path):
+    command = [sys.executable, "-m", "tests.strangers.fuzz", "--seconds", str(SECONDS), "--findings", str(tmp_path)]
+    ran = subprocess.run([*command, target], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "stat::number_of_executed_units" in ran.stderr

@@ -1,0 +1,144 @@
+"""Whatever a stranger on the way does with the bytes of handshakes, nobody takes another for who it is not."""
+
+from __future__ import annotations
+
+import json
+import struct
+from unittest.mock import patch
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from telegrad.errors import ProtocolViolation, VersionMismatch
+from telegrad.transport.handshake import LONGEST, PROTOCOL, Acceptor, Initiator
+from tests.strangers.adversary import ACCEPT, DELIVER, FLIP, INITIATE, KEYS, MEMBERS, NAMED, Move, Network, honest
+
+A, B, _ = MEMBERS
+numbers = st.integers(0, 12)
+begins = st.builds(Move, st.sampled_from([INITIATE, ACCEPT]), numbers, numbers, st.just(0), st.sampled_from([0, 0, 1]))
+faithful = st.builds(Move, st.just(DELIVER), numbers, numbers)
+changes = st.builds(Move, st.integers(0, 7), numbers, numbers, st.integers(0, 300), st.integers(0, 2**64 - 1))
+games = st.lists(st.one_of(begins, faithful, faithful, changes), max_size=40)
+
+
+ASTRAY, LOCKED_OUT = honest(wanted=2), honest(key=1)
+openings = [[], honest()[:2], honest()[:4], honest(), honest() + honest(2, 1), ASTRAY, LOCKED_OUT]
+
+
+@settings(deadline=None, max_examples=600)
+@given(st.sampled_from(openings), games)
+@example(honest()[:4], [Move(FLIP, 1, 3, 37, 1)])  # another name, under the same proof
+@example(ASTRAY, [])
+@example(LOCKED_OUT, [])
+def test_no_game_of_a_stranger_brings_two_ends_together_that_did_not_agree(opening, moves):
+    Network().play([*opening, *moves])
+
+
+def test_a_stranger_that_changes_nothing_is_not_in_the_way():
+    network = Network()
+    network.play(honest())
+    assert network.done == 2
+
+
+def test_disagreement_is_noticed():
+    """The rule of the game can be broken: by two that share a key, and one that lies about who it is."""
+    network = Network()
+    network.play(honest()[:2])
+    network.parties[0].claim = MEMBERS[2]
+    with pytest.raises(AssertionError, match="did not say this"):
+        network.play(honest()[2:])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.permutations(range(1, 5)), st.lists(st.integers(1, 4), max_size=4))
+def test_the_messages_of_one_conversation_in_any_order_reach_no_other(order, again):
+    network = Network()
+    network.play(honest())
+    network.play([Move(INITIATE, 0, 1), Move(ACCEPT, 1)])
+    for end in (2, 3):
+        network.play(Move(DELIVER, end, message) for message in [*order, *again])
+    assert network.done == 2
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**16 - 1).filter(lambda version: version != PROTOCOL), st.booleans())
+def test_no_other_version_is_spoken(version, to_initiator):
+    a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
+    hello = a.start()
+    said, hearer, other = (b.receive(hello), a, b) if to_initiator else (hello, b, a)
+    said = bytearray(said)
+    struct.pack_into("<H", said, 7, version)
+    with pytest.raises(VersionMismatch, match=f"version {version} "):
+        hearer.receive(bytes(said))
+    with pytest.raises(VersionMismatch):
+        other.receive(hearer.parting)
+    assert not a.done
+    assert not b.done
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.binary(max_size=400), min_size=1, max_size=20), st.booleans(), st.integers(0, 3))
+def test_bytes_behind_a_true_beginning_are_refused_and_never_kept(pieces, to_initiator, steps):
+    a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
+    end = a if to_initiator else b
+    hello = a.start()
+    if steps:
+        (b.receive if end is b else lambda _: a.receive(b.receive(hello)))(hello)
+    try:
+        for piece in pieces:
+            end.receive(piece)
+            assert len(end.leftover) <= 2 + LONGEST + len(piece)
+    except NAMED:
+        pass
+    assert not end.done
+    assert end.peer is None
+
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20)),
+    lambda inner: st.one_of(st.lists(inner, max_size=6), st.dictionaries(st.text(max_size=5), inner, max_size=6)),
+    max_leaves=12,
+)
+
+
+def prove(claim):
+    """What an acceptor says to one that holds the key and claims this."""
+    a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
+    challenge = b.receive(a.start())
+    with patch.object(json, "dumps", lambda _: claim):
+        proof = a.receive(challenge)
+    try:
+        b.receive(proof)
+    except NAMED:
+        assert not b.done
+    return b
+
+
+finite = values.map(json.dumps).filter(lambda text: "Infinity" not in text and len(text) < LONGEST - 99)
+
+
+@settings(deadline=None)
+@given(st.one_of(finite, st.text(max_size=300)))
+def test_a_claim_of_a_key_holder_is_a_claim_or_refused(claim):
+    prove(claim)
+
+
+def test_a_claim_of_an_infinite_rank_is_refused():
+    prove('["a", 1e999, "x", ""]')
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=LONGEST - 1))
+def test_any_refusal_is_an_error_with_a_name(reason):
+    for end in (Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)):
+        with pytest.raises(NAMED):
+            end.receive((1 + len(reason)).to_bytes(2, "little") + b"R" + reason)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**16 - 1).filter(lambda size: not 1 <= size <= LONGEST), st.binary(max_size=9))
+def test_a_length_out_of_range_is_refused_at_once(size, behind):
+    for end in (Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)):
+        with pytest.raises(ProtocolViolation):
+            end.receive(size.to_bytes(2, "little") + behind)

@@ -1,0 +1,156 @@
+"""A stranger that listens where a worker is expected: whoever connects learns of it soon, in an error with a name."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch
+from telegrad.transport.connect import Wish, connect
+from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim
+from tests.transport.test_tls import Authority
+
+KEY = b"the group's key"
+ME, OTHER = Claim("w0", 0, "x", ""), Claim("w1", 1, "y", "")
+TIMEOUT = 0.4
+NAMED = (AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch)
+ABORT = struct.pack("ii", 1, 0)
+
+
+def reach(behave, tls=None):
+    """Connect to one who behaves so.
+
+    Raises:
+        PeerError: what a caller would meet.
+    """
+    over = threading.Event()
+
+    def run():
+        with contextlib.suppress(OSError):
+            sock, _ = door.accept()
+            with sock:
+                behave(sock, over)
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            wish = Wish(OTHER.name, OTHER.incarnation, "", door.getsockname())
+            connect(wish, KEY, ME, tls, "tcp", TIMEOUT, 10.0)[0].close()
+        finally:
+            over.set()
+            thread.join()
+
+
+def say_nothing(sock, over):
+    over.wait()
+
+
+def close(sock, over):
+    sock.recv(4096)
+
+
+def reset(sock, over):
+    sock.recv(10)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+
+
+def speak_http(sock, over):
+    sock.recv(4096)
+    sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    over.wait()
+
+
+def speak_http_and_reset(sock, over):
+    sock.recv(4096)
+    sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+
+
+def drip(sock, over):
+    """Often enough that no single read has to wait long."""
+    sock.sendall(struct.pack("<H", 2048) + b"C")
+    end = time.monotonic() + 4 * TIMEOUT
+    while not over.wait(TIMEOUT / 4) and time.monotonic() < end:
+        sock.sendall(b"x")
+
+
+def mirror(sock, over):
+    sock.sendall(sock.recv(4096).replace(b"H", b"C", 1))
+    sock.sendall(sock.recv(4096))
+    over.wait()
+
+
+def hold_another_key(sock, over):
+    end = Acceptor(b"another key", OTHER)
+    sock.sendall(end.receive(sock.recv(4096)))
+    with contextlib.suppress(AuthenticationFailed):
+        end.receive(sock.recv(4096))
+    sock.sendall(end.parting)
+
+
+def speak_another_version(sock, over):
+    said = bytearray(Acceptor(KEY, OTHER).receive(sock.recv(4096)))
+    struct.pack_into("<H", said, 7, PROTOCOL + 1)
+    sock.sendall(said)
+    over.wait()
+
+
+def claim_without_proof(sock, over):
+    sock.sendall(Acceptor(KEY, OTHER).receive(sock.recv(4096)))
+    sock.recv(4096)
+    text = b'["w1", 1, "y", ""]'
+    sock.sendall((33 + len(text)).to_bytes(2, "little") + b"P" + bytes(32) + text)
+    over.wait()
+
+
+@pytest.mark.parametrize(
+    ("behave", "error"),
+    [
+        (say_nothing, PeerUnreachable),
+        (close, ProtocolViolation),
+        (reset, PeerUnreachable),
+        (speak_http, ProtocolViolation),
+        (mirror, AuthenticationFailed),
+        (hold_another_key, AuthenticationFailed),
+        (speak_another_version, VersionMismatch),
+        (claim_without_proof, AuthenticationFailed),
+    ],
+)
+def test_an_impostor_is_found_out(behave, error):
+    with pytest.raises(error, match="w1"):
+        reach(behave)
+
+
+def test_the_reason_is_told_though_the_parting_word_is_not_heard():
+    with pytest.raises(ProtocolViolation, match="w1"):
+        reach(speak_http_and_reset)
+
+
+def test_an_impostor_that_is_slow_is_left():
+    start = time.monotonic()
+    with pytest.raises(NAMED):
+        reach(drip)
+    assert time.monotonic() - start < 3 * TIMEOUT
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("tls"), "ours").files("w0")
+
+
+@pytest.mark.parametrize("behave", [close, speak_http])
+def test_an_impostor_without_tls_is_found_out(behave, certificate):
+    with pytest.raises(AuthenticationFailed, match="w1"):
+        reach(behave, certificate)
+
+
+@pytest.mark.parametrize("behave", [say_nothing, reset])
+def test_who_breaks_off_tls_is_named(behave, certificate):
+    with pytest.raises(PeerUnreachable, match="w1"):
+        reach(behave, certificate)

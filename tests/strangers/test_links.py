@@ -1,0 +1,96 @@
+"""Behind the handshake, too, what is no frame ends the connection it came over, and nothing else.
+
+Members can be trusted, but not the way: without TLS, who sits on it can change what crosses.
+"""
+
+from __future__ import annotations
+
+import operator
+import socket
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from telegrad.errors import PeerLost
+from telegrad.transport.handshake import Claim, Initiator
+from telegrad.transport.link import Link
+from telegrad.transport.memory import Arena
+from telegrad.transport.poller import Poller
+from telegrad.wire.messages import CALL, CARRIES, ENTRY, IN_STREAM, PREFIX, RELEASE, RETIRE, encode
+from tests.cluster import agents
+from tests.strangers.door import knock, wait_closed
+from tests.strangers.streams import SMALL, samples, scratch_of
+
+KEY = "the group's key"
+NO_FRAME = PREFIX.pack(CALL, 0, 0, 0, 0, 2**63, 1)
+
+
+def hear(stream, at_once=False):
+    """A link that was told this, and its frames."""
+    frames, poller = [], Poller()
+    ours, theirs = socket.socketpair()
+    with scratch_of(SMALL), theirs:
+        link = Link(
+            ours, "w1", poller, Arena(0), None, lambda _, found: frames.extend(found), lambda *_: None, prompt=False
+        )
+        if at_once:
+            link.feed(stream)
+        else:
+            theirs.sendall(stream)
+            while link.on_readable():
+                pass
+        closed = link.closed
+        link.close(PeerLost("the end of the test"))
+    poller.close()
+    return closed, frames
+
+
+sound = st.sampled_from(samples()[:2])
+broken = st.one_of(st.binary(max_size=100), st.just(NO_FRAME))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(sound, max_size=3).map(b"".join), broken)
+@example(b"", encode(CALL, 1, table=ENTRY.pack(7, 9)))
+@example(b"", encode(CALL, 1, table=ENTRY.pack(IN_STREAM, 2**64 - 1)))
+def test_what_is_no_frame_closes_the_link_or_is_waited_for(before, stream):
+    closed, frames = hear(before + stream)
+    assert closed is None or isinstance(closed, PeerLost) or "shut down" in str(closed)
+    assert all(frame.kind not in (RELEASE, RETIRE) for frame in frames)
+
+
+@pytest.mark.parametrize("kind", [RELEASE, RETIRE])
+def test_a_list_of_blocks_that_is_none_closes_the_link(kind):
+    closed, _ = hear(encode(kind, body=b"123"))
+    assert isinstance(closed, PeerLost)
+
+
+def test_what_is_no_frame_behind_the_handshake_closes_the_link():
+    closed, _ = hear(NO_FRAME, at_once=True)
+    assert isinstance(closed, PeerLost)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with agents(2, transport="tcp", key=KEY) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["with the proof", "later"])
+@pytest.mark.parametrize(
+    "said",
+    [NO_FRAME, encode(RELEASE, body=b"123"), encode(CALL, flags=CARRIES, body=b"1")],
+    ids=["length", "list", "cargo"],
+)
+def test_a_worker_closes_a_connection_that_makes_no_sense(worker, said, behind):
+    a, b = worker
+    end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), b.agent.incarnation)
+    with knock(b) as sock:
+        sock.sendall(end.start())
+        sock.sendall(end.receive(sock.recv(4096)) + (said if behind else b""))
+        while not end.done:
+            end.receive(sock.recv(4096))
+        sock.sendall(b"" if behind else said)
+        wait_closed(sock, patience=1.0)
+    assert a.agent.call("w1", operator.add, (1, 2), None) == 3

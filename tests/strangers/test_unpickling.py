@@ -1,0 +1,132 @@
+"""No byte of a stranger reaches an unpickler, nor even the parser of frames or of claims."""
+
+from __future__ import annotations
+
+import json
+import operator
+import pickle
+
+import pytest
+
+from telegrad.transport.handshake import Acceptor, Claim, Initiator
+from telegrad.wire import pickling
+from telegrad.wire.frames import FrameReader
+from telegrad.wire.messages import CALL, NOTICE, encode
+from tests.cluster import agents
+from tests.strangers.door import knock, say, wait_closed
+
+KEY = "the group's key"
+MARK = b"said by a stranger"
+exploded = []
+
+
+def explode(*args):
+    exploded.append(args)
+
+
+class Bomb:
+    """Its pickle runs code when it is read."""
+
+    def __reduce__(self):
+        return explode, (MARK,)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with agents(2, transport="tcp", key=KEY) as workers:
+        yield workers
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    """What met marked bytes: the names of traps around everything that reads more than a handshake does."""
+    sprung = []
+
+    def guard(owner, name, said_in=lambda data, *_, **__: data):
+        true = getattr(owner, name)
+
+        def trap(*args, **kwargs):
+            if MARK in bytes(said_in(*args, **kwargs)):
+                sprung.append(name)
+            return true(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, trap)
+
+    guard(pickle, "loads")
+    guard(pickle, "load", lambda file: file.getvalue())
+    guard(pickle, "Unpickler", lambda file, **_: file.getvalue())
+    guard(pickling, "_Unpickler", lambda file, **_: file.getvalue())
+    guard(json, "loads", lambda text, **_: text if isinstance(text, bytes) else text.encode())
+    guard(FrameReader, "advance", lambda reader, count: reader.buffer()[:count])
+    exploded.clear()
+    yield sprung
+    exploded.clear()
+
+
+def claim():
+    return Claim(MARK.decode(), 0, "x", "")
+
+
+def with_another_key(hello, challenge):
+    end = Initiator(b"another key", claim(), "x", hello[-32:])
+    end.start()
+    return end.receive(challenge)
+
+
+BOMB = pickle.dumps(Bomb())
+FRAMES = encode(CALL, 1, body=BOMB) + encode(NOTICE, body=BOMB)
+TOLD = [
+    lambda *_: FRAMES,
+    lambda *_: BOMB,
+    lambda *_: (1 + len(BOMB)).to_bytes(2, "little") + b"R" + BOMB,
+    lambda *_: (1 + len(BOMB)).to_bytes(2, "little") + b"P" + BOMB,
+    lambda *_: (33 + len(BOMB)).to_bytes(2, "little") + b"P" + bytes(32) + BOMB + FRAMES,
+    lambda hello, challenge: with_another_key(hello, challenge) + FRAMES,
+    lambda hello, challenge: challenge + FRAMES,
+    lambda hello, challenge: hello + FRAMES,
+]
+NAMES = ["frames", "pickle", "refusal", "short proof", "proof", "another key", "reflection", "twice hello"]
+
+
+@pytest.mark.parametrize("greeted", [False, True], ids=["at once", "after a greeting"])
+@pytest.mark.parametrize("tell", TOLD, ids=NAMES)
+def test_nothing_of_a_stranger_is_read(worker, reached, tell, greeted):
+    _, b = worker
+    hello = Initiator(b"another key", claim(), "x").start()
+    with knock(b) as sock:
+        challenge = b""
+        if greeted:
+            sock.sendall(hello)
+            challenge = sock.recv(4096)
+        else:
+            challenge = Acceptor(b"another key", claim()).receive(hello)
+        say(sock, tell(hello, challenge))
+        wait_closed(sock)
+    assert reached == []
+    assert exploded == []
+
+
+def test_a_recording_of_a_member_opens_no_door(worker, reached):
+    _, b = worker
+    end = Initiator(KEY.encode(), Claim("w0", 0, "x", ""), b.agent.incarnation)
+    with knock(b) as sock:
+        recording = end.start()
+        sock.sendall(recording)
+        proof = end.receive(sock.recv(4096))
+        sock.sendall(proof)
+        end.receive(sock.recv(4096))
+        assert end.done
+    for said in (recording + proof + FRAMES, proof + FRAMES):
+        with knock(b) as sock:
+            say(sock, said)
+            wait_closed(sock)
+    assert reached == []
+    assert exploded == []
+
+
+def test_the_traps_are_where_members_pass(worker, reached):
+    a, _ = worker
+    assert a.agent.call("w1", operator.concat, (MARK, b"!"), None) == MARK + b"!"
+    assert {"advance", "loads"} <= {*reached}
+    assert a.agent.call("w1", type, (Bomb(),), None) is type(None)
+    assert exploded == [(MARK,)]
