@@ -14,6 +14,7 @@ test: lint
 	$(BIN)/pytest -m "not nightly and not cuda"
 
 nightly: lint
+	-$(BIN)/pip install --disable-pip-version-check -q 'atheris>=3.0'  # where there is none, fuzzing is skipped
 	$(BIN)/pytest -m "not cuda" --timeout 900
 
 lint: $(INSTALLED)
