@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint nightly bench conformance clean
+.PHONY: demo test lint nightly bench bench-peers conformance clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -25,6 +26,9 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
+bench-peers: $(PEERS)/.installed
+	$(PEERS)/bin/python -m benchmarks.peers
+
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conformance --report docs/conformance.md
 
@@ -33,5 +37,15 @@ $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# A peer that cannot be installed leaves its log, from which the table tells why.
+$(PEERS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --disable-pip-version-check -c constraints.txt -e . numpy
+	for package in ray torchmonarch; do \
+		$(PEERS)/bin/pip install --disable-pip-version-check -c constraints.txt $$package > $(PEERS)/$$package.log 2>&1 \
+			|| echo "$$package: not installed, see $(PEERS)/$$package.log"; \
+	done
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

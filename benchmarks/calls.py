@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from benchmarks.measuring import OTHER, THIRD, Row, times
-
-MB = 1 << 20
-SIZES = {"64 KB": MB // 16, "1 MB": MB, "16 MB": 16 * MB, "64 MB": 64 * MB, "256 MB": 256 * MB}
+from benchmarks.limits import COPY, SIZES, TCP
+from benchmarks.measuring import MB, OTHER, THIRD, Row, times
+from benchmarks.targets import OfLimit, OfPeer, Target
 
 _held: dict[int, torch.Tensor] = {}
 
@@ -69,10 +69,12 @@ def sync_small_echo(rpc: Any) -> float:
     return statistics.median(times(1000, lambda: rpc.rpc_sync(OTHER, echo, (tensor,)))) * 1e6
 
 
-def calls_per_second(rpc: Any, window: int, total: int) -> float:
+def calls_per_second(
+    rpc: Any, window: int, total: int, callee: str = OTHER, wait_all: Callable[[Any], Any] = torch.futures.wait_all
+) -> float:
     start = perf_counter()
     for _ in range(total // window):
-        torch.futures.wait_all([rpc.rpc_async(OTHER, nothing) for _ in range(window)])
+        wait_all([rpc.rpc_async(callee, nothing) for _ in range(window)])
     return total / (perf_counter() - start)
 
 
@@ -110,20 +112,36 @@ def proxy_call(rpc: Any) -> float:
     return statistics.median(times(1000, lambda: reference.rpc_sync().add(1))) * 1e6
 
 
+def _rate(window: int) -> Row:
+    """Calls in flight of one caller."""
+    measure = partial(calls_per_second, window=window, total=10_000)
+    return Row(f"rpc_async, {window} in flight", "calls/s", True, measure, targets=(OfPeer(6),))
+
+
+def _transfer(name: str, direction: str, way: str) -> Row:
+    """A tensor one way or both ways."""
+    targets: list[Target] = [OfPeer(1)]
+    if SIZES[name] >= 16 * MB:
+        part, limit = (0.6, COPY) if way == "host" else (0.9, TCP)
+        # An echo crosses twice, and its figure counts its payload once.
+        targets.append(OfLimit(part / 2 if direction == "echo" else part, f"{limit}, {name}"))
+    measure = partial(bandwidth, size=SIZES[name], direction=direction)
+    rounds = 3 if SIZES[name] > 64 * MB else 5
+    return Row(f"{name} {direction}", "GB/s", True, measure, (way,), targets=tuple(targets), rounds=rounds)
+
+
+_BOTH, _QUICKER = ("host", "tcp"), (OfPeer(0.3),)
+
 CALLS = [
-    Row("empty rpc_sync, p50", "µs", False, partial(sync_empty, at=0.5), ("host", "tcp")),
-    Row("empty rpc_sync, p99", "µs", False, partial(sync_empty, at=0.99), ("host", "tcp")),
-    Row("rpc_sync torch.add", "µs", False, sync_add),
-    Row("1 KB tensor echo", "µs", False, sync_small_echo),
-    Row("rpc_async, 1000 in flight", "calls/s", True, partial(calls_per_second, window=1000, total=10_000)),
-    Row("rpc_async, 10000 in flight", "calls/s", True, partial(calls_per_second, window=10_000, total=10_000)),
-    Row("remote, to_here, drop", "µs", False, remote_round),
+    Row("empty rpc_sync, p50", "µs", False, partial(sync_empty, at=0.5), _BOTH, targets=_QUICKER),
+    Row("empty rpc_sync, p99", "µs", False, partial(sync_empty, at=0.99), _BOTH, targets=_QUICKER),
+    Row("rpc_sync torch.add", "µs", False, sync_add, targets=_QUICKER),
+    Row("1 KB tensor echo", "µs", False, sync_small_echo, targets=_QUICKER),
+    _rate(1000),
+    _rate(10_000),
+    Row("remote, to_here, drop", "µs", False, remote_round, targets=_QUICKER),
     Row("remote, 1000 at once", "references/s", True, partial(references_per_second, count=1000)),
     Row("reference from user to user", "µs", False, sharing),
     Row("call by proxy", "µs", False, proxy_call),
-    *(
-        Row(f"{name} {direction}", "GB/s", True, partial(bandwidth, size=size, direction=direction), ("host", "tcp"))
-        for name, size in SIZES.items()
-        for direction in ("to", "from", "echo")
-    ),
+    *(_transfer(name, direction, way) for way in _BOTH for name in SIZES for direction in ("to", "from", "echo")),
 ]

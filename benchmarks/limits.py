@@ -6,11 +6,21 @@ import os
 import socket
 import statistics
 import threading
-from time import perf_counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.calls import SIZES
+from benchmarks.measuring import MB, times
+
+SIZES = {"64 KB": MB // 16, "1 MB": MB, "16 MB": 16 * MB, "64 MB": 64 * MB, "256 MB": 256 * MB}
+COPY, TCP = "warm memory copy", "raw TCP loop"
+
+
+class Limit(NamedTuple):
+    unit: str
+    measure: Callable[[], float]
 
 
 def ping_pong(rounds: int = 5000) -> float:
@@ -23,21 +33,21 @@ def ping_pong(rounds: int = 5000) -> float:
             far.send(data)
         os._exit(0)
     far.close()
-    times = []
-    for _ in range(rounds):
-        start = perf_counter()
+
+    def bounce() -> None:
         near.send(b"x" * 64)
         near.recv(4096)
-        times.append(perf_counter() - start)
+
+    found = statistics.median(times(rounds, bounce)) * 1e6
     near.close()
     os.waitpid(child, 0)
-    return statistics.median(times) * 1e6
+    return found
 
 
 def copy_bandwidth(size: int) -> float:
     """GB/s of a copy between warm buffers."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    return _best(size, lambda: target.copy_(source))
+    return _bandwidth(size, lambda: target.copy_(source))
 
 
 def tcp_bandwidth(size: int) -> float:
@@ -67,26 +77,20 @@ def tcp_bandwidth(size: int) -> float:
         near.sendall(data)
         near.recv(1)
 
-    found = _best(size, send)
-    near.close()
-    reader.join()
-    far.close()
-    return found
+    with near, far:
+        try:
+            return _bandwidth(size, send)
+        finally:
+            near.shutdown(socket.SHUT_RDWR)
+            reader.join()
 
 
-def _best(size: int, run: object) -> float:
-    times = []
-    for _ in range(8):
-        start = perf_counter()
-        run()  # type: ignore[operator]
-        times.append(perf_counter() - start)
-    return size / statistics.median(times) / 1e9
+def _bandwidth(size: int, run: Callable[[], Any]) -> float:
+    return size / statistics.median(times(max(8, min(100, 64 * MB // size)), run)) / 1e9
 
 
-def measure() -> list[tuple[str, str, float]]:
-    """Name, unit and figure of each limit."""
-    return [
-        ("raw Unix socket ping-pong", "µs", ping_pong()),
-        *((f"warm memory copy, {name}", "GB/s", copy_bandwidth(size)) for name, size in SIZES.items()),
-        *((f"raw TCP loop, {name}", "GB/s", tcp_bandwidth(size)) for name, size in SIZES.items()),
-    ]
+LIMITS = {
+    "raw Unix socket ping-pong": Limit("µs", ping_pong),
+    **{f"{COPY}, {name}": Limit("GB/s", partial(copy_bandwidth, size)) for name, size in SIZES.items()},
+    **{f"{TCP}, {name}": Limit("GB/s", partial(tcp_bandwidth, size)) for name, size in SIZES.items()},
+}

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from benchmarks.targets import Target
+
 OTHER, THIRD = "worker1", "worker2"
+MB = 1 << 20
 
 
 class Row(NamedTuple):
@@ -15,9 +18,13 @@ class Row(NamedTuple):
     name: str
     unit: str
     higher_is_better: bool
-    measure: Callable[[Any], float]
+    measure: Callable[..., float]
     ways: tuple[str, ...] = ("host",)  # the transports over which it is measured
     workers: int = 3
+    targets: tuple[Target, ...] = ()
+    patience: float = 60.0  # seconds after which a measurement is given up
+    rounds: int = 5  # at most; a slow row has fewer
+    alone: bool = False  # the benchmark itself runs `measure(library, way)`, which makes its own workers
 
 
 def times(count: int, call: Callable[[], Any]) -> list[float]:

@@ -3,51 +3,66 @@
 from __future__ import annotations
 
 import statistics
-from typing import NamedTuple
 
+from benchmarks.limits import LIMITS
+from benchmarks.results import Checked, Result, Run
 
-class Result(NamedTuple):
-    """All rounds of one row over one transport, of both libraries."""
-
-    name: str
-    way: str
-    unit: str
-    higher_is_better: bool
-    ours: list[float]
-    theirs: list[float]
-
-    @property
-    def ratio(self) -> float:
-        """Of the medians, ours to theirs: of times below 1 is better, of rates above 1."""
-        return statistics.median(self.ours) / statistics.median(self.theirs)
-
-
-def spread(figures: list[float]) -> str:
-    """Median, and the range from the least to the greatest."""
-    return f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
+_ANSWERS = {True: "yes", False: "**no**", None: "unknown"}
 
 
 def number(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
 
 
+def spread(figures: list[float], failed: str = "") -> str:
+    """Median, and the range from the least to the greatest; where some are missing, why."""
+    if not figures:
+        return f"not measured: {_cell(failed)}"
+    told = f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
+    return f"{told}, then {_cell(failed)}" if failed else told
+
+
 def verdict(result: Result) -> str:
     """The ratio, said so that more is always better."""
+    if result.ratio is None:
+        return ""
     factor = result.ratio if result.higher_is_better else 1 / result.ratio
     return f"{result.ratio:.2f}" + (
         f" ({factor:.1f} times better)" if factor >= 1 else f" ({1 / factor:.1f} times worse)"
     )
 
 
-def table(results: list[Result], limits: list[tuple[str, str, float]]) -> str:
+def goal(result: Result, checked: Checked) -> str:
+    """A target in the unit of its row, and where it comes from."""
+    sign = "≥" if result.higher_is_better else "≤"
+    if checked.threshold is None:
+        return f"{checked.target.reason}"
+    if checked.target.reason:
+        return f"{sign} {number(checked.threshold)} ({checked.target.reason})"
+    return f"{sign} {number(checked.threshold)}"
+
+
+def table(run: Run) -> str:
     """Markdown of everything."""
     lines = [
-        "| row | over | unit | Telegrad | torch.distributed.rpc | ratio |",
-        "| --- | --- | --- | --- | --- | --- |",
+        run.machine,
+        "",
+        "| row | over | unit | Telegrad | torch.distributed.rpc | ratio | target | met |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    lines += [
-        f"| {r.name} | {r.way} | {r.unit} | {spread(r.ours)} | {spread(r.theirs)} | {verdict(r)} |" for r in results
-    ]
+    for r in run.results:
+        checked = run.checked(r)
+        lines.append(
+            f"| {r.name} | {r.way} | {r.unit} | {spread(r.ours, r.ours_failed)} | {spread(r.theirs, r.theirs_failed)} "
+            f"| {verdict(r)} | {'; '.join(goal(r, each) for each in checked)} "
+            f"| {', '.join(_ANSWERS[each.met] for each in checked)} |"
+        )
+    met = [each.met for r in run.results for each in run.checked(r)]
+    lines += ["", f"{met.count(True)} of {len(met)} targets met."]
     lines += ["", "| limit of the machine | unit | figure |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {unit} | {number(figure)} |" for name, unit, figure in limits]
+    lines += [f"| {name} | {LIMITS[name].unit} | {spread(figures)} |" for name, figures in run.limits.items()]
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")

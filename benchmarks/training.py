@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from benchmarks.measuring import OTHER, THIRD, Row, times
+from benchmarks.targets import OfPeer
 
 TELEGRAD = "telegrad.rpc"
 
@@ -204,18 +205,36 @@ def references_to_parameters(stage: Any) -> list[Any]:
     return [rpc.RRef(parameter) for parameter in stage.local_value().parameters()]
 
 
+_QUICKER = (OfPeer(0.3),)
+
 TRAINING = [
-    Row("context, forward, backward of an add", "µs", False, add_step),
-    Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False)),
-    Row("backward through 8 hops, fast mode", "µs", False, partial(chain_step, hops=8, fast=True)),
-    Row("pipeline of 3 stages, 8 micro-batches", "µs", False, partial(pipeline_step, batches=8)),
-    Row("backward, 10000 local nodes, to plain", "times", False, local_graph),
-    Row("pipeline, 32 micro-batches to 8", "times", False, batches_growth),
+    Row("context, forward, backward of an add", "µs", False, add_step, targets=_QUICKER),
+    Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False), targets=_QUICKER),
+    Row("backward through 8 hops, fast mode", "µs", False, partial(chain_step, hops=8, fast=True), targets=_QUICKER),
+    Row(
+        "pipeline of 3 stages, 8 micro-batches", "µs", False, partial(pipeline_step, batches=8), targets=(OfPeer(0.9),)
+    ),
+    Row("backward, 10000 local nodes, to plain", "times", False, local_graph, rounds=3),
+    Row("pipeline, 32 micro-batches to 8", "times", False, batches_growth, rounds=3),
     Row("RemoteModule forward, backward", "µs", False, module_step),
-    Row("optimizer step over 4 owners", "µs", False, partial(optimizer_step, owners=4), workers=5),
+    Row(
+        "optimizer step over 4 owners",
+        "µs",
+        False,
+        partial(optimizer_step, owners=4),
+        workers=5,
+        targets=(OfPeer(0.5),),
+    ),
     *(
-        Row(f"parameter server, {count} trainers", "steps/s", True, partial(server_steps, trainers=count), workers=5)
+        Row(
+            f"parameter server, {count} trainers",
+            "steps/s",
+            True,
+            partial(server_steps, trainers=count),
+            workers=5,
+            targets=(OfPeer(2),),
+        )
         for count in (1, 2, 4)
     ),
-    Row("pipeline training step, 3 stages", "µs", False, pipeline_training),
+    Row("pipeline training step, 3 stages", "µs", False, pipeline_training, targets=(OfPeer(0.9),)),
 ]

@@ -1,24 +1,154 @@
-"""The figures of a benchmark are told rightly."""
+"""The figures of a benchmark are told rightly, and a peer that fails costs its own figures only."""
 
 from __future__ import annotations
 
-from benchmarks.report import Result, number, spread, table, verdict
+import pickle
+import signal
+import time
 
-TIME = Result("call", "host", "µs", False, [10.0, 30.0, 20.0], [100.0, 80.0, 90.0])
-RATE = Result("rate", "tcp", "GB/s", True, [1.0, 3.0, 2.0], [4.0, 4.0, 4.0])
+import pytest
+
+from benchmarks.command import RESULTS, choose
+from benchmarks.limits import LIMITS
+from benchmarks.peers.report import Line, beside
+from benchmarks.peers.rows import ROWS as SHARED_ROWS
+from benchmarks.peers.side import why_not_installed
+from benchmarks.plot import draw, needed
+from benchmarks.processes import Child, Failed, answer_all, children_killed
+from benchmarks.report import number, spread, table, verdict
+from benchmarks.results import Result, Run
+from benchmarks.rows import ROWS
+from benchmarks.targets import Absolute, OfLimit, OfPeer, OfRow
+from benchmarks.turns import closed, take_turns
+
+TIME = Result("call", "host", "µs", False, [10.0, 30.0, 20.0], [100.0, 80.0, 90.0], (OfPeer(0.3),))
+RATE = Result("rate", "tcp", "GB/s", True, [1.0, 3.0, 2.0], [4.0, 4.0, 4.0], (OfPeer(1), OfLimit(0.5, "copy")))
+ALONE = Result("grown", "host", "µs", False, [50.0], [], (OfRow(1.5, "call"), OfPeer(0.3)), "", "hung")
+RUN = Run("a machine", [TIME, RATE, ALONE], {"copy": [3.0, 5.0, 4.0]})
 
 
 def test_verdicts():
     assert verdict(TIME) == "0.22 (4.5 times better)"
     assert verdict(RATE) == "0.50 (2.0 times worse)"
+    assert verdict(ALONE) == ""
 
 
 def test_numbers():
     assert [number(x) for x in (1234.5, 12.34, 1.234)] == ["1,234", "12.3", "1.23"]
     assert spread(TIME.ours) == "20.0 (10.0 to 30.0)"
+    assert spread([], "hung") == "not measured: hung"
+    assert spread([2.0], "crashed: SIGSEGV") == "2.00 (2.00 to 2.00), then crashed: SIGSEGV"
 
 
-def test_tables():
-    text = table([TIME, RATE], [("copy", "GB/s", 9.0)])
+def test_targets_are_met_from_their_side():
+    thresholds = [[(each.threshold, each.met) for each in RUN.checked(result)] for result in RUN.results]
+    assert thresholds == [[(27.0, True)], [(4.0, False), (2.0, True)], [(30.0, False), (None, None)]]
+    assert RUN.checked(TIME._replace(targets=(Absolute(19),)))[0].met is False
+    assert RUN.checked(TIME._replace(ours=[]))[0].met is None
+    rows = RUN.as_json()["rows"]
+    assert rows[1]["targets"][1] == {"reason": "50% of the copy", "threshold": 2.0, "met": True}
+
+
+def test_tables(monkeypatch):
+    monkeypatch.setitem(LIMITS, "copy", LIMITS["warm memory copy, 1 MB"])
+    text = table(RUN)
     assert "| call | host | µs | 20.0 (10.0 to 30.0) | 90.0 (80.0 to 100) | 0.22 (4.5 times better) |" in text
-    assert text.endswith("| copy | GB/s | 9.00 |\n")
+    assert "| ≤ 27.0 (0.3 of the peer's) | yes |" in text
+    assert "| ≥ 4.00 (1 times the peer's); ≥ 2.00 (50% of the copy) | **no**, yes |" in text
+    assert "| not measured: hung |  | ≤ 30.0 (1.5 times call); 0.3 of the peer's | **no**, unknown |" in text
+    assert "2 of 5 targets met." in text
+    assert text.endswith("| copy | GB/s | 4.00 (3.00 to 5.00) |\n")
+
+
+def test_the_plot_shows_what_the_strictest_target_asks_for(tmp_path):
+    assert needed(RUN, TIME) == pytest.approx(1 / 0.3)
+    assert needed(RUN, RATE) == 1
+    draw(RUN, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_can_be_sent_and_their_targets_exist():
+    names = [(row.name, way) for row in ROWS for way in row.ways]
+    assert len(names) == len(set(names))
+    for row in ROWS:
+        pickle.dumps(row.measure)
+        for target in row.targets:
+            assert not isinstance(target, OfLimit) or target.limit in LIMITS
+            assert not isinstance(target, OfRow) or all((target.row, way) in names for way in row.ways)
+    assert len(SHARED_ROWS) == 10
+
+
+def test_rows_are_chosen_by_words():
+    chosen = choose("benchmarks", "", ROWS, ["all to all", "--quick"])
+    assert len(chosen.rows) == 3
+    assert chosen.folder is None
+    assert choose("benchmarks", "", ROWS, []).folder == RESULTS
+    with pytest.raises(SystemExit):
+        choose("benchmarks", "", ROWS, ["no such row"])
+
+
+class FakeSide:
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.ended = []
+
+    def measure(self, row):
+        answer = self._answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self):
+        self.ended.append("closed")
+
+    def kill(self):
+        self.ended.append("killed")
+
+
+def test_a_side_that_fails_costs_its_own_figures_only():
+    good, bad = FakeSide(1.0, 2.0, 3.0), FakeSide(1.0, Failed("hung"))
+    assert take_turns(ROWS[0], [good, bad], 3) == ([[1.0, 2.0, 3.0], [1.0]], ["", "hung"])
+
+
+def test_an_interrupt_kills_all_sides():
+    sides = [FakeSide(KeyboardInterrupt()), FakeSide()]
+    with pytest.raises(KeyboardInterrupt), closed(sides):
+        take_turns(ROWS[0], sides, 1)
+    assert [side.ended for side in sides] == [["killed"], ["killed"]]
+
+
+@pytest.mark.parametrize(
+    ("run", "asked", "story"),
+    [
+        (signal.raise_signal, signal.SIGKILL, "crashed: SIGKILL"),
+        (signal.raise_signal, signal.SIGSTOP, "hung: no answer within 0.5 s"),
+        (time.strptime, "no time", "ValueError: time data 'no time'"),
+    ],
+)
+def test_a_child_that_fails_says_how_and_is_killed(run, asked, story):
+    with children_killed() as children:
+        child = Child(answer_all, run, fresh=True)
+        children.append(child)
+        child.tell(asked)
+        with pytest.raises(Failed, match=story):
+            child.wait_answer(0.5 if "hung" in story else 30)
+    assert child.ended
+
+
+def test_a_child_that_died_is_seen_while_another_is_waited_for():
+    with children_killed() as children:
+        children += (Child(answer_all, time.sleep, fresh=True) for _ in range(2))
+        children[0].tell(60)
+        children[1].signal(signal.SIGKILL)
+        with pytest.raises(Failed, match="crashed: SIGKILL"):
+            children[0].wait_answer(30, children)
+
+
+def test_peers_are_told_beside(tmp_path, monkeypatch):
+    line = Line(ROWS[0], [[10.0], [50.0], []], ["", "", "not run: no module"])
+    assert beside(line, 1) == "50.0 (50.0 to 50.0), 5.0 times"
+    assert beside(line, 2) == "not run: no module"
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    (tmp_path / "nowhere.log").write_text("Collecting\nERROR: No matching distribution found for nowhere\n")
+    assert why_not_installed("nowhere") == " (pip: ERROR: No matching distribution found for nowhere)"
+    assert why_not_installed("elsewhere") == ""

@@ -1,0 +1,56 @@
+"""What the two commands of the benchmark share: their options, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.measuring import Row
+from benchmarks.turns import QUICK_ROUNDS, ROUNDS
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+class Chosen(NamedTuple):
+    """What to measure, how often, and the folder to write to, if any."""
+
+    rows: list[Row]
+    rounds: int
+    folder: pathlib.Path | None
+
+
+def choose(module: str, description: str | None, rows: list[Row], arguments: list[str] | None = None) -> Chosen:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", help="measure only rows whose names contain one of these")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
+    parser.add_argument("--results", type=pathlib.Path, help="the folder to write to")
+    given = parser.parse_args(arguments)
+    chosen = [row for row in rows if not given.words or any(word in row.name for word in given.words)]
+    if not chosen:
+        parser.error(f"no row is called so; there are:\n  {chr(10).join(sorted({row.name for row in rows}))}")
+    whole = not given.words and not given.quick
+    return Chosen(chosen, QUICK_ROUNDS if given.quick else ROUNDS, given.results or (RESULTS if whole else None))
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def run(main: Callable[[], int]) -> None:
+    """Run and exit; on Ctrl-C and SIGTERM by way of what kills the workers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what the reference says when it leaves is no news
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

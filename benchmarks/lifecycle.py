@@ -1,0 +1,61 @@
+"""How long a group takes to come and to go."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from functools import partial
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+from benchmarks.groups import START_PATIENCE, join
+from benchmarks.measuring import Row
+from benchmarks.processes import Child, answer_all, children_killed, free_port
+from benchmarks.targets import OfPeer
+
+JOIN, LEAVE = "join", "leave"
+
+
+def stand_by(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
+    """A worker that has imported torch, and joins and leaves when told."""
+
+    def obey(order: str) -> Any:
+        if order == JOIN:
+            join(library, rank, size, way, port)
+        else:
+            importlib.import_module(library).shutdown()
+
+    pipe.send((True, None))
+    answer_all(pipe, obey)
+
+
+def all_do(children: list[Child], order: str) -> float:
+    """Seconds until the last one has done it."""
+    start = perf_counter()
+    for child in children:
+        child.tell(order)
+    for child in children:
+        child.wait_answer(START_PATIENCE, children)
+    return perf_counter() - start
+
+
+def come_and_go(library: str, way: str, order: str, size: int = 4, repeats: int = 3) -> float:
+    """Milliseconds, from processes that have imported torch but not the library's worker, for all to join or leave."""
+    taken = []
+    for _ in range(repeats):
+        port = free_port()
+        with children_killed() as children:
+            children += (Child(stand_by, rank, size, library, way, port) for rank in range(size))
+            for child in children:
+                child.wait_answer(START_PATIENCE, children)
+            found = {each: all_do(children, each) for each in (JOIN, LEAVE)}
+            taken.append(found[order])
+    return statistics.median(taken) * 1e3
+
+
+def _row(name: str, order: str) -> Row:
+    return Row(name, "ms", False, partial(come_and_go, order=order), targets=(OfPeer(0.5),), alone=True)
+
+
+LIFECYCLE = [_row("start of 4 workers", JOIN), _row("graceful shutdown of 4 workers", LEAVE)]

@@ -1,0 +1,91 @@
+"""How much memory a worker takes: at its peak while a large tensor is echoed, and when it is idle.
+
+Resident memory as the kernel counts it, with the shared memory that the process has mapped.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pathlib
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.calls import echo
+from benchmarks.groups import START_PATIENCE, Group, join
+from benchmarks.measuring import MB, OTHER, Row
+from benchmarks.processes import Child, answer_all, children_killed, free_port
+from benchmarks.targets import Absolute
+
+LARGE = 256 * MB
+NOW, PEAK = "VmRSS", "VmHWM"  # names of the kernel
+
+
+def resident(field: str) -> int:
+    """Bytes that this process has, or has had at most."""
+    gc.collect()
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def peak_of_echoes(rpc: Any, of_caller: bool, echoes: int = 3) -> float:
+    """In tensors: the peak above what there was before; the caller's own tensor and the answer count."""
+
+    def measured(field: str) -> int:
+        return resident(field) if of_caller else int(rpc.rpc_sync(OTHER, resident, (field,)))
+
+    for _ in range(10):
+        rpc.rpc_sync(OTHER, echo, (torch.ones(256),))
+    before = measured(NOW)
+    tensor = torch.ones(LARGE // 4)
+    for _ in range(echoes):
+        rpc.rpc_sync(OTHER, echo, (tensor,))
+    return (measured(PEAK) - before) / LARGE
+
+
+def echo_memory(library: str, way: str, of_caller: bool) -> float:
+    """In a group of its own, since a peak stays."""
+    group = Group(library, way, 2)
+    try:
+        return group.measure(partial(peak_of_echoes, of_caller=of_caller), START_PATIENCE)
+    finally:
+        group.kill()
+
+
+def idle_worker(pipe: Connection, rank: int, library: str, way: str, port: int) -> None:
+    """Imports torch by importing this file; then joins, is called once, and waits."""
+    before = resident(NOW)
+    rpc = join(library, rank, 2, way, port)
+    rpc.rpc_sync(f"worker{1 - rank}", echo, (torch.ones(2),))
+    pipe.send((True, resident(NOW) - before))
+    answer_all(pipe, lambda _: None)  # stays, for the other may not have called yet
+    importlib.import_module(library).shutdown()
+
+
+def idle_memory(library: str, way: str) -> float:
+    """MB that a worker has more than after `import torch`: the larger one's of two."""
+    port = free_port()
+    with children_killed() as children:
+        children += (Child(idle_worker, rank, library, way, port, fresh=True) for rank in range(2))
+        return max(int(child.wait_answer(START_PATIENCE, children)) for child in children) / MB
+
+
+MEMORY = [
+    *(
+        Row(
+            f"256 MB echoed, peak of the {name}",
+            "tensors",
+            False,
+            partial(echo_memory, of_caller=of_caller),
+            ("host", "tcp"),
+            targets=(Absolute(2.5),),
+            rounds=2,
+            alone=True,
+        )
+        for name, of_caller in (("caller", True), ("callee", False))
+    ),
+    Row("idle worker above import torch", "MB", False, idle_memory, targets=(Absolute(20),), rounds=2, alone=True),
+]

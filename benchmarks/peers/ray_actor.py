@@ -1,0 +1,53 @@
+"""Ray: a driver that calls one actor. Its defaults, without the dashboard."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else it writes one to the home directory
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+import torch
+
+from benchmarks import calls
+
+
+@ray.remote
+class Callee:
+    def nothing(self) -> None:
+        calls.nothing()
+
+    def echo(self, value: Any) -> Any:
+        return calls.echo(value)
+
+    def take(self, value: Any) -> None:
+        calls.take(value)
+
+    def give(self, size: int) -> torch.Tensor:
+        return calls.give(size)
+
+
+class Ray:
+    def __init__(self) -> None:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        self._callee = Callee.remote()
+        ray.get(self._callee.nothing.remote())
+
+    def rpc_sync(self, to: str, function: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        return ray.get(getattr(self._callee, function.__name__).remote(*args))
+
+    def rpc_async(self, to: str, function: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        return getattr(self._callee, function.__name__).remote(*args)
+
+    def wait_all(self, futures: list[Any]) -> Any:
+        return ray.get(futures)
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+start = Ray

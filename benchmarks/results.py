@@ -1,0 +1,75 @@
+"""What a run found, row by row."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, NamedTuple
+
+from benchmarks.targets import Measured, Target
+
+
+class Result(NamedTuple):
+    """All rounds of one row over one transport, of both libraries."""
+
+    name: str
+    way: str
+    unit: str
+    higher_is_better: bool
+    ours: list[float]
+    theirs: list[float]
+    targets: tuple[Target, ...] = ()
+    ours_failed: str = ""  # why there are fewer figures than rounds
+    theirs_failed: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the medians, ours to theirs: of times below 1 is better, of rates above 1."""
+        if not self.ours or not self.theirs:
+            return None
+        return statistics.median(self.ours) / statistics.median(self.theirs)
+
+    def factor(self, figure: float) -> float | None:
+        """How many times better a figure is than the peer's median."""
+        if not self.theirs or not figure:
+            return None
+        theirs = statistics.median(self.theirs)
+        return figure / theirs if self.higher_is_better else theirs / figure
+
+    def reaches(self, threshold: float) -> bool:
+        ours = statistics.median(self.ours)
+        return ours >= threshold if self.higher_is_better else ours <= threshold
+
+
+class Checked(NamedTuple):
+    """A target, what it comes to here, and whether that is reached: None where something was not measured."""
+
+    target: Target
+    threshold: float | None
+    met: bool | None
+
+
+class Run(NamedTuple):
+    """Everything of one run."""
+
+    machine: str
+    results: list[Result]
+    limits: dict[str, list[float]]
+
+    def checked(self, result: Result) -> list[Checked]:
+        elsewhere = {each.name: each.ours for each in self.results if each.way == result.way}
+        measured = Measured(result.theirs, elsewhere, self.limits)
+        thresholds = [(target, target.threshold(measured)) for target in result.targets]
+        return [
+            Checked(target, threshold, None if threshold is None or not result.ours else result.reaches(threshold))
+            for target, threshold in thresholds
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"machine": self.machine, "rows": [self._row(each) for each in self.results], "limits": self.limits}
+
+    def _row(self, result: Result) -> dict[str, Any]:
+        targets = [
+            {"reason": target.reason, "threshold": threshold, "met": met}
+            for target, threshold, met in self.checked(result)
+        ]
+        return dict(result._asdict(), ratio=result.ratio, targets=targets)

@@ -1,0 +1,112 @@
+"""Both libraries' workers take turns, round by round, so that a drift of the machine meets both.
+
+What crashes or hangs costs its own figures of that row: its group is killed, and the next row has a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+from benchmarks.groups import TELEGRAD, TORCH, Group
+from benchmarks.limits import LIMITS
+from benchmarks.measuring import Row
+from benchmarks.processes import Failed
+from benchmarks.results import Result
+from benchmarks.targets import OfLimit
+
+ROUNDS, QUICK_ROUNDS = 5, 2
+
+
+class Side(Protocol):
+    """One of those that take turns; its processes are made when first needed, and anew after they failed."""
+
+    def measure(self, row: Row) -> float: ...
+
+    def close(self) -> None:
+        """Let its processes leave."""
+
+    def kill(self) -> None: ...
+
+
+class Workers:
+    """One library's workers, of one number and over one transport."""
+
+    def __init__(self, library: str, way: str, workers: int) -> None:
+        self._library, self._way, self._workers = library, way, workers
+        self._group: Group | None = None
+
+    def measure(self, row: Row) -> float:
+        if row.alone:
+            return row.measure(self._library, self._way)
+        if self._group is None:
+            self._group = Group(self._library, self._way, self._workers)
+        try:
+            return self._group.measure(row.measure, row.patience)
+        except BaseException:
+            self._group.kill()
+            self._group = None
+            raise
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def kill(self) -> None:
+        if self._group is not None:
+            self._group.kill()
+
+
+def take_turns(
+    row: Row, sides: Sequence[Side], rounds: int, after_each: Callable[[], None] = lambda: None
+) -> tuple[list[list[float]], list[str]]:
+    """Each side's figures, and why it has fewer than the others."""
+    figures: list[list[float]] = [[] for _ in sides]
+    failures = ["" for _ in sides]
+    for _ in range(min(rounds, row.rounds)):
+        for index, side in enumerate(sides):
+            if not failures[index]:
+                try:
+                    figures[index].append(side.measure(row))
+                except Failed as failed:
+                    failures[index] = str(failed)
+        after_each()
+    return figures, failures
+
+
+@contextlib.contextmanager
+def closed(sides: Sequence[Side]) -> Iterator[None]:
+    """Closes all sides in the end; kills them where something went wrong."""
+    try:
+        yield
+        for side in sides:
+            side.close()
+    finally:
+        for side in sides:
+            side.kill()
+
+
+def measure_limits(names: Iterable[str], into: dict[str, list[float]]) -> None:
+    for name in names:
+        into.setdefault(name, []).append(LIMITS[name].measure())
+
+
+def take_all(rows: list[Row], rounds: int, limits: dict[str, list[float]]) -> list[Result]:
+    """All rows, those of the same workers together."""
+    results = []
+    for way, workers in dict.fromkeys((way, row.workers) for row in rows for way in row.ways):
+        sides = [Workers(library, way, workers) for library in (TELEGRAD, TORCH)]
+        with closed(sides):
+            for row in rows:
+                if way in row.ways and row.workers == workers:
+                    print(f"\r{way}: {row.name:45}", end="", file=sys.stderr, flush=True)
+                    needed = [target.limit for target in row.targets if isinstance(target, OfLimit)]
+                    figures, failures = take_turns(row, sides, rounds, partial(measure_limits, needed, limits))
+                    about = (row.name, way, row.unit, row.higher_is_better)
+                    results.append(Result(*about, figures[0], figures[1], row.targets, failures[0], failures[1]))
+    print(file=sys.stderr)
+    return results
