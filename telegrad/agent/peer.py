@@ -18,7 +18,7 @@ from typing import Any
 from telegrad.agent.futures import Future, Outcome, wait_for
 from telegrad.agent.members import Identity
 from telegrad.agent.reactor import INSTANT, Reactor, Work
-from telegrad.errors import CallTimeout, PeerError
+from telegrad.errors import CallTimeout, PeerError, PeerUnreachable
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
@@ -160,7 +160,11 @@ class Peer:
                         return
                     self._connecting = True
             if link is None:
-                threading.Thread(target=self._make_link, name="telegrad-connect", daemon=True).start()
+                try:
+                    threading.Thread(target=self._make_link, name="telegrad-connect", daemon=True).start()
+                except RuntimeError as error:  # the process has no memory, or no thread left
+                    unable = PeerUnreachable(f"worker {self.name!r} was not called: {error}")
+                    self._give_up(unable, messages_too=False)  # they go with the next attempt
                 return
             try:
                 link.send(id=id_, later=later, **parts)
@@ -363,15 +367,19 @@ class Peer:
 
     # Making the connection
 
+    def _give_up(self, error: Exception, messages_too: bool) -> None:
+        """No connection could be made: calls that wait for one fail."""
+        with self._lock:
+            self._connecting = False
+            failed = [p for id_, _ in self._backlog if (p := self._take(id_)) is not None]
+            self._backlog = [] if messages_too else [entry for entry in self._backlog if not entry[0]]
+        self._fail(failed, error)
+
     def _make_link(self) -> None:
         try:
             link = self._connect(self)
         except Exception as error:
-            with self._lock:
-                self._connecting = False
-                backlog, self._backlog = self._backlog, []
-                failed = [p for id_, _ in backlog if (p := self._take(id_)) is not None]
-            self._fail(failed, error)
+            self._give_up(error, messages_too=True)
             self._on_lost(self, error if isinstance(error, PeerError) else PeerError(str(error)))
             return
         while True:

@@ -220,7 +220,12 @@ class Reactor:
         thread = threading.Thread(target=self._main, args=(worker,), name="telegrad-worker", daemon=True)
         with self._lock:
             self._threads[worker] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the process has no memory, or no thread left
+            with self._lock:
+                del self._threads[worker]
+            raise
 
     def _main(self, worker: _Worker) -> None:
         self._local.worker = worker
@@ -257,8 +262,15 @@ class Reactor:
                 self._leader.wakeup.release()
             else:
                 new = self._leader = _Worker()
-        if new is not None:
+        if new is None:
+            return
+        try:
             self._spawn(new)
+        except RuntimeError as error:
+            log.warning("telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
+            with self._lock:
+                if self._leader is new:
+                    self._leader = worker
 
     def _lead(self, worker: _Worker) -> None:
         ready = self._ready

@@ -226,8 +226,11 @@ class Contexts:
 
     def _on_knock(self, sender: Identity, knock: Knock) -> None:
         for id_ in knock.contexts:
-            if id_ not in self._contexts:
+            context = self._contexts.get(id_)
+            if context is None:
                 self._tell(sender, Release(id_))
+            else:
+                context.meet(sender)  # which may have heard of it from one who has died
 
     def knowing(self, who: Identity) -> list[Context]:
         """The contexts in which that worker takes part, as far as this one knows."""
@@ -236,14 +239,18 @@ class Contexts:
         return [context for context in contexts if context.known.get(who.name) == who]
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        theirs = [context for context in self.knowing(who) if context.id >> OWNER_SHIFT == who.id]
-        if theirs and isinstance(reason, PeerLost):
-            self._tell(
-                who, Knock(tuple(context.id for context in theirs))
-            )  # a connection that broke is no death: that no new one can be made is
-        else:
-            for context in theirs:
-                self.release(context.id, who)
+        """Their owners must tell of their ends now: it may be one of them that was lost, or who would have told."""
+        by_owner: dict[int, list[int]] = {}
+        for context in self.knowing(who):
+            by_owner.setdefault(context.id >> OWNER_SHIFT, []).append(context.id)
+        for rank, ids in by_owner.items():
+            if rank == who.id and not isinstance(reason, PeerLost):
+                for id_ in ids:
+                    self.release(id_, who)
+            elif rank != self._agent.me.id:
+                # A connection that broke is no death: that no new one can be made is.
+                with contextlib.suppress(TelegradError):
+                    self._tell(self._agent.identify(rank), Knock(tuple(ids)))
 
 
 def entered_id() -> int | None:

@@ -1,0 +1,179 @@
+"""How each kind of fault is begun and ended."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from tests.chaos.plan import Fault
+from tests.chaos.proxy import Connection, Door, Proxy
+from tests.cluster import Process
+
+MOST_DELAY = 0.2  # seconds
+MOST_MORSEL = 40  # bytes
+TRUNCATE_WITHIN = 200_000  # bytes
+MOST_SPARE = 64 << 20  # bytes that a squeezed worker may still take
+PATIENCE = 2.0  # seconds that a replay waits for an answer: its worker may be stopped
+
+Undo = Callable[[], None]
+
+
+class ReplayAccepted(AssertionError):
+    """A worker let in somebody who repeated what another had said."""
+
+
+def begin(fault: Fault, proxy: Proxy, group: list[Process]) -> Undo:
+    """Make it go wrong; the function that ends it."""
+    victim = group[fault.victim]
+    if not is_alive(victim):
+        return _nothing
+    if fault.kind in _TO_PROCESS:
+        return _TO_PROCESS[fault.kind](victim, fault)
+    door = proxy.doors[victim.name]
+    if fault.kind == "replay":
+        _replay(proxy, door)
+        return _nothing
+    undo = proxy.do(lambda: _TO_DOOR[fault.kind](door, fault))
+    return lambda: proxy.do(undo)
+
+
+def is_alive(process: Process) -> bool:
+    return process.join(0) is None
+
+
+def _nothing() -> None:
+    """Where a fault ends by itself."""
+
+
+# The network; on the proxy's thread
+
+
+def _cut(door: Door, fault: Fault) -> Undo:
+    """Reset one connection, or all."""
+    if fault.amount < 0.5 and door.connections:
+        _one_of(door, fault).end(reset=True)
+    else:
+        door.reset_all()
+    return _nothing
+
+
+def _truncate(door: Door, fault: Fault) -> Undo:
+    """End a connection somewhere in what it carries."""
+    if not door.connections:
+        return _nothing
+    connection = _one_of(door, fault)
+    pipe = random.Random(fault.duration).choice(connection.pipes)
+    pipe.budget = 1 + int(TRUNCATE_WITHIN * fault.amount**3)
+    return lambda: connection.end(reset=False)
+
+
+def _delay(door: Door, fault: Fault) -> Undo:
+    door.weather.delay = MOST_DELAY * fault.amount
+
+    def undo() -> None:
+        door.weather.delay = 0.0
+
+    return undo
+
+
+def _trickle(door: Door, fault: Fault) -> Undo:
+    """Bytes come a few at a time."""
+    door.weather.morsel = 1 + int(MOST_MORSEL * fault.amount**2)
+
+    def undo() -> None:
+        door.weather.morsel = 0
+
+    return undo
+
+
+def _drop(door: Door, _: Fault) -> Undo:
+    """Nothing arrives any more, and nobody is told."""
+    door.weather.silent = True
+
+    def undo() -> None:
+        door.weather.silent = False
+        door.reset_all()
+
+    return undo
+
+
+def _refuse(door: Door, _: Fault) -> Undo:
+    door.weather.shut = True
+    door.reset_all()
+
+    def undo() -> None:
+        door.weather.shut = False
+
+    return undo
+
+
+def _one_of(door: Door, fault: Fault) -> Connection:
+    return random.Random(fault.amount).choice(door.connections)
+
+
+_TO_DOOR: dict[str, Callable[[Door, Fault], Undo]] = {
+    "cut": _cut,
+    "truncate": _truncate,
+    "delay": _delay,
+    "trickle": _trickle,
+    "drop": _drop,
+    "refuse": _refuse,
+}
+
+
+def _replay(proxy: Proxy, door: Door) -> None:
+    """Say to the worker what others said when they connected: no stream carries bytes twice, but a stranger may."""
+    for opening in proxy.do(lambda: [connection.opening for connection in door.connections]):
+        with suppress(OSError), socket.create_connection(door.target, PATIENCE) as sock:
+            sock.sendall(opening)
+            sock.settimeout(PATIENCE)
+            said = b""
+            while data := sock.recv(4096):
+                said += data
+                if b"P" in _kinds(said):
+                    raise ReplayAccepted(f"the worker at {door.target} let in a repeated greeting")
+
+
+def _kinds(said: bytes) -> bytes:
+    """The kinds of the handshake's messages in what a worker said: each has its length before it."""
+    kinds = b""
+    while len(said) > 2:
+        kinds += said[2:3]
+        said = said[2 + int.from_bytes(said[:2], "little") :]
+    return kinds
+
+
+# The processes
+
+
+def _kill(victim: Process, _: Fault) -> Undo:
+    victim.kill()
+    victim.join()
+    return _nothing
+
+
+def _stop(victim: Process, _: Fault) -> Undo:
+    victim.kill(signal.SIGSTOP)
+    return lambda: victim.kill(signal.SIGCONT) if is_alive(victim) else None
+
+
+def _squeeze(victim: Process, fault: Fault) -> Undo:
+    """Let it have hardly any more memory."""
+    with open(f"/proc/{victim.pid}/statm") as file:
+        pages = int(file.read().split()[0])
+    before = resource.prlimit(victim.pid, resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + int(MOST_SPARE * fault.amount**3)
+    resource.prlimit(victim.pid, resource.RLIMIT_AS, (limit, before[1]))
+
+    def undo() -> None:
+        with suppress(ProcessLookupError):  # it did not survive
+            resource.prlimit(victim.pid, resource.RLIMIT_AS, before)
+
+    return undo
+
+
+_TO_PROCESS: dict[str, Callable[[Process, Fault], Undo]] = {"kill": _kill, "stop": _stop, "squeeze": _squeeze}

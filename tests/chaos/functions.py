@@ -1,0 +1,103 @@
+"""What runs on the workers that are called."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import telegrad.rpc as rpc
+
+HOPELESS = 1 << 60  # bytes that no machine has
+
+
+class Deliberate(Exception):
+    """A remote function's own error."""
+
+
+class Counter:
+    """Counts each call once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._value = 0
+
+    def add(self) -> int:
+        with self._lock:
+            self._value += 1
+            return self._value
+
+
+def mirror(token: int, value: Any) -> tuple[int, Any]:
+    """What came, under the number with which it was asked for."""
+    return token, value
+
+
+def fail(token: int) -> None:
+    raise Deliberate(token)
+
+
+def hoard() -> int:
+    return len(bytearray(HOPELESS))
+
+
+def relay(to: str, token: int, value: Any, timeout: float) -> tuple[int, Any]:
+    return rpc.rpc_sync(to, mirror, (token, value), timeout=timeout)
+
+
+@rpc.functions.async_execution
+def relay_async(to: str, token: int, value: Any, timeout: float) -> Any:
+    future = rpc.rpc_async(to, mirror, (token, value), timeout=timeout)
+    return future.then(lambda done: (done.wait()[0] + 1, done.wait()[1]))
+
+
+async def relay_awaiting(to: str, token: int, value: Any, timeout: float) -> tuple[int, Any]:
+    await asyncio.sleep(0)
+    return await rpc.rpc_async(to, mirror, (token, value), timeout=timeout)
+
+
+def pattern(token: int, size: int) -> Tensor:
+    """What a tensor of that number holds: each element tells where it belongs."""
+    return torch.arange(token % 1000, token % 1000 + size, dtype=torch.float32)
+
+
+# References that other workers keep
+
+_shelf: dict[int, Any] = {}
+
+
+def put(token: int, reference: Any) -> None:
+    _shelf[token] = reference
+
+
+def fetch(token: int, timeout: float) -> Any:
+    """The value of a reference that was put here, which leaves."""
+    return _shelf.pop(token).to_here(timeout)
+
+
+def clear_shelf() -> None:
+    _shelf.clear()
+
+
+# What is trained
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+def cube_by(to: str, x: Tensor, timeout: float) -> Tensor:
+    return rpc.rpc_sync(to, square, (x,), timeout=timeout) * x
+
+
+def make_layer(seed: int, inputs: int, outputs: int) -> nn.Module:
+    """The same layer for the same seed, wherever it is made."""
+    chance = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=chance) - 0.5)
+    return layer

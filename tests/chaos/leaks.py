@@ -1,0 +1,101 @@
+"""What a worker holds, and whether it lets go of it: run on the worker itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import telegrad.rpc as rpc
+from telegrad.rpc import current
+from telegrad.transport import memory
+
+PATIENCE = 30.0
+GLANCE = 0.02
+KEEP = 0.3  # seconds for which memory without use stays warm, in place of the usual ones
+POOL = 17  # threads that a worker keeps for later
+MEMORY_FILE = "memfd:telegrad"
+TRANSIENT = "telegrad-connect"  # threads that end when their connection is made
+
+
+class Holding(NamedTuple):
+    """What the process has open."""
+
+    sockets: int
+    memory_files: int
+    others: Counter[str]  # descriptors, by what they lead to
+    maps: int  # of memory files
+    threads: int
+
+
+def holding() -> Holding:
+    sockets = files = 0
+    others: Counter[str] = Counter()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:  # the listing itself
+            continue
+        if target.startswith("socket:"):
+            sockets += 1
+        elif MEMORY_FILE in target:
+            files += 1
+        elif not target.startswith("pipe:"):  # libuv, by which torch serves a store, keeps some for good
+            others[target.partition(":[")[0]] += 1
+    maps = Path("/proc/self/maps").read_text().count(MEMORY_FILE)
+    return Holding(sockets, files, others, maps, threading.active_count())
+
+
+def keep_briefly() -> None:
+    """Before joining: do not let what is only kept warm look like a leak."""
+    memory.KEEP = KEEP
+
+
+def left(before: Holding, dead: int) -> dict[str, int]:
+    """What is there that was not `before` in a group that was just made, of which so many have died."""
+    gc.collect()
+    now = holding()
+    agent = current.agent()
+    found = {
+        **rpc.debug_info(),
+        **(now.others - before.others),
+        "contexts": len(current.conductor().contexts),
+        "calls in flight": int(not agent.idle),
+        "sockets": now.sockets - (before.sockets - 2 * dead),
+        "memory files": now.memory_files,
+        "maps of memory files": now.maps,
+        "threads": now.threads - before.threads - POOL,
+        "connecting threads": sum(thread.name == TRANSIENT for thread in threading.enumerate()),
+    }
+    return {name: count for name, count in found.items() if count > 0}
+
+
+def wait_for_nothing_left(before: Holding, dead: int) -> dict[str, int]:
+    """What is left although there was time to let go of it."""
+    deadline = time.monotonic() + PATIENCE
+    while (found := left(before, dead)) and time.monotonic() < deadline:
+        time.sleep(GLANCE)
+    return found
+
+
+def wait_until_closed(before: Holding) -> dict[str, int]:
+    """After the shutdown: the descriptors that are still open, and were not before the worker joined."""
+    deadline = time.monotonic() + PATIENCE
+    found: dict[str, int] = {}
+    while time.monotonic() < deadline:
+        gc.collect()
+        now = holding()
+        more = {
+            **(now.others - before.others),
+            "sockets": now.sockets - before.sockets,
+            "memory files": now.memory_files,
+        }
+        found = {name: count for name, count in more.items() if count > 0}
+        if not found:
+            break
+        time.sleep(GLANCE)
+    return found

@@ -1,0 +1,92 @@
+"""What a schedule tells a worker, over its pipe; each function gets the worker's number first."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from tests.chaos import functions, leaks
+from tests.chaos.board import Board
+from tests.chaos.load import Load, Tally
+from tests.chaos.operations import Wrong
+from tests.chaos.proxy import Address, stand_behind_proxy
+from tests.cluster import init
+
+GLANCE = 0.02
+
+_before: leaks.Holding  # the worker joined
+_meshed: leaks.Holding  # once all were connected with all
+_board: Board
+_load: Load
+
+
+def join(rank: int, count: int, port: int, transport: str, timeout: float, proxy: Address | None, board: str) -> None:
+    global _before, _board
+    _board = Board(board, count)
+    torch.set_num_threads(1)
+    leaks.keep_briefly()
+    gc.collect()
+    _before = leaks.holding()
+    if proxy is not None:
+        stand_behind_proxy(proxy)
+    init(rank, count, port, transport=transport, rpc_timeout=timeout)
+
+
+def note_connected(_: int) -> None:
+    global _meshed
+    _meshed = leaks.holding()
+
+
+def start_load(rank: int, seed: int, clients: int, timeout: float, squeezed: bool, record: str) -> None:
+    global _load
+    _load = Load(rank, _board, seed, clients, timeout, squeezed, record)
+
+
+def stop_load(_: int) -> Tally:
+    return _load.stop()
+
+
+def let_go(_: int) -> None:
+    """Forget what others left here."""
+    functions.clear_shelf()
+    gc.collect()
+
+
+def call_all(rank: int, others: list[int], timeout: float) -> None:
+    """Each connection is there, and works; so does each event loop."""
+    for other in others:
+        token = rank << 20 | other
+        asked = f"worker{rank}", token, "", timeout
+        back = rpc.rpc_sync(f"worker{other}", functions.relay_awaiting, asked, timeout=timeout)
+        if back != (token, ""):
+            raise Wrong(f"worker{other} answered {back}")
+
+
+def reach_all(rank: int, others: list[int], timeout: float) -> None:
+    """As `call_all`, but with as many tries as it takes to replace connections that are broken."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            call_all(rank, others, timeout)
+        except errors.PeerError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(GLANCE)
+        else:
+            return
+
+
+def left_over(_: int, dead: int) -> dict[str, int]:
+    return leaks.wait_for_nothing_left(_meshed, dead)
+
+
+def shut_down(_: int, timeout: float) -> None:
+    rpc.shutdown(timeout=timeout)
+
+
+def left_after_shutdown(_: int) -> dict[str, int]:
+    return leaks.wait_until_closed(_before)

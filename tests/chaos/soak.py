@@ -1,0 +1,76 @@
+"""Load without faults for a long time: memory, descriptors and threads must stay as they are after the warm-up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.chaos.plan import Plan
+from tests.chaos.schedule import Schedule, prepared
+
+WARM_UP = 0.4  # share of the time after which samples count
+SAMPLES = 50
+MORE_MEMORY = 0.05  # growth from the first half of the counted samples to the second, at most
+SPARE_MEMORY = 16 << 20  # bytes that come and go anyway
+MORE_DESCRIPTORS = 8
+MORE_THREADS = 4
+
+
+class Sample(NamedTuple):
+    """What one worker holds at one moment."""
+
+    memory: int  # resident bytes
+    descriptors: int
+    threads: int
+
+
+def sample(pid: int) -> Sample:
+    with open(f"/proc/{pid}/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return Sample(int(fields["VmRSS"].split()[0]) << 10, len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]))
+
+
+def grown(samples: Sequence[Sample]) -> list[str]:
+    """What has grown beyond its bound. The least of each half is compared: what comes and goes is no leak."""
+    half = len(samples) // 2
+    before, after = (Sample(*map(min, zip(*part, strict=True))) for part in (samples[:half], samples[half:]))
+    bounds = Sample(
+        int(before.memory * MORE_MEMORY) + SPARE_MEMORY,
+        MORE_DESCRIPTORS,
+        MORE_THREADS,
+    )
+    return [
+        f"{name} grew from {was:,} to {is_:,}"
+        for name, was, is_, bound in zip(Sample._fields, before, after, bounds, strict=True)
+        if is_ - was > bound
+    ]
+
+
+def run(seconds: float, workers: int, seed: int, transport: str = "auto") -> int:
+    """Print what the workers hold over time; 1 where anything grew or went wrong, else 0."""
+    plan = Plan(seed, workers, transport, [])
+    with prepared(plan) as schedule:
+        samples: dict[int, list[Sample]] = {rank: [] for rank in range(workers)}
+        report = schedule.run(lambda: _watch(schedule, seconds, samples))
+    for rank, all_ in samples.items():
+        report.violations += [f"worker{rank}: {what}" for what in grown(all_[int(len(all_) * WARM_UP) :])]
+    print(report, *report.violations, sep="\n")
+    return bool(report.violations)
+
+
+def _watch(schedule: Schedule, seconds: float, samples: dict[int, list[Sample]]) -> None:
+    """Take samples while the load runs."""
+    began = time.monotonic()
+    for number in range(1, SAMPLES + 1):
+        time.sleep(max(0.0, began + seconds * number / SAMPLES - time.monotonic()))
+        for rank, pid in schedule.living().items():
+            samples[rank].append(sample(pid))
+        if number % (SAMPLES // 10) == 0:
+            taken = [own[-1] for own in samples.values()]
+            print(
+                f"{time.monotonic() - began:6.0f} s  resident MB {[each.memory >> 20 for each in taken]}, "
+                f"descriptors {[each.descriptors for each in taken]}, threads {[each.threads for each in taken]}",
+                flush=True,
+            )
