@@ -38,8 +38,7 @@ def install() -> None:
         UsageError: this process is a worker of a group.
     """
     if _substitute():
-        paths = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
-        os.environ[VARIABLE] = os.pathsep.join([BOOT, *(path for path in paths if path != BOOT)])
+        os.environ[VARIABLE] = os.pathsep.join([BOOT, *_other_paths()])
         log.info("telegrad %s serves torch.distributed.rpc in this process and those that it starts", VERSION)
 
 
@@ -55,10 +54,15 @@ def uninstall() -> None:
             _check_free()
             _substitution.undo()
             _substitution = None
-    paths = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
-    os.environ[VARIABLE] = os.pathsep.join(paths)
-    if not paths:
-        del os.environ[VARIABLE]
+    if VARIABLE in os.environ:
+        os.environ[VARIABLE] = os.pathsep.join(_other_paths())
+        if not os.environ[VARIABLE]:
+            del os.environ[VARIABLE]
+
+
+def _other_paths() -> list[str]:
+    """What the user's environment has there."""
+    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
 
 
 def _check_free() -> None:

@@ -13,7 +13,7 @@ from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.agent.stores import Meeting, open_store
-from telegrad.errors import AlreadyInitialized, NotInitialized, UsageError
+from telegrad.errors import AlreadyInitialized, UsageError
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
@@ -56,13 +56,18 @@ def enter_group(
     """Make this process a worker: `meet` opens the store within a time, references are of the class `handle`."""
     global _generation
     with _lock:
-        if current.worker is not None:
-            raise AlreadyInitialized(
-                f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() "
-                "before init_rpc again"
-            )
+        check_free()
         _generation += 1
         current.worker = start(name, meet, options, _generation, current.enter, handle)
+
+
+def check_free() -> None:
+    """Raise AlreadyInitialized where this process is a worker."""
+    if current.worker is not None:
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() before "
+            "init_rpc again"
+        )
 
 
 def _options(given: RpcBackendOptions | None) -> TelegradOptions:
@@ -85,9 +90,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         NotInitialized: this process is in no group.
         CallTimeout: the others did not come in time; this worker has left all the same.
     """
-    worker = current.worker
-    if worker is None:
-        raise NotInitialized("RPC has not been initialized: this process is in no group, call init_rpc first")
+    worker = current.joined()
     try:
         worker.shutdown(graceful, timeout)
     finally:
@@ -107,7 +110,7 @@ def rpc_sync(
     """
     call = convert(func, args, kwargs)
     if profiling.enabled():
-        return profiling.recorded(_event("sync", to, func), lambda: call_sync(to, call, timeout))
+        return profiling.recorded(event_of("sync", to, func), lambda: call_sync(to, call, timeout))
     return call_sync(to, call, timeout)
 
 
@@ -125,7 +128,7 @@ def rpc_async(
     call = convert(func, args, kwargs)
     if profiling.enabled():
         _, future = profiling.recorded_until_done(
-            _event("async", to, func), lambda: call_async(to, call, timeout), lambda future: future
+            event_of("async", to, func), lambda: call_async(to, call, timeout), lambda future: future
         )
         return future
     return call_async(to, call, timeout)
@@ -145,7 +148,7 @@ def remote(
     call = convert(func, args, kwargs)
     if profiling.enabled():
         made, _ = profiling.recorded_until_done(
-            _event("remote", to, func), lambda: create(to, call, timeout), lambda made: made.future()
+            event_of("remote", to, func), lambda: create(to, call, timeout), lambda made: made.future()
         )
         return made
     return create(to, call, timeout)
@@ -155,8 +158,10 @@ def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
     return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout)
 
 
-def call_async(to: str | int | WorkerInfo, call: Call, timeout: float) -> Future[Any]:
-    return current.agent().call_async(_name(to), call.function, call.args, call.kwargs, timeout, keeps=call.keeps)
+def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
+    future = kind()
+    current.agent().call_for(future, _name(to), call.function, call.args, call.kwargs, timeout, call.keeps)
+    return future
 
 
 def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
@@ -165,7 +170,8 @@ def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
     return made
 
 
-def _event(kind: str, to: str | int | WorkerInfo, function: Any) -> str:
+def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> str:
+    """The name of a call's event in a profiler."""
     agent = current.agent()
     return profiling.event_name(kind, function, agent.name, agent.identify(_name(to)).name)
 

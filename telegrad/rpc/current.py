@@ -44,11 +44,18 @@ def agent() -> Agent:
         NotInitialized: this process is in no group.
     """
     own: Agent | None = getattr(_here, "agent", None)
-    if own is not None:
-        return own
+    return own if own is not None else joined().agent
+
+
+def joined() -> Worker:
+    """The worker that this process is.
+
+    Raises:
+        NotInitialized: it is in no group.
+    """
     if worker is None:
         raise NotInitialized("RPC has not been initialized: this process is in no group, call init_rpc first")
-    return worker.agent
+    return worker
 
 
 def keeper() -> Keeper:

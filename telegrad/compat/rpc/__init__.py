@@ -47,14 +47,14 @@ from telegrad.compat.rpc.backend_registry import (
     register_backend,
 )
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
-from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.errors import UsageError
 from telegrad.rpc import (
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
     WorkerInfo,
     _rref_context_get_debug_info,
-    current,
 )
+from telegrad.rpc.api import check_free
 
 PyRRef = RRef
 _is_tensorpipe_available = True
@@ -129,7 +129,7 @@ def init_rpc(
         backend = _backend_of(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = construct_rpc_backend_options(backend)
-    _check_not_initialized()
+    check_free()
     if rank < 0 and not world_size:
         rank = _missing_rank(rpc_backend_options.init_method)
     patience = rpc_backend_options.rpc_timeout or float("inf")
@@ -172,7 +172,8 @@ def _init_rpc_backend(
 ) -> None:
     """Join a group whose workers meet in `store`."""
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
-    _check_not_initialized()
+    check_free()
+    api._begin_rounds()
     agent = init_backend(
         backend,
         store=store,
@@ -199,14 +200,6 @@ def _validate_rpc_args(
     for given, kind in expected:
         if not isinstance(given, kind):
             raise UsageError(f"Argument {given} must be of type {kind} but got type {type(given)}")
-
-
-def _check_not_initialized() -> None:
-    if current.worker is not None:
-        raise AlreadyInitialized(
-            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() before "
-            "init_rpc again"
-        )
 
 
 def _get_debug_info() -> dict[str, str]:

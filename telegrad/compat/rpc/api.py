@@ -19,6 +19,7 @@ from telegrad.agent.futures import Future
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import profiled
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
+from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.compat.rpc.gathering import Rounds
 from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for them here
     PythonUDF,
@@ -30,12 +31,11 @@ from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
 from telegrad.rpc import api, current
-from telegrad.rpc.api import UNSET_RPC_TIMEOUT, _rref_context_get_debug_info  # noqa: F401
+from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
 from telegrad.rpc.current import WorkerInfo
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
-DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 PING = 1.0  # seconds between looks whether those who are waited for live
 LEAK_CHECK = 20.0  # seconds for the last references to be given back
 
@@ -123,9 +123,7 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _get_current_rpc_agent() -> TensorPipeAgent:
-    current.agent()
-    assert current.worker is not None
-    return TensorPipeAgent(current.worker)
+    return TensorPipeAgent(current.joined())
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
@@ -135,9 +133,8 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    global _ALL_WORKER_NAMES, _rounds
+    global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {worker.name for worker in agent.get_worker_infos()}
-    _rounds = Rounds()
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -152,6 +149,12 @@ def _set_rpc_timeout(timeout: float) -> None:
 
 
 # Keeping in step
+
+
+def _begin_rounds() -> None:
+    """Before this worker can be called: another's part in the first round may come at once."""
+    global _rounds
+    _rounds = Rounds()
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:

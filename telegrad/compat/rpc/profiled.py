@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from telegrad.agent.futures import Future
-from telegrad.agent.profiling import event_name
 from telegrad.compat import profiler
 from telegrad.compat.profiler import Session, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
 from telegrad.compat.rpc.futures import translated
 from telegrad.errors import TelegradError, UnknownWorker, UsageError
-from telegrad.rpc import api, current
+from telegrad.rpc import api
 from telegrad.rpc.api import UNSET_RPC_TIMEOUT
 from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.current import WorkerInfo
@@ -30,7 +29,7 @@ def rpc_sync(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled("sync", to, call, session, lambda seen: _begin(to, seen, timeout)).wait()
+        return _profiled("sync", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture)).wait()
     try:
         return api.call_sync(to, call, timeout)
     except (TypeError, torch.jit.Error) as error:
@@ -45,8 +44,8 @@ def rpc_async(
     call = _call(to, func, args, kwargs)
     session = profiler.session()
     if session is not None:
-        return _profiled("async", to, call, session, lambda seen: _begin(to, seen, timeout))
-    return _begin(to, call, timeout)
+        return _profiled("async", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture))
+    return api.call_async(to, call, timeout, CallFuture)
 
 
 def remote(
@@ -90,18 +89,9 @@ def _check_arguments(function: torch.jit.ScriptFunction[Any, Any], args: Any, kw
             raise UsageError(f"{function.name}() has no argument named {name!r}; it has {', '.join(expected)}")
 
 
-def _begin(to: To, call: Call, timeout: float) -> Future[Any]:
-    future: Future[Any] = CallFuture()
-    there = to.name if isinstance(to, WorkerInfo) else to
-    current.agent().call_for(future, there, call.function, call.args, call.kwargs, timeout, call.keeps)
-    return future
-
-
 def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]) -> Future[Any]:
     """A future that is done once the call is, and `session` has what its callee saw."""
-    agent = current.agent()
-    there = to.name if isinstance(to, WorkerInfo) else to
-    name = event_name(kind, call.function, agent.name, agent.identify(there).name)
+    name = api.event_of(kind, to, call.function)
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
     began = session.now()
@@ -110,7 +100,7 @@ def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[
 
     def fetch(_: Any) -> None:
         try:
-            agent.call_async(there, fetch_report, (token,), None).add_done_callback(finish)
+            api.call_async(to, Call(fetch_report, (token,), None), UNSET_RPC_TIMEOUT).add_done_callback(finish)
         except TelegradError:  # the callee has gone, and the call has failed for that
             finish(None)
 
