@@ -22,7 +22,7 @@ from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tens
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines
-from telegrad.agent.futures import Future, Outcome, wait_for
+from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
 from telegrad.agent.peer import Peer, Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
@@ -64,7 +64,7 @@ class Agent:
             settings, address, self._reactor, self._server, self._complete, self._take_cargo
         )
         self.lost = self._connections.lost  # called when a connection to a worker ended
-        self._handlers: dict[type, Callable[[Identity, Any], None]] = {}
+        self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
         self._lock = threading.Lock()  # guards _deadlines
         self._deadlines: Deadlines[Pending] = Deadlines()
         self._started = 0
@@ -261,16 +261,21 @@ class Agent:
         """Have `act(argument)` run soon on a thread that may run anybody's code."""
         self._reactor.submit(Work(act, argument, INSTANT))
 
-    def wait_for(self, future: Future[Any], timeout: float = -1, senders: Iterable[str] = ()) -> bool:
+    def wait_for(self, future: Future[Any] | Signal, timeout: float = -1, senders: Iterable[str] = ()) -> bool:
         """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile.
 
         Where messages of certain workers will complete it, this thread can see to them itself.
         """
+        if not self._reactor.on_worker():
+            return self._wait_for(future, timeout, senders)
         with self._reactor.waiting():
-            links = self._connections.accepted_from(senders)
-            if links:
-                errands.run_for(future, links, self._reactor)
-            return wait_for(future, timeout)
+            return self._wait_for(future, timeout, senders)
+
+    def _wait_for(self, future: Future[Any] | Signal, timeout: float, senders: Iterable[str]) -> bool:
+        links = self._connections.accepted_from(senders)
+        if links:
+            errands.run_for(future, links, self._reactor)
+        return wait_for(future, timeout)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Inside, this thread waits, and does not count as one that runs a call."""
@@ -289,13 +294,13 @@ class Agent:
     # Control messages of the rooms above
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
-        """Have `handler(sender, message)` called for every control message of that class."""
-        self._handlers[message] = handler
+        """Have `handler(sender, message)` called for every control message of that class, a `NamedTuple`."""
+        self._handlers[message.__name__] = message, handler
 
     def notify(
         self,
         to: str | int,
-        message: object,
+        message: tuple[Any, ...],
         incarnation: str = "",
         tensors: Sequence[Tensor] = (),
         context: Context | None = None,
@@ -303,13 +308,13 @@ class Agent:
     ) -> None:
         """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
 
-        It is made of plain things; `tensors` arrive in its field of that name, recorded in the `context`, if any.
+        It is made of plain things; `tensors` arrive in its last field, recorded in the `context`, if any.
         A patient one leaves with the next message that goes there, or within a moment, and is taken in after it.
         """
         peer = self._connections.peer(to)
         if incarnation not in ("", peer.identity.incarnation):
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
-        body = pickle.dumps(message, 5)
+        body = pickle.dumps((type(message).__name__, *message), 5)  # a class takes longer than all its fields
         parts: dict[str, Any] = {"flags": PATIENT} if patient else {}
         if tensors:
             parts["meta"], parts["blobs"] = pack(tensors)
@@ -320,8 +325,12 @@ class Agent:
         if patient:
             self._clock.before(monotonic() + BUSY_TICK)
 
-    def _take_notice(self, sender: Identity, message: Any, tensors: Sequence[Tensor]) -> None:
-        self._handlers[type(message)](sender, message._replace(tensors=tensors) if tensors else message)
+    def _take_notice(self, sender: Identity, message: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+        kind, *fields = message
+        if tensors:
+            fields[-1] = tensors
+        make, handler = self._handlers[kind]
+        handler(sender, make(*fields))
 
     def _undelivered(self, who: Identity, reason: PeerError) -> None:
         self._connections.tell_lost(who, reason)

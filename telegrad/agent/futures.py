@@ -57,11 +57,8 @@ class Future(torch.futures.Future[T]):
         would ever be collected. So those where it was raised stay as text.
         """
         assert isinstance(result, BaseException)
-        error = fresh(result)
-        if result.__traceback__ is not None and hasattr(error, "add_note"):
-            error.add_note("".join(traceback.format_tb(result.__traceback__)))
         self._set_unwrap_func(_raise_fresh)
-        self.set_result(error)  # type: ignore[arg-type]
+        self.set_result(_kept(result))  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
@@ -107,11 +104,57 @@ class Future(torch.futures.Future[T]):
         return super().wait() if self.done() else super().value()
 
 
+class Signal:
+    """Something that happens once, or fails: a future without a value, for what this package waits for by itself."""
+
+    __slots__ = ("_callbacks", "_error", "_happened", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._happened = False
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def done(self) -> bool:
+        return self._happened
+
+    def set_result(self, result: None = None) -> None:
+        with self._lock:
+            self._happened = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error = _kept(error)
+        self.set_result()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        with self._lock:
+            if not self._happened:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def value(self) -> None:
+        """Raise the error, if it ended so; it must be done."""
+        if self._error is not None:
+            raise fresh(self._error)
+
+
+def _kept(error: BaseException) -> BaseException:
+    """An error without its frames, where it was raised as text."""
+    kept = fresh(error)
+    if error.__traceback__ is not None and hasattr(kept, "add_note"):
+        kept.add_note("".join(traceback.format_tb(error.__traceback__)))
+    return kept
+
+
 def _raise_fresh(error: BaseException) -> None:
     raise fresh(error)
 
 
-def wait_for(future: torch.futures.Future[Any], timeout: float = -1) -> bool:
+def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:
     """Wait until `future` is done, interruptibly; whether it is."""
     if not future.done():
         told = threading.Lock()

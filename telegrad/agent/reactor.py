@@ -368,9 +368,12 @@ class Reactor:
 
     def send_unsent(self) -> None:
         """Let go what was to be sent later."""
-        with contextlib.suppress(KeyError):  # emptied by two threads at once
-            while self._unsent:
-                self._unsent.pop().on_writable()
+        while self._unsent:
+            try:
+                source = self._unsent.pop()
+            except KeyError:  # emptied by two threads at once
+                return
+            source.on_writable()
 
     # Waiting for the connections
 

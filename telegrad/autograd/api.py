@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from telegrad.agent import profiling
-from telegrad.agent.futures import Future
-from telegrad.autograd.conductor import Conductor
+from telegrad.agent.futures import Future, Signal
+from telegrad.autograd.conductor import Conductor, Run
 from telegrad.autograd.contexts import entered_id
 from telegrad.errors import NotInitialized, UsageError
 
@@ -88,9 +88,8 @@ def backward(
     conductor = _find()
 
     def run() -> None:
-        future = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, here=True)
-        conductor.wait(future)
-        future.wait()
+        outcome = Signal()
+        conductor.wait(_begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, outcome))
 
     if profiling.enabled():
         profiling.recorded(BACKWARD_EVENT, run)
@@ -108,7 +107,9 @@ def backward_async(
     create_graph: bool = False,
 ) -> Future[None]:
     """As `backward`, but gives a future that is done when the pass has ended."""
-    return _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph, here=False)
+    future: Future[None] = Future()
+    _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph, future)
+    return future
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
@@ -128,8 +129,8 @@ def _begin(
     mode: str,
     timeout: float | None,
     create: bool,
-    here: bool,
-) -> Future[None]:
+    outcome: Signal | Future[None],
+) -> Run:
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
     found = conductor.contexts.find(context_id)
@@ -141,8 +142,8 @@ def _begin(
         create=create,
         fast=mode == "fast",
         timeout=timeout,
-        here=here,
         keeps=roots,  # a value lives as long as a reference to it
+        outcome=outcome,
     )
 
 

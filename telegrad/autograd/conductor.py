@@ -16,7 +16,7 @@ from torch import Tensor
 
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Future
+from telegrad.agent.futures import Future, Signal
 from telegrad.agent.members import Identity
 from telegrad.autograd.contexts import Context, Contexts
 from telegrad.autograd.engine import LocalPass
@@ -65,11 +65,11 @@ class Part:
 class Run:
     """A pass that this worker drives."""
 
-    def __init__(self, context: Context, order: Order, deadline: float, keeps: Any) -> None:
+    def __init__(self, context: Context, order: Order, deadline: float, keeps: Any, outcome: Signal | Future[None]):
         self.context = context
         self.keeps = keeps  # what must live until the pass has ended
         self.driver = Driver(order)
-        self.future: Future[None] = Future()
+        self.outcome: Any = outcome
         self.deadline = deadline
         self.lock = threading.Lock()  # guards the driver
 
@@ -109,52 +109,53 @@ class Conductor:
         create: bool,
         fast: bool,
         timeout: float | None,
-        here: bool,
         keeps: Any,
-    ) -> Future[None]:
+        outcome: Signal | Future[None],
+    ) -> Run:
         """Run backward from `roots`: of this worker tensors or values, of others values that live there.
 
-        `keeps` is held until the end. `here`: this thread has nothing better to do than this worker's part.
+        `keeps` is held until the end, of which `outcome` is told. With a signal, `wait` must follow: this thread has
+        nothing better to do than this worker's part.
         """
         if timeout is None:
             timeout = self._agent.timeout
         number = next(context.passes)
         order = Order(context.id, self._agent.name, number, retain, create, fast, tuple(sorted(roots)))
-        run = Run(context, order, monotonic() + timeout if timeout else inf, keeps)
+        run = Run(context, order, monotonic() + timeout if timeout else inf, keeps, outcome)
         self._runs[context.id, number] = run
         if timeout:
             self._agent.wake_at(run.deadline)
         with run.lock:
             letters = run.driver.start(roots.items())
-        self._deliver(run, letters, here)
-        return run.future
+        self._deliver(run, letters, type(outcome) is Signal)
+        return run
 
-    def _deliver(self, run: Run, letters: Sequence[tuple[str, Task]], here: bool = False) -> None:
-        for worker, task in sorted(letters, key=lambda letter: letter[0] == self._agent.name):
+    def _deliver(self, run: Run, letters: list[tuple[str, Task]], here: bool = False) -> None:
+        if len(letters) > 1:
+            letters.sort(key=lambda letter: letter[0] == self.name)  # so that the others work meanwhile
+        for worker, task in letters:
             try:
                 self._give(run.context, worker, task, here)
             except TelegradError as error:
                 self._fail(run, error)
                 return
 
-    def wait(self, future: Future[None]) -> None:
-        """Wait until a pass of this worker has ended."""
-        run = next((run for run in list(self._runs.values()) if run.future is future), None)
-        if run is not None and profiling.enabled():
+    def wait(self, run: Run) -> None:
+        """Wait until a pass of this worker has ended; raises its error."""
+        if profiling.enabled():
             self._attend(run)
-        elif run is not None:
+        elif not run.outcome.done():
             with run.lock:
                 others = run.driver.workers - {self.name}
-            self._agent.wait_for(future, senders=others)
-        else:
-            self._agent.wait_for(future)
+            self._agent.wait_for(run.outcome, senders=others)
+        run.outcome.value()
 
     def _attend(self, run: Run) -> None:
         """Do this worker's part of a pass on this thread while it lasts, where a profiler sees it."""
         context, calls = run.context, queue.SimpleQueue[bool]()
         with context.lock:
             context.calls = calls
-        run.future.add_done_callback(lambda _: calls.put(False))
+        run.outcome.add_done_callback(lambda _: calls.put(False))
         with self._agent.waiting():
             while calls.get():
                 self._work(context)
@@ -168,7 +169,7 @@ class Conductor:
 
     def _give(self, context: Context, worker: str, task: Task, here: bool = False) -> None:
         """Have a worker do something, which may be this one."""
-        if worker == self._agent.name:
+        if worker == self.name:
             self._post(context, task, here)
         else:
             context.meet(self._agent.identify(worker))
@@ -210,6 +211,9 @@ class Conductor:
                     break
                 tasks = list(context.inbox)
                 context.inbox.clear()
+            if len(tasks) == 1:
+                self._do(context, tasks)
+                continue
             for _, group in itertools.groupby(tasks, lambda task: task.order):
                 self._do(context, list(group))
         self._short = perf_counter() - start < SHORT
@@ -243,17 +247,21 @@ class Conductor:
 
     def _hold(self, context: Context, part: Part, tasks: list[Task]) -> list[Task]:
         """The roots of this worker come first: what waits for them must not run before they are known."""
-        assert part.held is not None
+        held, there = part.held, False
+        assert held is not None
         for task in tasks:
-            if isinstance(task, Start) and not all(isinstance(value, Tensor) for value in task.values):
+            if not isinstance(task, Start):
+                held.append(task)
+            elif all(isinstance(value, Tensor) for value in task.values):
+                held.insert(0, task)
+                there = True
+            else:
                 future = self._open_roots(task.values)
                 future.add_done_callback(partial(self._opened, context, task))
-            else:
-                part.held.append(task)
-        if not any(isinstance(task, Start) for task in part.held):
+        if not there:
             return []
-        tasks, part.held = part.held, None
-        return sorted(tasks, key=lambda task: not isinstance(task, Start))
+        part.held = None
+        return held
 
     def _opened(self, context: Context, task: Start, done: Any) -> None:
         try:
@@ -265,7 +273,7 @@ class Conductor:
         """This worker cannot do its part."""
         failure = describe(_advised(error), self._agent.name)
         self._abandon(order)
-        if order.driver == self._agent.name:
+        if order.driver == self.name:
             self._fail_by(order, failure)
         else:
             with contextlib.suppress(TelegradError):  # it has gone, and its context with it
@@ -278,8 +286,8 @@ class Conductor:
             context.parts.pop((order.driver, order.number), None)
 
     def _report(self, report: Report) -> None:
-        if report.order.driver == self._agent.name:
-            self._on_report(self._agent.name, report)
+        if report.order.driver == self.name:
+            self._on_report(self.name, report)
         else:
             self._agent.notify(report.order.driver, report)
 
@@ -304,7 +312,7 @@ class Conductor:
             return
         self._deliver(run, letters)
         if ended and self._take(run):
-            run.future.set_result(None)
+            run.outcome.set_result(None)
 
     def _fail_by(self, order: Order, failure: bytes) -> None:
         run = self._run_of(order)
@@ -320,7 +328,7 @@ class Conductor:
         for worker in sorted(run.driver.workers - {self._agent.name}):
             with contextlib.suppress(TelegradError):
                 self._agent.notify(worker, Abandon(order))
-        tell = partial(_tell_failure, run.future)
+        tell = partial(_tell_failure, run.outcome)
         if self._closed:
             tell(error)
         else:
@@ -365,8 +373,8 @@ class Conductor:
         return upcoming
 
 
-def _tell_failure(future: Future[None], error: BaseException) -> None:
-    future.set_exception(error)  # type: ignore[arg-type]
+def _tell_failure(outcome: Any, error: BaseException) -> None:
+    outcome.set_exception(error)
 
 
 def _advised(error: BaseException) -> BaseException:

@@ -19,7 +19,6 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.members import Identity
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.graph import Origin, Send, receive, send
-from telegrad.autograd.replicas import watch
 from telegrad.errors import ContextEnded, PeerError, PeerLost, TelegradError, UsageError
 
 if TYPE_CHECKING:
@@ -85,8 +84,9 @@ class Context:
 
     def meet(self, who: Identity) -> None:
         """A worker takes part, and has to hear of the end."""
-        with self.lock:
-            self.known[who.name] = who
+        if self.known.get(who.name) != who:
+            with self.lock:
+                self.known[who.name] = who
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Tensors leave: keep the edges of those that have a graph."""
@@ -156,7 +156,6 @@ class Contexts:
         return self._add(self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1))
 
     def _add(self, id_: int) -> Context:
-        watch()
         context = Context(id_, self._numbers)
         with self._lock:
             return self._contexts.setdefault(id_, context)

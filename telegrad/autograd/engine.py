@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from telegrad.agent.members import Identity
 from telegrad.autograd import byhand, replicas
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import total
-from telegrad.autograd.graph import Origin, RecvNode, Send, edge_of
+from telegrad.autograd.graph import Origin, RecvNode, Send, edge_of, run_backward
 from telegrad.autograd.passes import Order
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node, Schedule, Step
 from telegrad.errors import UsageError
@@ -29,12 +28,12 @@ LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node
 
 
 def _has_hooks(leaf: Tensor) -> bool:
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or byhand.hooks_of_leaf_node(leaf))
 
 
 def _kind_of_leaf(node: Node) -> int:
     """A leaf without hooks takes its gradient in parts; hooks shall see all of it at once."""
-    return LEAF if _has_hooks(node.variable) or byhand.hooks_of_leaf_node(node.variable) else PLAIN
+    return LEAF if _has_hooks(node.variable) else PLAIN
 
 
 KINDS: dict[type, Callable[[Node], int]] = {
@@ -81,17 +80,42 @@ class LocalPass:
         self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only what was marked is waited for, anywhere
+        self._begun = False
+        self._sends: dict[int, Send]
+        self._edges: dict[int, Sequence[GradientEdge | Tensor]]  # where the gradients of each entry come in
+        self._schedule: Schedule
+
+    def _begin(self) -> None:
+        """By the time that the first task comes, all is recorded that it can lead to."""
+        if self._begun:
+            return
+        self._begun = True
+        with self._context.lock:
+            self._sends = dict(self._context.sends)
+        edges = self._edges = {number: list(map(self._entrance, send.edges)) for number, send in self._sends.items()}
+        if self._roots:
+            edges[ROOTS] = self._roots
+        kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
+        self._schedule = Schedule({entry: self._nodes(entry) for entry in edges}, kinds)
+
+    def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
+        """A leaf that must not take its gradient in parts does so by its node."""
+        if isinstance(edge, Tensor) and (id(edge) in self._replicated or _has_hooks(edge)):
+            return edge_of(edge)
+        return edge
 
     # What the protocol asks for
 
     def start(self, roots: Sequence[Tensor]) -> None:
         """Run from tensors that live here; this comes first on a worker that has any."""
         self._roots = [edge_of(root) for root in roots]
+        self._begin()
         self._take_in([(ROOTS, [torch.ones_like(root, requires_grad=False) for root in roots])])
         self._run()
 
     def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
         """Gradients of what was sent have come."""
+        self._begin()
         if profiling.enabled():
             profiling.recorded(SEND_EVENT, lambda: self._take_in(gradients))
         else:
@@ -113,6 +137,7 @@ class LocalPass:
             schedule.close(entry, True)
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
+        self._begin()
         starts = [node for send in sends for node in self._nodes(send)] if sends else list(self._pending)
         self._marked.update(sends)
         found: dict[str, list[int]] = {}
@@ -121,6 +146,7 @@ class LocalPass:
         return found
 
     def bury(self) -> None:
+        self._begin()
         self._buried = True
         schedule = self._schedule
         for entry in [entry for entry in schedule.open if entry not in self._marked]:
@@ -135,35 +161,8 @@ class LocalPass:
     def waiting(self) -> Iterator[str]:
         return (str(self._sends[entry]) for entry in self._schedule.open)
 
-    @cached_property
-    def _sends(self) -> dict[int, Send]:
-        with self._context.lock:
-            return dict(self._context.sends)
-
-    @cached_property
-    def _edges(self) -> dict[int, Sequence[GradientEdge | Tensor]]:
-        """Where the gradients of each entry come in; a leaf that must not take them in parts does so by its node."""
-        edges: dict[int, Sequence[GradientEdge | Tensor]] = {
-            number: [
-                edge_of(edge) if isinstance(edge, Tensor) and self._wants_all(edge) else edge for edge in send.edges
-            ]
-            for number, send in self._sends.items()
-        }
-        if self._roots:
-            edges[ROOTS] = self._roots
-        return edges
-
     def _nodes(self, entry: int) -> list[Node]:
         return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
-
-    @cached_property
-    def _schedule(self) -> Schedule:
-        """Made when the first task comes: by then all is recorded that it can lead to."""
-        entries = {entry: self._nodes(entry) for entry in self._edges}
-        return Schedule(entries, {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS)
-
-    def _wants_all(self, leaf: Tensor) -> bool:
-        return _has_hooks(leaf) or id(leaf) in self._replicated or bool(byhand.hooks_of_leaf_node(leaf))
 
     # Replicated modules
 
@@ -228,28 +227,25 @@ class LocalPass:
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
         for node in step.roots:
-            for number, gradient in self._pending.pop(node, {}).items():
+            for number, entering in self._pending.pop(node, {}).items():
                 roots.append(GradientEdge(node, number))
-                gradients.append(gradient)
+                gradients.append(entering)
         if not roots:
             return
-        fed = [(node, number) for node in step.fed for number in range(len(node._input_metadata))]
+        fed = [GradientEdge(node, number) for node in step.fed for number in range(len(node._input_metadata))]
         wanted: list[Any] = [GradientEdge(leaf, 0) for leaf in step.leaves]
         wanted += [node.anchor for node in step.recvs]
-        wanted += [GradientEdge(node, number) for node, number in fed]
+        wanted += fed
         if not wanted:
             return
-        order = self._order
-        given = torch.autograd.grad(
-            roots, wanted, gradients, retain_graph=order.retain, create_graph=order.create, allow_unused=True
-        )
+        given = run_backward(roots, gradients, wanted, self._order.retain, self._order.create)
         for leaf, gradient in zip(step.leaves, given, strict=False):
             if gradient is not None:
                 shared = _holders(gradient) > UNSHARED
                 self._accumulate(leaf, gradient, shared)
-        for (node, number), gradient in zip(fed, given[len(given) - len(fed) :], strict=True):
+        for edge, gradient in zip(fed, given[len(given) - len(fed) :], strict=True):
             if gradient is not None:
-                self._enter(node, number, gradient)
+                self._enter(edge.node, edge.output_nr, gradient)
 
     def _run_by_hand(self, node: Node, fire: bool) -> None:
         pending = self._pending.pop(node, None)

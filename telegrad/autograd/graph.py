@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from telegrad.agent.members import Identity
 
@@ -72,7 +72,20 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         node, number = token.next_functions[0]
         assert node is not None
         return GradientEdge(node, number, token)
-    return get_gradient_edge(tensor)
+    made_by = tensor.grad_fn
+    if made_by is None or isinstance(made_by, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(made_by, tensor.output_nr)
+
+
+def run_backward(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], retain: bool, create: bool
+) -> Sequence[Tensor | None]:
+    """What `torch.autograd.grad` gives, without its checks of what users may give it."""
+    given: Sequence[Tensor | None] = _engine_run_backward(
+        tuple(roots), tuple(gradients), retain, create, tuple(wanted), True, accumulate_grad=False
+    )
+    return given
 
 
 def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:

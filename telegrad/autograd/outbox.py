@@ -28,16 +28,21 @@ class Parcel(NamedTuple):
 
 
 def wrap(shipment: Shipment, report: Report | None) -> tuple[Parcel, list[Tensor]]:
-    tensors: dict[int, Tensor] = {}
+    tensors: list[Tensor] = []
     places: dict[int, int] = {}  # a gradient often goes to several tensors of a message
-    slots = [
-        (number, [None if each is None else places.setdefault(id(each), len(places)) for each in gradients])
-        for number, gradients in shipment.gradients
-    ]
-    for _, gradients in shipment.gradients:
-        tensors.update((id(each), each) for each in gradients if each is not None)
-    lean = [_lean(tensor) for tensor in tensors.values()] if not shipment.order.create else [*tensors.values()]
-    return Parcel(tuple(shipment.order), shipment.key, slots, None if report is None else report[1:]), lean
+    slots: list[tuple[int, list[int | None]]] = []
+    for number, gradients in shipment.gradients:
+        own: list[int | None] = []
+        for gradient in gradients:
+            if gradient is None:
+                own.append(None)
+                continue
+            place = places.setdefault(id(gradient), len(tensors))
+            if place == len(tensors):
+                tensors.append(gradient if shipment.order.create else _lean(gradient))
+            own.append(place)
+        slots.append((number, own))
+    return Parcel(tuple(shipment.order), shipment.key, slots, None if report is None else report[1:]), tensors
 
 
 def _lean(gradient: Tensor) -> Tensor:

@@ -23,14 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 Node = Any
 
 _seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that there are
-_watching = False
+_watching = not torch.distributed.is_available()  # or there is nothing to watch for
 showing = threading.RLock()  # guards `.grad` of leaves, where it is used to show a gradient of a context
 
 
 def watch() -> None:
     """From now on know of all replicated modules, if there can be any: their `forward` may be called directly."""
     global _watching
-    if not _watching and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if not _watching and torch.distributed.is_initialized():
         _watching = True
         register_module_module_registration_hook(_notice)
         _seen.update(each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
@@ -44,6 +44,7 @@ def _notice(module: Any, *_: Any) -> None:
 
 def replicated() -> set[int]:
     """The ids of the parameters of such modules."""
+    watch()
     return {id(parameter) for module in list(_seen) for parameter in module.parameters()} if _seen else set()
 
 

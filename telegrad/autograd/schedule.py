@@ -206,7 +206,8 @@ class Schedule:
         region.open -= 1
         region.came |= came
         region.closed.append((entry, came))
-        self._changed[region] = None
+        if region.nodes or region.plain:  # else all that came went to leaves
+            self._changed[region] = None
 
     def steps(self) -> Iterable[Step]:
         """What can run after entries closed; each step is to be run before the next is asked for."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
-from telegrad.agent.futures import Future
+from telegrad.agent.futures import Signal
 from telegrad.rpc import current
 
 
@@ -16,25 +15,22 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _last
-        self._last: Future[None] | None = None  # done when whoever came last is through
+        self._last: Signal | None = None  # happens when whoever came last is through
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """`with turns.taken():` what runs inside runs alone."""
-        through: Future[None] = Future()
+        through = Signal()
         with self._lock:
             before, self._last = self._last, through
-
-        def leave(_: Any = None) -> None:
-            through.set_result(None)
 
         if before is not None and not before.done():
             try:
                 current.agent().wait_for(before)
             except BaseException:
-                before.add_done_callback(leave)
+                before.add_done_callback(lambda _: through.set_result())
                 raise
         try:
             yield
         finally:
-            leave()
+            through.set_result()
