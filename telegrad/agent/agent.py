@@ -37,6 +37,7 @@ from telegrad.wire.tensors import pack
 DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
 BUSY_TICK = 0.02
+COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
 
 
 class Agent:
@@ -166,9 +167,10 @@ class Agent:
         parts = self._call_parts(peer, function, args, kwargs, creation)
         if pending.timeout:
             with self._lock:
-                self._deadlines.add(pending, pending.timeout, monotonic())
+                self._deadlines.add(pending, pending.timeout, pending.deadline)
             self._clock.before(pending.deadline)
-        peer.call(pending, parts)
+        if peer.call(pending, parts):
+            self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
 
     def expect(self, to: str | int) -> None:
         """Have the answers of a worker read as they come, if nobody does."""

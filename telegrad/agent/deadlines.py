@@ -15,8 +15,12 @@ class Deadlines(Generic[K]):
     def __init__(self) -> None:
         self._by_timeout: dict[float, dict[K, float]] = {}
 
-    def add(self, key: K, timeout: float, now: float) -> None:
-        self._by_timeout.setdefault(timeout, {})[key] = now + timeout
+    def add(self, key: K, timeout: float, when: float) -> None:
+        """A key that is due at `when`, which is `timeout` after this moment."""
+        table = self._by_timeout.get(timeout)
+        if table is None:
+            table = self._by_timeout[timeout] = {}
+        table[key] = when
 
     def remove(self, key: K, timeout: float) -> None:
         """Forget `key`, if it is still there."""

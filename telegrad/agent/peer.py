@@ -28,6 +28,7 @@ SPIN = 250e-6  # as in the reactor: look again for this long before sleeping
 SPIN_WITHIN = 400e-6  # only where the last answer came within this time
 MOST_CALLS = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
 MOST_BYTES = 1 << 30  # of the tensors in them
+COMPANY = 16  # with more calls in flight to one worker, the next wait until so many leave together, or a moment
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 
@@ -129,8 +130,11 @@ class Peer:
 
     # Calls
 
-    def call(self, pending: Pending, parts: dict[str, Any]) -> None:
-        """Send a call; `pending` will be done. After one with a quick outcome `expect` must follow."""
+    def call(self, pending: Pending, parts: dict[str, Any]) -> bool:
+        """Send a call; `pending` will be done. After one with a quick outcome `expect` must follow.
+
+        Whether it was left for `Reactor.send_unsent`: one of many, for which nobody waits in place.
+        """
         with self._lock:
             if self._closed is not None:
                 raise fresh(self._closed)
@@ -140,9 +144,12 @@ class Peer:
             if "blobs" in parts:
                 pending.weight = sum(blob.nbytes for blob in parts["blobs"])
                 self._weight += pending.weight
-        self._send(pending.id, parts)
-        if pending.outcome is not None and not pending.outcome.quick and not self._armed:
+        outcome = pending.outcome
+        later = outcome is not None and len(self._pending) > COMPANY and bool(pending.id % COMPANY)
+        self._send(pending.id, parts, later)
+        if outcome is not None and not outcome.quick and not self._armed:
             self._arm()
+        return later
 
     def notify(self, body: bytes, parts: dict[str, Any], patient: bool) -> None:
         """Send a control message; where it cannot be delivered, `on_lost` is told. A patient one waits for company."""
@@ -259,6 +266,7 @@ class Peer:
             wait_for(future)
 
     def _wait(self, pending: Pending) -> bool:
+        self._reactor.send_unsent()
         while not pending.done:
             remaining = pending.deadline - monotonic()
             if remaining <= 0:

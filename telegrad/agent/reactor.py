@@ -321,7 +321,8 @@ class Reactor:
             still = self._leader is worker
             if still and worker.counted:
                 self._end_call(worker)
-                self._release_queued()
+                if self._queued:
+                    self._release_queued()
         if not still:
             self._run_queued(worker)
 

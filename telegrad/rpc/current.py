@@ -44,7 +44,9 @@ def agent() -> Agent:
         NotInitialized: this process is in no group.
     """
     own: Agent | None = getattr(_here, "agent", None)
-    return own if own is not None else joined().agent
+    if own is not None:
+        return own
+    return worker.agent if worker is not None else joined().agent
 
 
 def joined() -> Worker:

@@ -130,6 +130,14 @@ class Link:
                 raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
+            if not (self._outbox or later or self._tls):
+                try:
+                    sent = self._sock.send(data)
+                    if sent == len(data):
+                        return
+                    data = data[sent:]
+                except OSError:
+                    pass  # the write that follows meets it again
             self._outbox.append(_Chunk(data, (), None))
             if not later and not self._write_waits:
                 self._flush()

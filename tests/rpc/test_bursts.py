@@ -1,0 +1,56 @@
+"""Many calls at once, for whose values nobody waits in place: some leave together, and all leave."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from telegrad.agent.peer import COMPANY
+from telegrad.rpc import current, functions, remote, rpc_async
+from tests.cluster import PATIENCE, agents
+
+MANY = 3 * COMPANY - 1  # so that the last ones have no company
+
+there: list[torch.futures.Future[int]] = []
+lock = threading.Lock()  # guards there
+
+
+@functions.async_execution
+def meet(number):
+    """Done once all have come."""
+    own = torch.futures.Future()
+    with lock:
+        there.append(own)
+        complete = len(there) == MANY
+    if complete:
+        for future in there:
+            future.set_result(number)
+    return own
+
+
+@pytest.fixture
+def caller():
+    there.clear()
+    with agents(2) as (a, _):
+        current.enter(a.agent)
+        yield a
+        current.enter(None)
+
+
+@pytest.mark.parametrize("begin", [rpc_async, lambda *call: remote(*call).future()], ids=["rpc_async", "remote"])
+def test_the_last_of_many_calls_leaves_though_no_answer_comes(caller, begin):
+    ended = threading.Semaphore(0)
+    futures = [begin("w1", meet, (number,)) for number in range(MANY)]
+    for future in futures:
+        future.add_done_callback(lambda _: ended.release())
+    for _ in futures:
+        assert ended.acquire(timeout=PATIENCE)
+
+
+def test_a_call_that_is_waited_for_takes_those_before_it_along(caller):
+    futures = [rpc_async("w1", meet, (number,)) for number in range(MANY - 1)]
+    last = rpc_async("w1", meet, (MANY,))
+    assert last.wait() == MANY
+    assert {future.wait() for future in futures} == {MANY}
