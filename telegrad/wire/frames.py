@@ -58,7 +58,7 @@ class FrameReader:
         if self._frame is not None:
             return self._receive_blobs()
         if self._large is not None:
-            return self._parse(self._large, 0, *PREFIX.unpack_from(self._large))
+            return self._parse(self._large, 0, PREFIX.unpack_from(self._large))
         start = self._start
         available = self._end - start
         if available < PREFIX.size:
@@ -68,24 +68,14 @@ class FrameReader:
         size = PREFIX.size + head + meta + blobs * ENTRY.size + body
         if available >= size:
             self._start += size
-            return self._parse(self._scratch, start, *prefix)
+            return self._parse(self._scratch, start, prefix)
         if size > SCRATCH:
             self._large = self._reserve(size)
             self._land(self._large)
         return None
 
-    def _parse(
-        self,
-        source: memoryview,
-        start: int,
-        kind: int,
-        flags: int,
-        head: int,
-        meta: int,
-        blobs: int,
-        body: int,
-        id_: int,
-    ) -> Frame | None:
+    def _parse(self, source: memoryview, start: int, prefix: tuple[int, ...]) -> Frame | None:
+        kind, flags, head, meta, blobs, body, id_ = prefix
         at_meta = start + PREFIX.size + head
         at_table = at_meta + meta
         at_body = at_table + blobs * ENTRY.size
