@@ -14,7 +14,7 @@ from telegrad.errors import CallTimeout, NotOwner, UsageError
 from telegrad.rpc import current
 from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.operators import TENSOR_METHODS, Operators
-from telegrad.rpc.values import Borrowed, call_method, created, fetch, invoke, opened, when_full, with_values
+from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.rref.box import Box
 from telegrad.rref.handle import Handle
 from telegrad.rref.keeper import number
@@ -140,14 +140,16 @@ class RRef(Operators, Handle, Generic[T]):
         return self._create("", DEFAULT, args, kwargs)
 
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> Any:
-        return self._keeper.agent.call(self._keeper.reach(self), invoke, (*self._id, method, *args), kwargs, timeout)
+        owner = self._keeper.reach(self)
+        return self._keeper.agent.call(owner, methods.of(method), (*self._id, *args), kwargs, timeout)
 
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any) -> Future[Any]:
-        all_args = (*self._id, method, *args)
-        return self._keeper.agent.call_async(self._keeper.reach(self), invoke, all_args, kwargs, timeout, keeps=self)
+        owner = self._keeper.reach(self)
+        return self._keeper.agent.call_async(owner, methods.of(method), (*self._id, *args), kwargs, timeout, keeps=self)
 
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
-        made = self._keeper.create(self._keeper.reach(self), invoke, (*self._id, method, *args), kwargs, timeout, self)
+        owner = self._keeper.reach(self)
+        made = self._keeper.create(owner, methods.of(method), (*self._id, *args), kwargs, timeout, self)
         assert isinstance(made, RRef)
         return made
 

@@ -47,10 +47,34 @@ def when_full(box: Box) -> Future[None]:
     return box.future().then(look)
 
 
-def invoke(maker: str, number: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the value, or the value itself where `method` is empty."""
-    value = opened(current.keeper().box((maker, number)))
-    return _finish(getattr(value, method) if method else value, args, kwargs)
+class Method:
+    """Calls a method of a value that this worker owns, or the value itself where the name is empty."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.__qualname__ = f"methods.{_CALL}{name}"
+
+    def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
+        value, name = opened(current.keeper().box((maker, number))), self.__name__
+        return _finish(getattr(value, name) if name else value, args, kwargs)
+
+
+class _Methods:
+    """A function for each method: the callee learns of each function by its name how long it takes."""
+
+    def of(self, name: str) -> Method:
+        made: Method = getattr(self, _CALL + name)
+        return made
+
+    def __getattr__(self, attribute: str) -> Method:
+        if not attribute.startswith(_CALL):
+            raise AttributeError(attribute)
+        made = self.__dict__[attribute] = Method(attribute.removeprefix(_CALL))
+        return made
+
+
+_CALL = "call_"  # before a method's name, which may be that of any attribute
+methods = _Methods()
 
 
 def call_method(value: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:

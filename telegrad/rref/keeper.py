@@ -193,10 +193,14 @@ class Keeper:
             RRefLost: there is none, and none will come.
         """
         with self._lock:
-            if not self._machine.seek(ref):
-                raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
-            self._wake()
-            return self._boxes.setdefault(ref, Box())
+            if ref not in self._machine.owned:
+                if not self._machine.seek(ref):
+                    raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
+                self._wake()
+            box = self._boxes.get(ref)
+            if box is None:
+                box = self._boxes[ref] = Box()
+            return box
 
     def give_up(self, handle: Handle) -> None:
         """End a handle that the program still holds."""

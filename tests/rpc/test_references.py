@@ -17,7 +17,10 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from tests.cluster import PATIENCE
+from telegrad.rpc import current
+from telegrad.rpc.values import methods
+from telegrad.wire.functions import name_of, resolve
+from tests.cluster import PATIENCE, agents
 
 KINDS = "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_letters"
 NOTHING = dict.fromkeys(KINDS.split(), 0)
@@ -225,6 +228,45 @@ def proxy_timeout():
 
 def test_proxy_timeouts(workers):
     workers[0].run(proxy_timeout)
+
+
+class Odd:
+    """Whose methods have names that others have, too."""
+
+    def of(self):
+        return "of"
+
+    def call_of(self):
+        return "call_of"
+
+
+def call_odd_methods():
+    ref = rpc.remote("worker1", Odd)
+    assert [ref.rpc_sync().of(), ref.rpc_sync().call_of()] == ["of", "call_of"]
+
+
+def test_methods_of_any_name(workers):
+    workers[0].run(call_odd_methods)
+
+
+def test_each_method_is_known_by_a_name_of_its_own():
+    names = [name_of(methods.of(method), True) for method in ("add", "fail", "")]
+    assert len(set(names)) == 3
+    assert [resolve(name) for name in names] == [methods.of("add"), methods.of("fail"), methods.of("")]
+
+
+def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch):
+    with agents(2) as (user, owner):
+        current.enter(user.agent)
+        ref = rpc.remote("w1", Counter)
+        assert ref.to_here().value == 0
+        owner.keeper.flush()
+        woken = []
+        monkeypatch.setattr(owner.keeper, "_wake", lambda: woken.append(True))
+        assert [ref.rpc_sync().add(1) for _ in range(5)] == [1, 2, 3, 4, 5]
+        assert ref.to_here().value == 5
+        assert not woken
+        current.enter(None)
 
 
 # The debug view
