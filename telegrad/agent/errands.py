@@ -38,7 +38,7 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
     own: deque[Work] = deque()
     before, _here.own = getattr(_here, "own", None), own
     try:
-        while _read(future, links, reactor, own):
+        while not future.done() and _read(future, links, reactor, own):
             while own:
                 work = own.popleft()
                 while own:

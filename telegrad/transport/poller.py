@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import selectors
 import socket
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
+AT_ONCE = 64  # descriptors told of by one look
 
 
 class Source(Protocol):
@@ -26,17 +28,61 @@ class Source(Protocol):
         """Send on what had to wait."""
 
 
+class _Epoll:
+    """As `selectors.EpollSelector`, whose books take longer than the kernel does."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._sources: dict[int, tuple[int, Any]] = {}
+
+    def register(self, fd: int, events: int, source: Any) -> None:
+        self._sources[fd] = events, source
+        self._epoll.register(fd, _MASKS[events])
+
+    def modify(self, fd: int, events: int, source: Any) -> None:
+        self._epoll.modify(fd, _MASKS[events])
+        self._sources[fd] = events, source
+
+    def unregister(self, fd: int) -> None:
+        del self._sources[fd]
+        with contextlib.suppress(OSError):  # closed by its end
+            self._epoll.unregister(fd)
+
+    def select(self, timeout: float | None) -> list[tuple[Any, int]]:
+        ready = []
+        for fd, mask in self._epoll.poll(timeout, AT_ONCE):
+            events, source = self._sources.get(fd, (0, None))
+            events &= (READ if mask & ~select.EPOLLOUT else 0) | (WRITE if mask & ~select.EPOLLIN else 0)
+            if events:
+                ready.append((source, events))
+        return ready
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class _Selector(selectors.DefaultSelector):
+    """Every other platform's way."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+        return [(key.data, events) for key, events in super().select(timeout)]
+
+
+if hasattr(select, "epoll"):
+    _MASKS = {READ: select.EPOLLIN, WRITE: select.EPOLLOUT, READ | WRITE: select.EPOLLIN | select.EPOLLOUT}
+
+
 class Poller:
     """A set of sources and one thread at a time that waits for them."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector = _Epoll() if hasattr(select, "epoll") else _Selector()
         self._lock = threading.Lock()  # guards _interest and changes of the selector
         self._interest: dict[Source, tuple[int, int]] = {}  # source -> descriptor, events
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
-        self._selector.register(self._woken, READ, None)
+        self._selector.register(self._woken.fileno(), READ, None)
 
     def watch(self, source: Source, *, read: bool | None = None, write: bool | None = None) -> None:
         """Change what is waited for; None leaves that side as it is."""
@@ -67,12 +113,12 @@ class Poller:
     def poll(self, timeout: float | None) -> list[tuple[Source, int]]:
         """The sources that are ready, after at most `timeout` seconds (None: until there is one, or `wake`)."""
         ready = []
-        for key, events in self._selector.select(timeout):
-            if key.data is None:
+        for source, events in self._selector.select(timeout):
+            if source is None:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
             else:
-                ready.append((key.data, events))
+                ready.append((source, events))
         return ready
 
     def wake(self) -> None:

@@ -38,6 +38,7 @@ _ANY = ord("A")  # before it stands the number of buffers
 _TAIL = struct.Struct("<IB")
 
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+_CONTAINERS = frozenset({tuple, list, dict})
 _NOTHING = pickle.dumps(((), {}), 5)
 
 
@@ -56,12 +57,11 @@ def encode(value: Any, same_program: bool) -> Encoded:
         CannotEncode: something in the value cannot be pickled.
     """
     kind = type(value)
-    if kind is tuple:
-        if len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
-            lean = _encode_call(*value)
-            if lean is not None:
-                return lean
-    elif kind in _ATOMS:
+    if kind is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
+        lean = _encode_call(*value)
+        if lean is not None:
+            return lean
+    elif kind in _ATOMS or (kind in _CONTAINERS and _has_atoms_only(value)):
         return Encoded(pickle.dumps(value, 5), [])
     elif kind is Tensor and not value.__dict__:
         return Encoded(b"T", [value])
@@ -101,8 +101,13 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
 # The usual cases, without a pickler in Python
 
 
+def _has_atoms_only(container: Any) -> bool:
+    values = container.values() if type(container) is dict else ()
+    return _ATOMS.issuperset(map(type, container)) and _ATOMS.issuperset(map(type, values))
+
+
 def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | None:
-    """Arguments that are atoms and plain tensors; None where one is anything else."""
+    """Arguments that are atoms, containers of such, and plain tensors; None where one is anything else."""
     if not args and not kwargs:
         return Encoded(_NOTHING, [])
     values = [*args, *kwargs.values()] if kwargs else list(args)
@@ -110,7 +115,7 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | Non
     places: list[int] = []
     for place, value in enumerate(values):
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in _ATOMS or (kind in _CONTAINERS and _has_atoms_only(value)):
             continue
         if kind is not Tensor or value.__dict__:
             return None
