@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import compileall
+import importlib.util
 import os
 import pathlib
 import platform
@@ -46,10 +48,19 @@ def machine() -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
+def _compile_package() -> None:
+    """As pip does: a worker of a source tree would else compile it at its start, where nothing may be written."""
+    spec = importlib.util.find_spec("telegrad")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    compileall.compile_dir(spec.submodule_search_locations[0], quiet=2)
+
+
 def run(main: Callable[[], int]) -> None:
     """Run and exit; on Ctrl-C and SIGTERM by way of what kills the workers."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what the reference says when it leaves is no news
+    _compile_package()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

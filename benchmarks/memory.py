@@ -1,6 +1,7 @@
 """How much memory a worker takes: at its peak while a large tensor is echoed, and when it is idle.
 
-Resident memory as the kernel counts it, with the shared memory that the process has mapped.
+Resident memory as the kernel counts it, with the shared memory that the process has touched: so a page that two
+processes use counts for both, although the host has it once.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import uuid
+from typing import Any
 
 from telegrad.errors import UsageError
 
@@ -49,7 +50,7 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
         UsageError: `host` cannot be resolved.
     """
     try:
-        choices = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        choices = socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise UsageError(
             f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
@@ -63,6 +64,11 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
             return _source(socket.AF_INET, (ELSEWHERE, ANY_PORT)) or found
         return found
     return LOOPBACK
+
+
+def spelled(host: str) -> Any:
+    """A host's name for the resolver; as bytes where it can be, for a `str` it loads tables of all scripts (1 ms)."""
+    return host.encode() if host.isascii() else host
 
 
 def answers(address: tuple[str, int], patience: float) -> bool:

@@ -6,8 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from telegrad.agent.members import Identity, Member
 from telegrad.agent.peer import AnyLink, Peer, Pending
@@ -32,8 +31,7 @@ class Directory(Protocol):
     def find(self, to: str | int) -> Member: ...
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What can be chosen about an agent; see `telegrad.rpc.options` for the meaning."""
 
     threads: int = 16

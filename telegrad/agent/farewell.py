@@ -2,10 +2,11 @@
 
 One living worker leads (the one with the smallest id). It asks all in rounds; each answers as soon as it is quiet,
 with the number of calls it has begun so far. Two rounds with equal answers mean that nothing happened between them,
-so nothing is in flight: the leader says Leave, each confirms with Left, and the leader leaves last.
+so nothing is in flight: the leader says Leave, each confirms with Left, and the leader leaves last. Where all are
+quiet as they enter, and say so, that is the first of the two rounds.
 
     worker                      leader
-      | -- Entered --------------> |      (shutdown was called here)
+      | -- Entered(begun) --------> |     (shutdown was called here)
       | <------------- Ask(round) - |     once all have entered, again and again
       | -- Quiet(round, begun) ---> |
       | <------------------ Leave - |     after two equal rounds
@@ -21,6 +22,8 @@ from typing import NamedTuple
 
 class Entered(NamedTuple):
     """The sender wants to shut down; from a leader: it is the one to tell."""
+
+    begun: int | None = None  # calls since its start, where it is quiet
 
 
 class Ask(NamedTuple):
@@ -61,8 +64,9 @@ class Farewell:
         self.inside = False  # this worker has called shutdown
         self._round = 0
         self._asked: int | None = None  # the leader's round that waits for this worker's quiet
+        self._at_entry: dict[int, int] = {}  # calls begun by those that were quiet as they entered
         self._answers: dict[int, int] = {}
-        self._before: dict[int, int] | None = None
+        self._before: dict[int, int] | None = None  # the answers of the round before
         self._left: set[int] = set()
 
     @property
@@ -74,12 +78,17 @@ class Farewell:
         """Who has not called shutdown yet, as far as the leader knows."""
         return self._alive - self._entered if self.leader == self._me else set()
 
-    def enter(self) -> list[Letter]:
-        """This worker has called shutdown."""
+    @property
+    def asked(self) -> bool:
+        """Whether the leader waits for this worker to be quiet."""
+        return self._asked is not None and self.state == WAITING
+
+    def enter(self, begun: int | None = None) -> list[Letter]:
+        """This worker has called shutdown; `begun` as in Entered."""
         self.inside = True
-        self._entered.add(self._me)
+        self._note_entry(self._me, begun)
         if self.leader != self._me:
-            return [(self.leader, Entered())]
+            return [(self.leader, Entered(begun))]
         # Its greeting opens the connections by whose end it learns of a death.
         return [(other, Entered()) for other in sorted(self._alive - {self._me})] + self._ask_all()
 
@@ -88,7 +97,8 @@ class Farewell:
         if sender not in self._alive or self.state == DONE:
             return []
         if isinstance(message, Entered):
-            return self._on_entered(sender)
+            self._note_entry(sender, message.begun)  # it may have heard sooner than this worker that this one leads now
+            return self._ask_all() if self.leader == self._me else []
         if isinstance(message, Ask):
             self._asked = message.round
             return []
@@ -103,8 +113,9 @@ class Farewell:
 
     def quiet(self, begun: int) -> list[Letter]:
         """This worker has no call in flight and runs none, just now."""
-        if self._asked is None or self.state != WAITING:
+        if not self.asked:
             return []
+        assert self._asked is not None
         number, self._asked = self._asked, None
         if self.leader == self._me:
             return self._on_quiet(self._me, Quiet(number, begun))
@@ -117,6 +128,7 @@ class Farewell:
         led = other == self.leader
         self._alive.discard(other)
         self._answers.pop(other, None)
+        self._at_entry.clear()
         if self.state == LEAVING:
             self._check_left()
             return []
@@ -129,13 +141,16 @@ class Farewell:
         self._before = None
         return self._conclude() if self._round else self._ask_all()
 
-    def _on_entered(self, sender: int) -> list[Letter]:
-        self._entered.add(sender)  # it may have heard sooner than this worker that this worker leads now
-        return self._ask_all() if self.leader == self._me else []
+    def _note_entry(self, who: int, begun: int | None) -> None:
+        self._entered.add(who)
+        if begun is not None:
+            self._at_entry[who] = begun
 
     def _ask_all(self) -> list[Letter]:
         if not self._alive <= self._entered:
             return []
+        if self._round == 0 and self._at_entry.keys() == self._alive:
+            self._before = dict(self._at_entry)
         self._round += 1
         self._answers = {}
         self._asked = self._round

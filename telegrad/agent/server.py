@@ -7,7 +7,7 @@ import contextlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from time import perf_counter
 from types import CoroutineType, coroutine
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ SHORT = 300e-6  # a function that took less last time, until it waited for somet
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
 ASYNC_MARK = "_telegrad_async_execution"
 _NOTHING = encode(None, False).body
+Parts = dict[str, Any]  # of a frame, by the names that `Link.send` gives them
 
 log = logging.getLogger("telegrad")
 
@@ -149,14 +150,16 @@ class Server:
             elif hasattr(function, ASYNC_MARK):
                 self._when_done(caller, frame, its_future(function, result))
             else:
-                self._answer(caller, frame, result, function)
+                answer = self._answer(caller, frame, result, function)
+                del result  # as above: it may be one of the arguments
+                self._send(caller, answer)
 
-    def _answer(self, caller: Caller, call: Frame, result: Any, function: Any = None) -> None:
+    def _answer(self, caller: Caller, call: Frame, result: Any, function: Any = None) -> Parts:
+        """What to send."""
         destination = destination_of(call)
         if destination is not None:
             destination.fulfil(result)
-            self._send(caller, RESULT, call.id, flags=CARRIES, body=load(_NOTHING, destination.receipt()))
-            return
+            return {"kind": RESULT, "id": call.id, "flags": CARRIES, "body": load(_NOTHING, destination.receipt())}
         flags = 0
         try:
             body, tensors, references = encode(result, caller.same_program)
@@ -168,29 +171,37 @@ class Server:
             if references:
                 flags, body = flags | CARRIES, load(body, self.pack(references, caller.identity, None))
         except BaseException as error:
-            self._fail(caller, call, _about_result(error))
-            return
-        self._send(caller, RESULT, call.id, flags=flags, meta=meta, body=body, blobs=blobs)
+            error = _about_result(error)
+            self._note_failure(caller, call, error)
+            return self._failure(call, error)
+        parts = {"kind": RESULT, "id": call.id, "flags": flags, "meta": meta, "body": body}
+        return {**parts, "blobs": _handed_over(blobs)} if blobs else parts
 
     def _fail(self, caller: Caller, call: Frame, error: BaseException) -> None:
+        self._send(caller, self._failure(call, error))
+        self._note_failure(caller, call, error)
+
+    def _failure(self, call: Frame, error: BaseException) -> Parts:
         flags, body = 0, describe(error, self._name)
         destination = destination_of(call)
         if destination is not None:
             destination.fail(body)
             flags, body = CARRIES, load(body, destination.receipt())
-        self._send(caller, FAILURE, call.id, flags=flags, body=body)
+        return {"kind": FAILURE, "id": call.id, "flags": flags, "body": body}
+
+    def _note_failure(self, caller: Caller, call: Frame, error: BaseException) -> None:
         called = bytes(call.head).decode().replace(":", ".") or "a function that came by value"
         first_line = str(error).strip().partition("\n")[0]
         log.warning(
             "telegrad: %s, called by worker %r, raised %s: %s", called, caller.name, type(error).__name__, first_line
         )
 
-    def _send(self, caller: Caller, kind: int, call_id: int, **parts: Any) -> None:
+    def _send(self, caller: Caller, parts: Parts) -> None:
         link = caller.link
         assert link is not None
         later = self._reactor.batches()
         try:
-            link.send(kind, call_id, later=later, **parts)
+            link.send(later=later, **parts)
             if later and isinstance(link, Link):
                 self._reactor.sent_later(link)
         except PeerError as error:  # the caller has gone: nobody waits for the answer
@@ -211,7 +222,7 @@ class Server:
             except BaseException as error:
                 self._fail(caller, call, error)
             else:
-                self._answer(caller, call, result)
+                self._send(caller, self._answer(caller, call, result))
             finally:
                 self._count(-1)
 
@@ -226,7 +237,7 @@ class Server:
             except BaseException as error:
                 self._fail(caller, call, error)
             else:
-                self._answer(caller, call, result)
+                self._send(caller, self._answer(caller, call, result))
             finally:
                 self._count(-1)
 
@@ -273,6 +284,13 @@ def open_call(frame: Frame, tensors: Sequence[Tensor]) -> tuple[Callable[..., An
         return resolve(frame.head.decode()), args, kwargs
     function, args, kwargs = value
     return function, args, kwargs
+
+
+def _handed_over(blobs: list[Tensor]) -> Iterator[Tensor]:
+    """One by one, and held here no longer: what lies in a lent block frees it as soon as it is copied."""
+    blobs.reverse()
+    while blobs:
+        yield blobs.pop()
 
 
 def destination_of(call: Frame) -> Destination | None:

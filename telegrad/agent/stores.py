@@ -20,10 +20,12 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import torch.distributed as dist
 
+from telegrad.agent.address import spelled
 from telegrad.errors import RendezvousError, StorePortTaken, StoreUnreachable, UsageError
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
+FAR_PROBE = 5.0  # the same, where there is time
 TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store
 REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks
@@ -165,8 +167,10 @@ def _serve(host: str, port: int) -> Any:
 def _join(host: str, port: int, timeout: float, lasting: bool = False) -> Any:
     """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
     until = monotonic() + timeout
-    why = ""
+    why = "it came too late"
     for left in _looks(until):
+        if not _listens(host, port, min(left, FAR_PROBE)):  # torch would look again after half a second
+            continue
         store = _meet(host, port, max(left, PROBE))
         if isinstance(store, Exception):
             why = _short(store)
@@ -188,9 +192,9 @@ def _join(host: str, port: int, timeout: float, lasting: bool = False) -> Any:
     )
 
 
-def _listens(host: str, port: int) -> bool:
+def _listens(host: str, port: int, patience: float = 0) -> bool:
     try:
-        with socket.create_connection((host, port), PROBE) as probe:
+        with socket.create_connection((spelled(host), port), max(patience, PROBE)) as probe:
             return bool(probe.getsockname() != probe.getpeername())  # a free port may be given to its own seeker
     except OSError:
         return False

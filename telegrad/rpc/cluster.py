@@ -29,7 +29,7 @@ from telegrad.rref.keeper import Keeper
 
 KEY_VARIABLE = "TELEGRAD_KEY"
 KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
-QUIET_CHECK = 0.002  # seconds between looks whether this worker is quiet, while the group says farewell
+FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between looks whether this worker is quiet, where that is wanted
 
 log = logging.getLogger("telegrad")
 
@@ -67,26 +67,38 @@ class Worker:
             self.agent.close()
 
     def _say_farewell(self, deadline: float, timeout: float) -> None:
-        if self._farewell is not None:
-            self._post(self._step(self._farewell.enter))
+        farewell = self._farewell
+        if farewell is not None:
+            self._post(self._step(lambda: farewell.enter(self.agent.started if self.agent.idle else None)))
+        pause = FIRST_LOOK
         while not self._done():
-            if monotonic() > deadline:
+            left = deadline - monotonic()
+            if left <= 0:
                 missing = self._missing()
                 raise CallTimeout(
                     f"shutdown waited {timeout:g} s for the others"
                     + (f"; {', '.join(missing)} did not call shutdown" if missing else "")
                     + ". Use graceful=False to leave without them"
                 )
-            self._changed.wait(QUIET_CHECK)
-            self._changed.clear()
+            # A server calls shutdown at once and serves from here for as long as it lives: it must not look then.
+            looks = farewell is None or farewell.asked
+            if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
+                self._changed.clear()
+                pause = FIRST_LOOK
+            else:
+                pause = min(1.5 * pause, LAST_LOOK)
 
     def _done(self) -> bool:
-        idle = self.agent.idle
         if self._farewell is None:
-            return idle
-        if idle:
-            self._post(self._step(lambda: self._farewell.quiet(self.agent.started)))  # type: ignore[union-attr]
+            return self.agent.idle
+        self._answer(self._farewell)
         return self._farewell.state == DONE
+
+    def _answer(self, farewell: Farewell) -> None:
+        """Tell the leader, if it has asked, once this worker is quiet."""
+        while farewell.asked and self.agent.idle:
+            # Again, under the lock: what is reported must be seen after the question came.
+            self._post(self._step(lambda: farewell.quiet(self.agent.started) if self.agent.idle else []))
 
     def _missing(self) -> list[str]:
         if self._farewell is None or not isinstance(self.directory, Members):
@@ -110,7 +122,8 @@ class Worker:
         farewell = self._farewell
         assert farewell is not None
         self._post(self._step(lambda: farewell.receive(sender.id, message)))
-        self._changed.set()
+        self._answer(farewell)
+        self._wake(farewell)
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         farewell, id_ = self._farewell, who.id
@@ -119,6 +132,11 @@ class Worker:
             self._post([(id_, Entered())])  # a connection that broke is no death: that no new one can be made is
         elif not isinstance(reason, PeerLost):
             self._post(self._step(lambda: farewell.lost(id_)))
+            self._wake(farewell)
+
+    def _wake(self, farewell: Farewell) -> None:
+        """Have the thread in `shutdown` look, where there is something to see."""
+        if farewell.asked or farewell.state == DONE:
             self._changed.set()
 
 

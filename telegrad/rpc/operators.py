@@ -12,10 +12,10 @@ _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "
 _COMPARISONS = ("lt", "le", "gt", "ge")  # equality stays that of the references themselves
 _UNARY = ("neg", "pos", "abs", "invert")
 
-# What a reference offers as if it were the tensor itself; gradients are another room's subject.
-TENSOR_METHODS = frozenset(
-    name for name in dir(torch.Tensor) if not name.startswith("_") and callable(getattr(torch.Tensor, name))
-) - {"backward"}
+
+def is_tensor_method(name: str) -> bool:
+    """Whether a reference offers it as if it were the tensor itself; gradients are another room's subject."""
+    return not name.startswith("_") and name != "backward" and callable(getattr(torch.Tensor, name, None))
 
 
 class Operators:

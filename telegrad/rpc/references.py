@@ -13,7 +13,7 @@ from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
 from telegrad.rpc import current
 from telegrad.rpc.current import WorkerInfo
-from telegrad.rpc.operators import TENSOR_METHODS, Operators
+from telegrad.rpc.operators import Operators, is_tensor_method
 from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.rref.box import Box
 from telegrad.rref.handle import Handle
@@ -170,7 +170,7 @@ class RRef(Operators, Handle, Generic[T]):
         return Borrowed(self._id, self._owner.name)
 
     def __getattr__(self, name: str) -> Any:
-        if name in TENSOR_METHODS:
+        if is_tensor_method(name):
             return lambda *args, **kwargs: self._operate(call_method, self, name, *args, **kwargs)
         raise AttributeError(
             f"RRef has no attribute {name!r}. For one of the value use rref.rpc_sync().{name}(...), or rref.to_here()"

@@ -18,7 +18,7 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -113,10 +113,12 @@ class Link:
         head: bytes = b"",
         meta: bytes = b"",
         body: bytes = b"",
-        blobs: Sequence[Tensor] = (),
+        blobs: Iterable[Tensor] = (),
         later: bool = False,
     ) -> None:
         """Send a frame; with `later`, leave it in the outbox until `on_writable`.
+
+        The blobs are taken one by one, and those that are copied are not kept.
 
         Raises:
             PeerError: the connection has ended.
@@ -143,18 +145,18 @@ class Link:
                 self._flush()
 
     def _send_with_blobs(
-        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Sequence[Tensor]
+        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Iterable[Tensor]
     ) -> None:
         placed = [self._place(blob) for blob in blobs]
         with self._lock:
             if self.closed is not None:
-                self._reclaim([number for number, _, _ in placed])
+                self._reclaim([number for number, *_ in placed])
                 raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
             table, fds = b"", []
-            for number, blob, fd in placed:
-                table += ENTRY.pack(number, blob.numel())
+            for number, size, fd, _ in placed:
+                table += ENTRY.pack(number, size)
                 if number != IN_STREAM:
                     self._lent.add(number)
                     if number not in self._known:
@@ -165,19 +167,20 @@ class Link:
                 self._outbox.append(_Chunk(encode(RELEASE), tuple(fds[at : at + FDS_AT_ONCE]), None))
             self._outbox.append(_Chunk(data, tuple(fds[:FDS_AT_ONCE]), None))
             self._outbox.extend(
-                _Chunk(memory(blob), (), blob) for number, blob, _ in placed if number == IN_STREAM and blob.numel()
+                _Chunk(memory(blob), (), blob) for _, size, _, blob in placed if blob is not None and size
             )
             if not self._write_waits:
                 self._flush()
 
-    def _place(self, blob: Tensor) -> tuple[int, Tensor, int]:
-        """Where a blob travels: the number and descriptor of the shared block it was copied to, or the stream."""
-        if self._pool is not None and blob.numel() >= SHARE_FROM:
-            block = self._pool.take(blob.numel())
+    def _place(self, blob: Tensor) -> tuple[int, int, int, Tensor | None]:
+        """How a blob travels: the number of a shared block, its size, the block's descriptor; or it, in the stream."""
+        size = blob.numel()
+        if self._pool is not None and size >= SHARE_FROM:
+            block = self._pool.take(size)
             if block is not None:
                 block.fill(blob)
-                return block.number, blob, block.fd
-        return IN_STREAM, blob, -1
+                return block.number, size, block.fd, None
+        return IN_STREAM, size, -1, blob
 
     def _reclaim(self, numbers: list[int]) -> None:
         if self._pool is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ class LoopEnd:
         head: bytes = b"",
         meta: bytes = b"",
         body: bytes = b"",
-        blobs: Sequence[Tensor] = (),
+        blobs: Iterable[Tensor] = (),
         later: bool = False,
     ) -> None:
         """Deliver a frame; there is no `later`."""

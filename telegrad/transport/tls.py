@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from telegrad.errors import UsageError
 
 
-@dataclass(frozen=True)
-class TlsFiles:
+class TlsFiles(NamedTuple):
     """Paths of PEM files: this worker's certificate and its private key, and the authority that signed all workers'."""
 
     certificate: str

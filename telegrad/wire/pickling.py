@@ -18,16 +18,18 @@ import pickle
 import struct
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor
 
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 from telegrad.wire.functions import not_found
-from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, REDUCERS, NeedsValue, register_spawned_main
+from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, REDUCERS, NeedsValue
 from telegrad.wire.tensors import memory
+
+if TYPE_CHECKING:
+    from telegrad.wire.byvalue import ValuePickler
 
 LARGE = 1 << 16  # bytes from which a buffer gets a slot
 
@@ -142,7 +144,7 @@ def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[t
 # All others
 
 
-def _dump(kind: type[_Pickler | _ValuePickler], value: Any, same_program: bool) -> Encoded:
+def _dump(kind: type[_Pickler | ValuePickler], value: Any, same_program: bool) -> Encoded:
     file = io.BytesIO()
     buffers: list[Tensor] = []
     pickler = kind(file, 5, buffer_callback=partial(_keep, buffers))
@@ -201,24 +203,12 @@ class _Pickler(pickle.Pickler):
         raise NeedsValue
 
 
-class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+def _value_pickler() -> type[ValuePickler]:
     """Where something has none."""
+    from telegrad.wire.byvalue import ValuePickler, register_spawned_main
 
-    same_program: bool
-    tensors: list[Tensor]
-    references: list[Any]
-    plain: bool
-
-    def reducer_override(self, obj: Any) -> Any:
-        self.plain = False
-        for kind in type(obj).__mro__:
-            reducer = REDUCERS.get(kind)
-            if reducer is not None:
-                return reducer(self, obj)
-        return NotImplemented
-
-    def by_value(self, obj: Any) -> Any:
-        return super().reducer_override(obj)
+    register_spawned_main()
+    return ValuePickler
 
 
 class _Unpickler(pickle.Unpickler):
@@ -238,9 +228,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _encode_by_value(value: Any, same_program: bool) -> Encoded:
-    register_spawned_main()
     try:
-        return _dump(_ValuePickler, value, same_program)
+        return _dump(_value_pickler(), value, same_program)
     except CodecError:
         raise
     except Exception as error:
@@ -282,7 +271,7 @@ def _parts_of(value: Any, top: bool) -> Iterable[tuple[str, Any]]:
 
 def _can_dump(value: Any, same_program: bool) -> bool:
     try:
-        _dump(_ValuePickler, value, same_program)
+        _dump(_value_pickler(), value, same_program)
     except Exception:
         return False
     return True

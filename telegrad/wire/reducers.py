@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -171,20 +169,10 @@ def _reduce_function(pickler: Pickler, function: Any) -> Any:
     name = name_of(function, pickler.same_program)
     if name is not None:
         return resolve, (name,)
+    from telegrad.wire.byvalue import dump_by_value
+
     source = name_of(original, pickler.same_program) or dump_by_value(original)
     return _compile, (source, dump_by_value(_compiler_of(function)))
-
-
-def dump_by_value(obj: Any) -> bytes:
-    register_spawned_main()
-    return cloudpickle.dumps(obj)  # type: ignore[no-any-return]
-
-
-def register_spawned_main() -> None:
-    """In a spawned child the main program's functions belong to `__mp_main__`, which no other process can import."""
-    spawned = sys.modules.get("__mp_main__")
-    if spawned is not None and "__mp_main__" not in cloudpickle.list_registry_pickle_by_value():
-        cloudpickle.register_pickle_by_value(spawned)
 
 
 def _compiler_of(compiled: Any) -> Any:

@@ -21,6 +21,7 @@ def names(monkeypatch, **known):
     real = socket.getaddrinfo
 
     def resolve(host, *args, **kwargs):
+        host = host.decode() if isinstance(host, bytes) else host
         if host in known:
             host = known[host]
         elif any(letter in "ghijklmnopqrstuvwxyz" for letter in host):

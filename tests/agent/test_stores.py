@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
+from telegrad.agent import stores
 from telegrad.agent.stores import OPEN, OVER, SERVED, Board, open_store
 from tests.cluster import free_port, in_threads
 
@@ -188,6 +189,12 @@ def test_nobody_serves():
     with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port}.*rank 0"):
         open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.05)
     assert time.monotonic() - start < 1
+
+
+def test_torch_is_not_asked_before_somebody_listens(monkeypatch):
+    monkeypatch.setattr(stores, "_meet", None)  # it would sleep for half a second between its tries
+    with pytest.raises(errors.StoreUnreachable):
+        open_store(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.05)
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.0 400 Bad Request\r\n\r\n"], ids=["silent", "http"])

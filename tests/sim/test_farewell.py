@@ -23,7 +23,8 @@ class World:
         self.count = self.random.randint(1, 7)
         self.machines = {i: Farewell(i, set(range(self.count))) for i in range(self.count)}
         self.lines = {}  # (sender, to) -> letters
-        self.calls = []  # (caller, callee, calls it will make): in flight
+        self.calls = []  # (caller, callee, calls it will make): on their way to the callee
+        self.running = []  # those that have come, and are not answered
         self.begun = dict.fromkeys(range(self.count), 0)
         self.alive = set(range(self.count))
         self.deaths = self.random.randint(1, 2) if deaths and self.count > 1 else 0
@@ -58,8 +59,8 @@ class World:
         for line, letters in sorted(self.lines.items()):
             if letters:
                 yield self.deliver, line
-        for call in self.calls:
-            yield self.end_call, call
+        yield from ((self.begin_to_run, call) for call in self.calls)
+        yield from ((self.end_call, call) for call in self.running)
         for notice in self.notices:
             yield self.hear, notice
         if self.deaths:
@@ -68,10 +69,12 @@ class World:
                     yield self.die, worker
 
     def is_quiet(self, worker):
-        return not any(worker in call[:2] for call in self.calls)
+        """As far as it can know: it has not heard of calls that are on their way to it."""
+        calls = any(caller == worker for caller, _, _ in self.calls + self.running)
+        return not calls and not any(callee == worker for _, callee, _ in self.running)
 
     def enter(self, worker):
-        self.post(worker, self.machines[worker].enter())
+        self.post(worker, self.machines[worker].enter(self.begun[worker] if self.is_quiet(worker) else None))
 
     def quiet(self, worker):
         self.post(worker, self.machines[worker].quiet(self.begun[worker]))
@@ -86,11 +89,15 @@ class World:
         sender, to = line
         if to in self.alive - self.gone:
             if isinstance(message, Leave):
-                assert not self.calls, "told to leave while a call is in flight"
+                assert not self.calls + self.running, "told to leave while a call is in flight"
             self.post(to, self.machines[to].receive(sender, message))
 
-    def end_call(self, call):
+    def begin_to_run(self, call):
         self.calls.remove(call)
+        self.running.append(call)
+
+    def end_call(self, call):
+        self.running.remove(call)
         _, callee, depth = call
         if depth and self.random.random() < 0.5:  # the function called on before it returned
             self.begin(callee, depth - 1)
@@ -108,6 +115,7 @@ class World:
         self.deaths -= 1
         self.alive.discard(worker)
         self.calls = [call for call in self.calls if worker not in call[:2]]
+        self.running = [call for call in self.running if worker not in call[:2]]
         for line in self.lines:
             if worker in line:
                 self.lines[line] = []

@@ -10,6 +10,7 @@ import torch
 
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.memory import KEEP, SHARING, WARM_FROM, Arena, SharedMaps, SharedPool, size_class
+from tests.cluster import agents
 
 MB = 1 << 20
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
@@ -98,6 +99,21 @@ def test_what_a_lost_peer_holds_is_left_to_it():
     other.fill(torch.zeros(MB, dtype=torch.uint8))
     assert tensor.all()  # not overwritten
     pool.close()
+
+
+def echo(value):
+    return value
+
+
+@needs_sharing
+def test_an_argument_that_is_returned_frees_its_block_with_the_answer():
+    with agents(2, transport="unix") as group:
+        pools = [worker.agent._connections._pool for worker in group]
+        sent = torch.ones(MB)
+        for _ in range(4):
+            assert torch.equal(group[0].agent.call("w1", echo, (sent,), None), sent)
+            assert pools[0].lent == 0
+        assert [pool._made for pool in pools] == [1, 1]
 
 
 def test_blocks_that_were_never_passed_are_refused():

@@ -162,13 +162,13 @@ def test_a_certificate_that_is_not_valid_today_is_refused(ours, begins, ends):
 
 
 @pytest.mark.parametrize("make", [client_context, server_context])
-@pytest.mark.parametrize("field", TlsFiles.__dataclass_fields__)
+@pytest.mark.parametrize("field", TlsFiles._fields)
 @pytest.mark.parametrize("content", [None, b"", b"no certificate"], ids=["missing", "empty", "text"])
 def test_files_that_cannot_be_used_are_named(ours, tmp_path, make, field, content):
     path = tmp_path / "bad.pem"
     if content is not None:
         path.write_bytes(content)
-    files = TlsFiles(**{**vars(ours.files("a")), field: str(path)})
+    files = ours.files("a")._replace(**{field: str(path)})
     with pytest.raises(UsageError, match=r"bad\.pem.* cannot be used") as caught:
         make(files)
     assert isinstance(caught.value.__cause__, OSError)

@@ -1,0 +1,75 @@
+"""How a worker waits in shutdown: asleep, until there is something to see."""
+
+from __future__ import annotations
+
+import operator
+import queue
+import threading
+
+import pytest
+
+from tests.cluster import PATIENCE, agents
+
+begun, may_end = threading.Event(), threading.Event()
+
+
+class Slept(threading.Event):
+    """Tells for how long each one who waits for it would sleep."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = queue.SimpleQueue()
+
+    def wait(self, timeout=None):
+        self.times.put(timeout)
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def group():
+    with agents(2) as made:
+        for worker in made:
+            worker._changed = Slept()
+        yield made
+
+
+def leaving(worker):
+    thread = threading.Thread(target=worker.shutdown, args=(True, 0))
+    thread.start()
+    return thread
+
+
+def assert_ends(thread):
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("server", [0, 1], ids=["leads", "is led"])
+def test_a_server_that_waits_in_shutdown_sleeps_while_it_serves(group, server):
+    waits, other = leaving(group[server]), group[1 - server]
+    slept = group[server]._changed.times
+    assert slept.get(timeout=PATIENCE) > PATIENCE
+    for _ in range(100):
+        assert other.agent.call(server, operator.add, (1, 2), None) == 3
+    assert slept.empty()
+    other.shutdown(True, PATIENCE)
+    assert_ends(waits)
+
+
+def work():
+    begun.set()
+    assert may_end.wait(PATIENCE)
+
+
+def test_a_worker_that_was_asked_too_early_looks_again(group):
+    begun.clear(), may_end.clear()
+    call = group[1].agent.call_async(0, work, None, None)
+    assert begun.wait(PATIENCE)
+    both = [leaving(worker) for worker in group]
+    for worker in group:
+        while worker._changed.times.get(timeout=PATIENCE) > 1:
+            pass  # it was not asked yet
+    may_end.set()
+    for each in both:
+        assert_ends(each)
+    call.wait()
