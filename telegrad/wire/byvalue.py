@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 
-from telegrad.wire.reducers import REDUCERS
+from telegrad.wire.reducers import reduce
 
 
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -22,13 +22,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     references: list[Any]
     plain: bool
 
-    def reducer_override(self, obj: Any) -> Any:
-        self.plain = False
-        for kind in type(obj).__mro__:
-            reducer = REDUCERS.get(kind)
-            if reducer is not None:
-                return reducer(self, obj)
-        return NotImplemented
+    reducer_override = reduce
 
     def by_value(self, obj: Any) -> Any:
         return super().reducer_override(obj)

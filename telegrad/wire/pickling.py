@@ -25,7 +25,7 @@ from torch import Tensor
 
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 from telegrad.wire.functions import not_found
-from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, REDUCERS, NeedsValue
+from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
 from telegrad.wire.tensors import memory
 
 if TYPE_CHECKING:
@@ -191,13 +191,7 @@ class _Pickler(pickle.Pickler):
     references: list[Any]
     plain: bool  # nothing but built-in types so far
 
-    def reducer_override(self, obj: Any) -> Any:
-        self.plain = False
-        for kind in type(obj).__mro__:
-            reducer = REDUCERS.get(kind)
-            if reducer is not None:
-                return reducer(self, obj)
-        return NotImplemented
+    reducer_override = reduce
 
     def by_value(self, obj: Any) -> Any:
         raise NeedsValue

@@ -246,3 +246,13 @@ except ImportError:
     pass
 else:
     REDUCERS[numpy.ndarray] = _reduce_array
+
+
+def reduce(pickler: Any, obj: Any) -> Any:
+    """The `reducer_override` of every pickler."""
+    pickler.plain = False
+    for kind in type(obj).__mro__:
+        reducer = REDUCERS.get(kind)
+        if reducer is not None:
+            return reducer(pickler, obj)
+    return NotImplemented
