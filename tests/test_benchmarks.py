@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from benchmarks import timeline
 from benchmarks.command import RESULTS, choose
 from benchmarks.limits import LIMITS
 from benchmarks.peers.report import Line, beside
@@ -152,3 +153,10 @@ def test_peers_are_told_beside(tmp_path, monkeypatch):
     (tmp_path / "nowhere.log").write_text("Collecting\nERROR: No matching distribution found for nowhere\n")
     assert why_not_installed("nowhere") == " (pip: ERROR: No matching distribution found for nowhere)"
     assert why_not_installed("elsewhere") == ""
+
+
+def test_a_timeline_is_that_of_the_usual_course(capsys):
+    usual, odd = ("begins", "ends"), ("begins", "stumbles", "ends")
+    assert timeline.show({usual: [[0, 10], [0, 30], [0, 20]], odd: [[0, 500, 900]]}) == 20
+    assert "3 of 4 steps" in (said := capsys.readouterr().out)
+    assert "stumbles" not in said

@@ -1,0 +1,123 @@
+"""Where the time of one training step goes: `python -m benchmarks.timeline`.
+
+A step is a context with forward and backward of one remote `add`. Marks are set around parts of both workers; their
+clock is that of the host, so that they form one line. Prints the medians of the steps that took the usual course.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections import defaultdict
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.groups import TELEGRAD, Group
+from benchmarks.measuring import OTHER
+
+STEPS, WARM = 300, 500
+BETWEEN = 3  # steps before each that is looked at, since asking the other worker for its marks disturbs
+PATIENCE = 120.0
+
+_marks: list[tuple[float, str]] = []
+
+
+def _mark(where: Any, name: str, *labels: str) -> None:
+    """Note when a function begins and, with two labels, when it ends."""
+    function = getattr(where, name)
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        _marks.append((perf_counter(), labels[0]))
+        result = function(*args, **kwargs)
+        _marks.extend((perf_counter(), label) for label in labels[1:])
+        return result
+
+    setattr(where, name, marked)
+
+
+def mark_all(worker: str) -> None:
+    """Set the marks of this process."""
+    from telegrad.agent import agent, server
+    from telegrad.autograd import conductor, contexts, engine
+    from telegrad.transport.link import Link
+
+    for where, name, *texts in (
+        (Link, "_deliver", "a frame has come"),
+        (Link, "send", "writes a frame", "has written"),
+        (agent, "encode", "encodes the call"),
+        (agent, "take_tensors", "takes the value apart"),
+        (server.Server, "_run", "begins the call"),
+        (server.Server, "_answer", "has run the function"),
+        (contexts, "receive", "gives tensors a history", "has given"),
+        (engine, "run_backward", "enters torch's engine", "leaves torch's engine"),
+        (conductor.Conductor, "_work", "begins its part of the pass", "has ended it"),
+        (contexts.Contexts, "release", "releases the context", "has released it"),
+    ):
+        _mark(where, name, *(f"{worker} {text}" for text in texts))
+
+
+def take_marks() -> list[tuple[float, str]]:
+    """The marks since the last time."""
+    taken = list(_marks)
+    _marks.clear()
+    return taken
+
+
+def trace(rpc: Any) -> float:
+    """Runs on worker 0; microseconds of the median step."""
+    import telegrad.autograd as autograd
+
+    one, other = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+
+    def step() -> None:
+        _marks.append((perf_counter(), "A begins the step"))
+        with autograd.context() as context:
+            value = rpc.rpc_sync(OTHER, torch.add, (one, other)).sum()
+            _marks.append((perf_counter(), "A has the sum"))
+            autograd.backward(context, [value])
+        _marks.append((perf_counter(), "A has ended the step"))
+
+    mark_all("A")
+    rpc.rpc_sync(OTHER, mark_all, ("B",))
+    for _ in range(WARM):
+        step()
+    courses: dict[tuple[str, ...], list[list[float]]] = defaultdict(list)
+    for _ in range(STEPS):
+        for _ in range(BETWEEN):
+            step()
+        take_marks()
+        step()
+        own = take_marks()
+        begun, ended = own[0][0], own[-1][0]
+        line = sorted(own + [mark for mark in rpc.rpc_sync(OTHER, take_marks) if begun <= mark[0] <= ended])
+        courses[tuple(label for _, label in line)].append([(when - begun) * 1e6 for when, _ in line])
+    return show(courses)
+
+
+def show(courses: dict[tuple[str, ...], list[list[float]]]) -> float:
+    """Print the course that most steps took; its whole time."""
+    course = max(courses, key=lambda each: len(courses[each]))
+    medians = [statistics.median(each) for each in zip(*courses[course], strict=True)]
+    count, steps = len(courses[course]), sum(map(len, courses.values()))
+    print(f"{count} of {steps} steps; A called backward\n\n    µs since begin  since last")
+    for label, now, before in zip(course, medians, [0.0, *medians], strict=False):
+        print(f"    {now:14.0f}  {now - before:10.0f}  {label}")
+    return medians[-1]
+
+
+def main() -> None:
+    from benchmarks import timeline  # by the name under which the workers find it
+
+    group = Group(TELEGRAD, "host", 2)
+    try:
+        group.measure(timeline.trace, PATIENCE)
+    finally:
+        group.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
