@@ -121,8 +121,6 @@ def open_again(proxy: Proxy, worker: Process) -> None:
     proxy.do(act)
 
 
-@unmended
-@pytest.mark.nightly
 def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy):
     proxy, group = behind_proxy
     group[0].run(enter_context, "worker0", "worker1")
