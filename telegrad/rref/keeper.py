@@ -35,8 +35,9 @@ from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.creation import Creation, Landing, tell_user
 from telegrad.rref.handle import Handle
+from telegrad.rref.letters import Id, Letter
 from telegrad.rref.origins import Origins
-from telegrad.rref.protocol import OWNER_DIED, Id, Letter, References
+from telegrad.rref.protocol import OWNER_DIED, References
 from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
@@ -156,7 +157,10 @@ class Keeper:
             return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
         if fault == DELETED:
             return RRefError(f"{about} was given up before this worker left its group")
-        return RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
+        return RRefLost(
+            f"{about} is lost: a connection broke while it was on its way, or its owner took this worker for dead. "
+            "Make or send it again"
+        )
 
     def creation(self, handle: Handle) -> Future[None] | None:
         """A future of the creating call, where this worker made it and it has not succeeded yet."""
@@ -243,7 +247,7 @@ class Keeper:
 
     def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id) -> Landing | None:
         if kind == _CREATED:
-            self._machine.created(ref, fork)
+            self._machine.created(ref, fork, sender)
             return None
         box = self._boxes.get(ref) or Box()
         if kind == _CREATE and self._machine.expect(ref, fork, sender):
@@ -327,6 +331,8 @@ class Keeper:
             self.agent.notify(name, batch, incarnation)
         except UnknownWorker:
             self._on_death(to)
+            with self._lock:
+                self._courier.bury(to)
         except TelegradError as error:  # this worker leaves, or cannot look the other up: the courier tries again
             log.debug("telegrad: no letter to %r now: %s", name, error)
 
@@ -341,9 +347,9 @@ class Keeper:
     # Connections that broke, workers that died
 
     def _heard_from(self, key: str) -> None:
-        """With the lock held: a worker speaks. Had it been taken for dead, it may have missed something."""
+        """With the lock held: a worker speaks. Had it been taken for dead, there is something to tell it."""
         if self._machine.alive(key):
-            self._machine.ask(key)
+            self._courier.hurry(key, monotonic())
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         key = _key_of(who)
@@ -361,7 +367,7 @@ class Keeper:
     def _on_death(self, key: str) -> None:
         with self._lock:
             self._machine.dead(key)
-            self._courier.forget(key)
+            self._courier.forget(key, monotonic())
             self._wake()
 
     # The end, and the view from outside
