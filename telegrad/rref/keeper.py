@@ -12,6 +12,7 @@ import pickle
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
@@ -42,6 +43,7 @@ from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
+TRY_AGAIN = 0.1  # seconds after something failed that should not
 
 log = logging.getLogger("telegrad")
 
@@ -223,9 +225,15 @@ class Keeper:
                 )
             self.check(handle)
         key = _key_of(to)
-        with self._lock:
-            forks = [(handle._id, self._machine.fork(handle._id, key), tuple(handle._owner)) for handle in references]
-        return pickle.dumps((forks, creation), 5)
+        try:
+            with self._lock:
+                forks = [(each._id, self._machine.fork(each._id, key), tuple(each._owner)) for each in references]
+            return pickle.dumps((forks, creation), 5)
+        except BaseException:  # without memory; forks that were made will not come
+            with self._lock:
+                self._machine.ask(key)
+                self._wake()
+            raise
 
     def receive(self, data: bytes, sender: Identity) -> Cargo:
         """References have come, and perhaps a call that creates one, or the answer to such."""
@@ -270,36 +278,44 @@ class Keeper:
 
     def _have_thread(self) -> None:
         if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._serve, name="telegrad-references", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="telegrad-references", daemon=True)
+            thread.start()
+            self._thread = thread  # only now: where there is no memory, the next look tries again
 
     def _serve(self) -> None:
         wait = LONGEST_WAIT
-        while True:
-            events = self._gather(wait)
-            if self._closed:
-                return
-            for act in filter(callable, events):
-                act()
-            wait = self._step([event for event in events if type(event) is tuple])
+        acts, ended = deque[Callable[[], None]](), deque[Id]()
+        while not self._closed:
+            try:
+                self._gather(acts, ended, wait)
+                if self._closed:
+                    return
+                while acts:
+                    acts.popleft()()
+                wait = self._step(ended)
+            except Exception:  # without memory, most likely: what was not seen to yet is tried again
+                log.exception("telegrad: seeing to references failed")
+                wait = TRY_AGAIN
 
-    def _gather(self, wait: float) -> list[Any]:
-        events = []
+    def _gather(self, acts: deque[Callable[[], None]], ended: deque[Id], wait: float) -> None:
         with contextlib.suppress(queue.Empty):
-            events.append(self._events.get(timeout=wait))
+            event = self._events.get(timeout=wait)
             time.sleep(GATHER)
             while True:
-                events.append(self._events.get_nowait())
-        return events
+                if type(event) is tuple:
+                    ended.append(event)
+                elif event is not None:
+                    acts.append(event)
+                event = self._events.get_nowait()
 
-    def _step(self, ended: list[Id]) -> float:
+    def _step(self, ended: deque[Id]) -> float:
         """Drop handles, free values, send letters; the time until something is due."""
         now = monotonic()
         machine, courier = self._machine, self._courier
         with self._lock:
             self._woken = False
-            for ref in ended:
-                machine.drop(ref)
+            while ended:
+                machine.drop(ended.popleft())
             for to, letter in machine.letters:
                 courier.post(to, letter)
             machine.letters.clear()
