@@ -30,6 +30,8 @@ PURE = [
     "agent/deadlines.py",
     "agent/members.py",
     "agent/farewell.py",
+    "rref/letters.py",
+    "rref/records.py",
     "rref/protocol.py",
     "rref/courier.py",
     "autograd/schedule.py",

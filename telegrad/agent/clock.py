@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 
 from telegrad.agent.reactor import Reactor
 
@@ -50,6 +50,13 @@ class Clock:
             self._thread.join(1.0)
 
     def _main(self, reactor: Reactor) -> None:
+        while not self._closed:
+            try:
+                self._watch(reactor)
+            except MemoryError:  # without this thread, nobody would hear of the end of anything
+                sleep(WATCH_EVERY)
+
+    def _watch(self, reactor: Reactor) -> None:
         quiet, runs = 0, -1
         while not self._closed:
             now = monotonic()

@@ -18,7 +18,7 @@ from typing import Any
 from telegrad.agent.futures import Future, Outcome, wait_for
 from telegrad.agent.members import Identity
 from telegrad.agent.reactor import INSTANT, Reactor, Work
-from telegrad.errors import CallTimeout, PeerError, PeerUnreachable
+from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
@@ -167,11 +167,7 @@ class Peer:
                         return
                     self._connecting = True
             if link is None:
-                try:
-                    threading.Thread(target=self._make_link, name="telegrad-connect", daemon=True).start()
-                except RuntimeError as error:  # the process has no memory, or no thread left
-                    unable = PeerUnreachable(f"worker {self.name!r} was not called: {error}")
-                    self._give_up(unable, messages_too=False)  # they go with the next attempt
+                self._begin_link()
                 return
             try:
                 link.send(id=id_, later=later, **parts)
@@ -184,8 +180,18 @@ class Peer:
                         self._link = None
                     if id_ and id_ not in self._pending:
                         return
+            except Exception as error:
+                self._unsent(link, id_, parts, error)
+                raise
             else:
                 return
+
+    def _unsent(self, link: AnyLink, id_: int, parts: dict[str, Any], error: Exception) -> None:
+        """A frame could not be sent; where it is more than a call that fails, the other side must hear of it."""
+        with self._lock:
+            call = self._take(id_)
+        if call is None or parts.get("flags", 0) & CARRIES:
+            link.fail(error)
 
     def forget(self, pending: Pending) -> None:
         """The caller gave up; a late answer is ignored."""
@@ -375,13 +381,22 @@ class Peer:
 
     # Making the connection
 
-    def _give_up(self, error: Exception, messages_too: bool) -> None:
-        """No connection could be made: calls that wait for one fail."""
+    def _begin_link(self) -> None:
+        try:
+            threading.Thread(target=self._make_link, name="telegrad-connect", daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # the process has no memory, or no thread left
+            unable = PeerUnreachable(f"worker {self.name!r} was not called: {error}")
+            if self._give_up(unable, messages_too=False):  # they go with the next attempt
+                self._on_lost(self, PeerLost(str(unable)))  # which is no death, but calls may carry something
+
+    def _give_up(self, error: Exception, messages_too: bool) -> bool:
+        """No connection could be made: calls that wait for one fail. Whether there were any."""
         with self._lock:
             self._connecting = False
             failed = [p for id_, _ in self._backlog if (p := self._take(id_)) is not None]
             self._backlog = [] if messages_too else [entry for entry in self._backlog if not entry[0]]
         self._fail(failed, error)
+        return bool(failed)
 
     def _make_link(self) -> None:
         try:
@@ -401,7 +416,8 @@ class Peer:
             for at, (id_, parts) in enumerate(backlog):
                 try:
                     link.send(id=id_, **parts)
-                except PeerError:  # gone already: the rest of the backlog fails with it
+                except Exception as error:  # gone already, or no memory: the rest of the backlog fails with it
+                    link.fail(error)
                     with self._lock:
                         self._backlog = backlog[at:] + self._backlog
                         backlog, self._backlog = self._backlog, []

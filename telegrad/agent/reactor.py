@@ -36,6 +36,7 @@ STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 STALLED_AFTER = 0.25  # calls that wait for a slot this long, while those that run only sleep, are let in one by one
 ASLEEP_BELOW = 0.01  # share of the time that running calls use a processor
 PUT_OFF = 64  # works at most that wait for an idle moment
+NO_MEMORY_PAUSE = 0.01  # seconds until a thread goes on that found no memory
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
 
 log = logging.getLogger("telegrad")
@@ -222,7 +223,7 @@ class Reactor:
             self._threads[worker] = thread
         try:
             thread.start()
-        except RuntimeError:  # the process has no memory, or no thread left
+        except (RuntimeError, MemoryError):  # the process has no memory, or no thread left
             with self._lock:
                 del self._threads[worker]
             raise
@@ -232,13 +233,24 @@ class Reactor:
         try:
             self._entered()
             while not self._closed and (self._leader is worker or self._stand_by(worker)):
-                self._lead(worker)
+                try:
+                    self._lead(worker)
+                except MemoryError:
+                    self._recover(worker)
         finally:
             with self._lock:
                 del self._threads[worker]
                 last = self._closed and not self._threads
             if last:
                 self.poller.close()
+
+    def _recover(self, worker: _Worker) -> None:
+        """There was no memory, even to tell: who leads must not end for that. What it had begun is lost."""
+        time.sleep(NO_MEMORY_PAUSE)
+        with self._lock:
+            worker.since = 0.0
+            if worker.counted:
+                self._end_call(worker)
 
     def _stand_by(self, worker: _Worker) -> bool:
         """Wait to be given the lead; False where the thread shall end."""
@@ -266,11 +278,11 @@ class Reactor:
             return
         try:
             self._spawn(new)
-        except RuntimeError as error:
-            log.warning("telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
+        except (RuntimeError, MemoryError) as error:
             with self._lock:
                 if self._leader is new:
                     self._leader = worker
+            log.warning("telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
 
     def _lead(self, worker: _Worker) -> None:
         ready = self._ready

@@ -207,6 +207,9 @@ class Server:
         except PeerError as error:  # the caller has gone: nobody waits for the answer
             if parts.get("flags", 0) & CARRIES:
                 self._undelivered(caller.identity, error)
+        except Exception as error:
+            link.fail(error)
+            raise
 
     # Functions that go on after they returned
 
@@ -250,10 +253,13 @@ class Server:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=self._run_loop, args=(self._loop,), name="telegrad-asyncio", daemon=True
-                ).start()
+                loop = asyncio.new_event_loop()
+                try:
+                    threading.Thread(target=self._run_loop, args=(loop,), name="telegrad-asyncio", daemon=True).start()
+                except BaseException:  # no memory, or no thread left: the next call tries again
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,4 +1,10 @@
-"""The contexts of one worker: in each, what one forward and backward pass has recorded here."""
+"""The contexts of one worker: in each, what one forward and backward pass has recorded here.
+
+A context ends when its owner says so, and everybody passes the word on to those whom he knows to take part. That word
+may be lost, in ways that its receiver cannot notice. So whoever holds a context of another worker for longer than a
+moment asks the owner from time to time whether it has ended, and at once where a connection is lost over which the
+word might have come. Contexts that end soon, which is the usual case, cost no question.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -19,7 +26,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.members import Identity
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.graph import Origin, Send, receive, send
-from telegrad.errors import ContextEnded, PeerError, PeerLost, TelegradError, UsageError
+from telegrad.errors import ContextEnded, PeerError, PeerLost, TelegradError, UnknownWorker, UsageError
 
 if TYPE_CHECKING:
     from telegrad.autograd.conductor import Part
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 
 REMEMBERED = 1 << 16  # contexts that have ended, for what comes late
 OWNER_SHIFT = 48  # a context's id: its owner's rank, above a number that is random at first
+LOOK_EVERY = 1.0  # seconds between looks for contexts that stay
+ASK_AFTER, ASK_AT_MOST = 1.0, 10.0  # seconds: the first pause between questions, which doubles, and the longest
 
 _RECORD = struct.Struct("<QQ")  # the context, and the message's number; then which slots are recorded, four bytes each
 
@@ -40,7 +49,7 @@ class Release(NamedTuple):
 
 
 class Knock(NamedTuple):
-    """Is anybody there? And which of these contexts have ended? The word of it may be lost with a connection."""
+    """Is anybody there? And which of these contexts have ended? The word of it may have been lost."""
 
     contexts: tuple[int, ...]
 
@@ -63,6 +72,9 @@ class Entered:
 class Context:
     """One forward and backward pass, as far as this worker takes part."""
 
+    pause = 0.0  # between two questions whether it has ended; none before the first look
+    ask_at = 0.0
+
     def __init__(self, id_: int, numbers: Iterator[int]) -> None:
         self.id = id_
         self.gradients = Gradients()
@@ -77,6 +89,11 @@ class Context:
         self.busy = False  # a thread sees to the inbox
         self.calls: queue.SimpleQueue[bool] | None = None  # for a thread that sees to it whenever it is called
         self._numbers = numbers
+
+    @property
+    def owner(self) -> int:
+        """The rank of the worker that began it."""
+        return self.id >> OWNER_SHIFT
 
     def entered(self) -> Entered:
         """What runs inside of it belongs to this context."""
@@ -141,6 +158,8 @@ class Contexts:
         agent.on(Release, lambda sender, message: self.release(message.context, sender))
         agent.on(Knock, self._on_knock)
         agent.lost.append(self._on_lost)
+        agent.ticking.append(self._tick)
+        self._next_look = 0.0
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -221,7 +240,41 @@ class Contexts:
         slots = struct.unpack_from(f"<{(len(data) - _RECORD.size) // 4}I", data, _RECORD.size)
         return context, context.received(number, slots, tensors, sender)
 
-    # Connections that break, workers that die
+    # Ends of which the word was lost
+
+    def _tick(self, now: float) -> float:
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY
+            self._ask([context for context in self._foreign() if self._is_to_be_asked(context, now)])
+        return self._next_look
+
+    def _foreign(self) -> list[Context]:
+        """The contexts of other workers."""
+        with self._lock:
+            contexts = list(self._contexts.values())
+        return [context for context in contexts if context.owner != self._agent.me.id]
+
+    def _is_to_be_asked(self, context: Context, now: float) -> bool:
+        if now < context.ask_at:
+            return False
+        first = not context.pause
+        context.pause = ASK_AFTER if first else min(2 * context.pause, ASK_AT_MOST)
+        context.ask_at = now + context.pause
+        return not first
+
+    def _ask(self, contexts: list[Context]) -> None:
+        """Ask the owners of contexts whether they have ended; one who has left the group says no more."""
+        by_owner: dict[int, list[int]] = {}
+        for context in contexts:
+            by_owner.setdefault(context.owner, []).append(context.id)
+        for rank, ids in by_owner.items():
+            try:
+                self._tell(self._agent.identify(rank), Knock(tuple(ids)))
+            except UnknownWorker:
+                for id_ in ids:
+                    self.release(id_)
+            except TelegradError:  # this worker leaves, or cannot look the other up now
+                pass
 
     def _on_knock(self, sender: Identity, knock: Knock) -> None:
         for id_ in knock.contexts:
@@ -231,6 +284,8 @@ class Contexts:
             else:
                 context.meet(sender)  # which may have heard of it from one who has died
 
+    # Connections that break, workers that die
+
     def knowing(self, who: Identity) -> list[Context]:
         """The contexts in which that worker takes part, as far as this one knows."""
         with self._lock:
@@ -238,18 +293,15 @@ class Contexts:
         return [context for context in contexts if context.known.get(who.name) == who]
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        """Their owners must tell of their ends now: it may be one of them that was lost, or who would have told."""
-        by_owner: dict[int, list[int]] = {}
-        for context in self.knowing(who):
-            by_owner.setdefault(context.id >> OWNER_SHIFT, []).append(context.id)
-        for rank, ids in by_owner.items():
-            if rank == who.id and not isinstance(reason, PeerLost):
-                for id_ in ids:
-                    self.release(id_, who)
-            elif rank != self._agent.me.id:
-                # A connection that broke is no death: that no new one can be made is.
-                with contextlib.suppress(TelegradError):
-                    self._tell(self._agent.identify(rank), Knock(tuple(ids)))
+        """The owners must tell of their ends now: it may be one of them that was lost, or who would have told."""
+        doubtful = [context for context in self.knowing(who) if context.owner != self._agent.me.id]
+        if not isinstance(reason, PeerLost):  # a connection that broke is no death: that no new one can be made is
+            for context in [context for context in doubtful if context.owner == who.id]:
+                doubtful.remove(context)
+                self.release(context.id, who)
+        for context in doubtful:
+            context.pause, context.ask_at = ASK_AFTER, monotonic() + ASK_AFTER
+        self._ask(doubtful)
 
 
 def entered_id() -> int | None:

@@ -17,7 +17,7 @@ from telegrad.autograd.api import check_root
 from telegrad.rpc import current
 from telegrad.rref.box import Box
 from telegrad.rref.keeper import Keeper
-from telegrad.rref.protocol import Id
+from telegrad.rref.letters import Id
 
 
 class Borrowed(NamedTuple):

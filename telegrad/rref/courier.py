@@ -1,7 +1,8 @@
 """Letters that arrive once each, over a network that may lose, double, delay and reorder what it carries.
 
 Letters to one worker are sent in numbered batches. A batch is sent again, ever more rarely, until its number comes
-back; the receiver passes on each number once. Pure: the driver tells the time and does the sending.
+back; the receiver passes on each number once. To a worker that is taken for dead go empty batches only: its receipt
+tells that it lives. Pure: the driver tells the time and does the sending.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class _Line(Generic[L]):
     complete: int = 0  # all batches up to this number have come
     ahead: set[int] = field(default_factory=set)  # and these
 
+    def enter(self, letters: list[L], now: float) -> int:
+        """The number of a batch that leaves now."""
+        self.number += 1
+        self.sent[self.number] = _Sent(letters, RESEND_AFTER, now + RESEND_AFTER)
+        return self.number
+
     def take(self, number: int) -> bool:
         """Note a batch; whether it is new."""
         if number <= self.complete or number in self.ahead:
@@ -71,13 +78,11 @@ class Courier(Generic[L]):
         out: list[tuple[str, Batch]] = []
         for to, line in self._lines.items():
             if line.fresh:
-                line.number += 1
-                line.sent[line.number] = _Sent(line.fresh, RESEND_AFTER, now + RESEND_AFTER)
-                out.append((to, Batch(line.number, line.fresh, self._receipts(line))))
+                out.append((to, Batch(line.enter(line.fresh, now), line.fresh, self._receipts(line))))
                 line.fresh = []
             for number, sent in line.sent.items():
                 if sent.due <= now:
-                    sent.pause = min(2 * sent.pause, RESEND_AT_MOST)
+                    sent.pause = min(2 * sent.pause, RESEND_AT_MOST) if sent.letters else 2 * sent.pause
                     sent.due = now + sent.pause
                     out.append((to, Batch(number, sent.letters, self._receipts(line))))
             if line.owed_by <= now:
@@ -108,8 +113,21 @@ class Courier(Generic[L]):
         for sent in self._line(to).sent.values():
             sent.due = now
 
-    def forget(self, worker: str) -> None:
-        """It has died: nothing more is to be delivered. The numbers stay, should it speak again."""
+    def forget(self, worker: str, now: float) -> None:
+        """It is taken for dead: nothing more is to be delivered, but it is asked for a sign, should it live.
+
+        The numbers stay, and those without a receipt are sent on: the receiver must not wait for them for ever.
+        """
+        line = self._line(worker)
+        line.fresh = []
+        for sent in line.sent.values():
+            sent.letters = []
+        if not line.sent:
+            line.enter([], now)
+        self._receipts(line)
+
+    def bury(self, worker: str) -> None:
+        """It has left for good. The numbers stay for what it has said before."""
         line = self._line(worker)
         line.fresh = []
         line.sent.clear()

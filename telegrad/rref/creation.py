@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from telegrad.agent.futures import Future
 from telegrad.errors import CallTimeout
 from telegrad.rref.box import Box
-from telegrad.rref.protocol import Id
+from telegrad.rref.letters import Id
 from telegrad.wire.failures import fresh
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from telegrad.agent.members import Identity
 from telegrad.rref.box import Box
-from telegrad.rref.protocol import Id
+from telegrad.rref.letters import Id
 
 if TYPE_CHECKING:
     from telegrad.rref.keeper import Keeper

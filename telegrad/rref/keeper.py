@@ -12,6 +12,7 @@ import pickle
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
@@ -35,12 +36,14 @@ from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.creation import Creation, Landing, tell_user
 from telegrad.rref.handle import Handle
+from telegrad.rref.letters import Id, Letter
 from telegrad.rref.origins import Origins
-from telegrad.rref.protocol import OWNER_DIED, Id, Letter, References
+from telegrad.rref.protocol import OWNER_DIED, References
 from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
+TRY_AGAIN = 0.1  # seconds after something failed that should not
 
 log = logging.getLogger("telegrad")
 
@@ -156,7 +159,10 @@ class Keeper:
             return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
         if fault == DELETED:
             return RRefError(f"{about} was given up before this worker left its group")
-        return RRefLost(f"{about} is lost: a connection broke while it was on its way. Make or send it again")
+        return RRefLost(
+            f"{about} is lost: a connection broke while it was on its way, or its owner took this worker for dead. "
+            "Make or send it again"
+        )
 
     def creation(self, handle: Handle) -> Future[None] | None:
         """A future of the creating call, where this worker made it and it has not succeeded yet."""
@@ -223,9 +229,15 @@ class Keeper:
                 )
             self.check(handle)
         key = _key_of(to)
-        with self._lock:
-            forks = [(handle._id, self._machine.fork(handle._id, key), tuple(handle._owner)) for handle in references]
-        return pickle.dumps((forks, creation), 5)
+        try:
+            with self._lock:
+                forks = [(each._id, self._machine.fork(each._id, key), tuple(each._owner)) for each in references]
+            return pickle.dumps((forks, creation), 5)
+        except BaseException:  # without memory; forks that were made will not come
+            with self._lock:
+                self._machine.ask(key)
+                self._wake()
+            raise
 
     def receive(self, data: bytes, sender: Identity) -> Cargo:
         """References have come, and perhaps a call that creates one, or the answer to such."""
@@ -247,7 +259,7 @@ class Keeper:
 
     def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id) -> Landing | None:
         if kind == _CREATED:
-            self._machine.created(ref, fork)
+            self._machine.created(ref, fork, sender)
             return None
         box = self._boxes.get(ref) or Box()
         if kind == _CREATE and self._machine.expect(ref, fork, sender):
@@ -270,36 +282,44 @@ class Keeper:
 
     def _have_thread(self) -> None:
         if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._serve, name="telegrad-references", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="telegrad-references", daemon=True)
+            thread.start()
+            self._thread = thread  # only now: where there is no memory, the next look tries again
 
     def _serve(self) -> None:
         wait = LONGEST_WAIT
-        while True:
-            events = self._gather(wait)
-            if self._closed:
-                return
-            for act in filter(callable, events):
-                act()
-            wait = self._step([event for event in events if type(event) is tuple])
+        acts, ended = deque[Callable[[], None]](), deque[Id]()
+        while not self._closed:
+            try:
+                self._gather(acts, ended, wait)
+                if self._closed:
+                    return
+                while acts:
+                    acts.popleft()()
+                wait = self._step(ended)
+            except Exception:  # without memory, most likely: what was not seen to yet is tried again
+                log.exception("telegrad: seeing to references failed")
+                wait = TRY_AGAIN
 
-    def _gather(self, wait: float) -> list[Any]:
-        events = []
+    def _gather(self, acts: deque[Callable[[], None]], ended: deque[Id], wait: float) -> None:
         with contextlib.suppress(queue.Empty):
-            events.append(self._events.get(timeout=wait))
+            event = self._events.get(timeout=wait)
             time.sleep(GATHER)
             while True:
-                events.append(self._events.get_nowait())
-        return events
+                if type(event) is tuple:
+                    ended.append(event)
+                elif event is not None:
+                    acts.append(event)
+                event = self._events.get_nowait()
 
-    def _step(self, ended: list[Id]) -> float:
+    def _step(self, ended: deque[Id]) -> float:
         """Drop handles, free values, send letters; the time until something is due."""
         now = monotonic()
         machine, courier = self._machine, self._courier
         with self._lock:
             self._woken = False
-            for ref in ended:
-                machine.drop(ref)
+            while ended:
+                machine.drop(ended.popleft())
             for to, letter in machine.letters:
                 courier.post(to, letter)
             machine.letters.clear()
@@ -331,6 +351,8 @@ class Keeper:
             self.agent.notify(name, batch, incarnation)
         except UnknownWorker:
             self._on_death(to)
+            with self._lock:
+                self._courier.bury(to)
         except TelegradError as error:  # this worker leaves, or cannot look the other up: the courier tries again
             log.debug("telegrad: no letter to %r now: %s", name, error)
 
@@ -345,9 +367,9 @@ class Keeper:
     # Connections that broke, workers that died
 
     def _heard_from(self, key: str) -> None:
-        """With the lock held: a worker speaks. Had it been taken for dead, it may have missed something."""
+        """With the lock held: a worker speaks. Had it been taken for dead, there is something to tell it."""
         if self._machine.alive(key):
-            self._machine.ask(key)
+            self._courier.hurry(key, monotonic())
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         key = _key_of(who)
@@ -365,7 +387,7 @@ class Keeper:
     def _on_death(self, key: str) -> None:
         with self._lock:
             self._machine.dead(key)
-            self._courier.forget(key)
+            self._courier.forget(key, monotonic())
             self._wake()
 
     # The end, and the view from outside

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from telegrad.rref.protocol import Id
+from telegrad.rref.letters import Id
 
 DEBUG_VARIABLE = "TELEGRAD_DEBUG"
 SHOWN = 20  # of the places where leaked references were made

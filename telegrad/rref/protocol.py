@@ -13,67 +13,50 @@ The paths by which a reference reaches a worker, and the letters that each takes
     user to owner                           SETTLED
     owner to user                           none: the owner counts the child before it sends it
     user to user                            CONFIRM to the owner, CONFIRMED, SETTLED to the parent
-                                            (and WANTED to the creator where they outrun the creating call)
+                                            (and WANTED to the creator where they outrun the creating call, which
+                                            answers STILLBORN once that is over: it will not come any more)
     the end of a fork                       DROPPED
 
 A worker that receives a reference it holds already adds to its fork instead of beginning another. Letters are
 delivered once each, in any order (see courier.py). The user's own messages may be lost with their connection: then the
 sender ASKs for the forks it sent, and those that never came are MISSING, and refused should they still come.
+
+A worker that is taken for dead may live, and only be out of reach. Who took it for dead has let go of its forks, of
+what was sent to it and of what it owned, and says FORGOT once it speaks again. Upon that the other side
+
+    ASKs for all that it has sent there     MISSING ends what was let go of, SETTLED what waits for nothing more
+    confirms its shares anew                under new forks, since letters about the old ones may still be on their way;
+                                            the owner knows them again, or the value is GONE
+    asks for values still to come           the word that they will not may be among what was let go of
+
+What one side let go of stays lost for its own handles; handles of the other side can be used again, or tell why not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-Id = tuple[str, int]  # who made it, and that worker's number for it
-
-CONFIRM = "confirm"  # user to owner: I hold this fork
-CONFIRMED = "confirmed"  # owner to user: I know it
-SETTLED = "settled"  # child to parent: you need not hold on for this fork any longer
-DROPPED = "dropped"  # user to owner: this fork has ended
-ASK = "ask"  # sender to receiver: the connection broke; did this fork come?
-MISSING = "missing"  # receiver to sender: it did not, and will be refused
-STILLBORN = "stillborn"  # creator to owner: the creating call will not come, if it has not
-WANTED = "wanted"  # owner to creator: does the creating call come?
-GONE = "gone"  # owner to user: there is no value for this fork
+from telegrad.rref.letters import (
+    ASK,
+    CONFIRM,
+    CONFIRMED,
+    DROPPED,
+    FORGOT,
+    GONE,
+    MISSING,
+    NOTHING,
+    SETTLED,
+    STILLBORN,
+    WANTED,
+    Id,
+    Letter,
+)
+from telegrad.rref.records import Owned, Share
 
 # Why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"
 
 MOST_REMEMBERED = 1 << 14  # of the references and forks that were refused
-
-
-class Letter(NamedTuple):
-    """A control message about one fork of one reference."""
-
-    kind: str
-    ref: Id
-    fork: Id
-
-
-@dataclass(slots=True)
-class Share:
-    """What a user has of a reference: its one fork, and what keeps that alive."""
-
-    owner: str
-    fork: Id
-    confirmed: bool
-    handles: int = 1
-    parents: list[tuple[str, Id]] = field(default_factory=list)  # to be told once the owner knows the fork
-    extras: list[Id] = field(default_factory=list)  # known to the owner, given back once the fork is confirmed
-    children: dict[Id, str] = field(default_factory=dict)  # sent on, and not settled
-    fault: str = ""
-
-
-@dataclass(slots=True)
-class Owned:
-    """What the owner knows of a reference."""
-
-    made: bool  # the value exists, or the call that creates it has come
-    handles: int = 0
-    forks: dict[Id, str] = field(default_factory=dict)  # where each lives, or is on its way to
 
 
 class References:
@@ -91,8 +74,9 @@ class References:
         self.freed: list[Id] = []
         self.hopeless: list[Id] = []
         self._numbers = 0
-        self._creating: set[Id] = set()  # the creating call was not answered
-        self._dead: set[str] = set()
+        self._creating: dict[Id, bool] = {}  # whose creating call may still come; whether its owner asks for that
+        self._dead: dict[str, int] = {}  # and the last number that was given before the death
+        self._forgotten: dict[str, int] = {}  # by workers that live: their forks up to that number
         self._refused: dict[Id, None] = {}  # references and forks of which a message may still come
 
     def _new_id(self) -> Id:
@@ -119,30 +103,33 @@ class References:
         """A reference to what a call to `owner` will return, with one handle, and the fork to tell the owner of."""
         ref, fork = self._new_id(), self._new_id()
         self.shares[ref] = Share(owner, fork, confirmed=False)
-        self._creating.add(ref)
+        self._creating[ref] = False
         return ref, fork
 
     def expect(self, ref: Id, fork: Id, creator: str) -> bool:
         """A creating call has come to the owner; False where it must not run."""
         if ref in self._refused:
+            self._post(creator, GONE, ref, fork)
             return False
         owned = self.owned.setdefault(ref, Owned(made=True))
         owned.made = True
         owned.forks[fork] = creator
         return True
 
-    def created(self, ref: Id, fork: Id) -> None:
+    def created(self, ref: Id, fork: Id, owner: str) -> None:
         """The creating call was answered: the owner knows the fork."""
-        self._on_confirmed("", ref, fork)
+        if self._creating.pop(ref, False):
+            self._post(owner, STILLBORN, ref, ref)
+        self._on_confirmed(owner, ref, fork)
 
     def cancel(self, ref: Id) -> None:
         """The creating call was never sent."""
-        self._creating.discard(ref)
-        del self.shares[ref]
+        del self._creating[ref], self.shares[ref]
 
     def stillborn(self, ref: Id, fork: Id, owner: str) -> None:
         """The creating call was cut off: whether it came, the owner must say."""
-        self._post(owner, STILLBORN, ref, fork)
+        if self._creating.pop(ref, None) is not None:
+            self._post(owner, STILLBORN, ref, fork)
 
     # Passing them on
 
@@ -173,7 +160,7 @@ class References:
         owned = self.owned.get(ref)
         if owned is None:
             if self._never_comes(ref):
-                owned = self.owned[ref] = Owned(made=False)
+                owned = self.owned[ref] = Owned(made=True)
                 self._lose_hope(ref)
             else:
                 owned = self._want(ref, fork)
@@ -197,9 +184,11 @@ class References:
             if sender != owner:
                 self._post(sender, SETTLED, ref, fork)
             return
-        share.fork, share.fault, share.confirmed = fork, "", sender == owner
+        share.fork, share.fault = fork, ""
+        share.confirmed = sender == owner and fork[1] > self._forgotten.get(owner, 0)
         if sender != owner:
             share.parents.append((sender, fork))
+        if not share.confirmed:
             self._post(owner, CONFIRM, ref, fork)
 
     def _merge(self, ref: Id, share: Share, fork: Id, sender: str) -> None:
@@ -208,10 +197,8 @@ class References:
                 self._post(sender, DROPPED, ref, fork)
             else:
                 share.extras.append(fork)
-        elif share.confirmed:
-            self._post(sender, SETTLED, ref, fork)
         else:
-            share.parents.append((sender, fork))
+            self._settle(sender, share, ref, fork)
 
     # Letting them go
 
@@ -235,7 +222,7 @@ class References:
         self.freed.append(ref)
 
     def _free_if_unused(self, ref: Id, owned: Owned) -> None:
-        if not owned.handles and not owned.forks:
+        if owned.made and not owned.handles and not owned.forks:  # else the call may come, and somebody may wait for it
             del self.owned[ref]
             self.freed.append(ref)
 
@@ -285,18 +272,22 @@ class References:
         return owned
 
     def _on_wanted(self, sender: str, ref: Id, fork: Id) -> None:
-        if ref not in self._creating:
+        if ref in self._creating:
+            self._creating[ref] = True  # the answer comes when the call is over
+        else:
             self._post(sender, STILLBORN, ref, fork)
 
     def _never_comes(self, ref: Id) -> bool:
         return ref[0] == self.me or ref[0] in self._dead or ref in self._refused
 
     def _on_confirmed(self, sender: str, ref: Id, fork: Id) -> None:
-        self._creating.discard(ref)
         share = self.shares.get(ref)
-        if share is None or share.fork != fork or share.confirmed:
-            return
-        self._conclude(ref, share)
+        if share is None or share.fault or (share.confirmed and share.fork != fork):
+            self._post(sender, DROPPED, ref, fork)  # given up, or confirmed anew, while this was on its way
+        elif share.fork != fork:
+            share.extras.append(fork)
+        elif not share.confirmed:
+            self._conclude(ref, share)
 
     def _conclude(self, ref: Id, share: Share) -> None:
         """The owner knows the fork, or it has failed: either way nobody need wait for it any longer."""
@@ -315,7 +306,7 @@ class References:
 
     def _on_dropped(self, sender: str, ref: Id, fork: Id) -> None:
         owned = self.owned.get(ref)
-        if owned is not None and fork in owned.forks:
+        if owned is not None and owned.forks.get(fork) == sender:
             del owned.forks[fork]
             self._free_if_unused(ref, owned)
 
@@ -325,7 +316,7 @@ class References:
             self._fail(ref, share, VALUE_GONE)
 
     def _fail(self, ref: Id, share: Share, fault: str) -> None:
-        self._creating.discard(ref)
+        self._creating.pop(ref, None)
         share.fault = fault
         self._conclude(ref, share)
 
@@ -344,26 +335,39 @@ class References:
 
     def _on_ask(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
-        if share is not None and (
-            (share.fork == fork and not share.fault) or fork in share.extras or (sender, fork) in share.parents
-        ):
-            return  # it came; the usual letters follow
+        if share is not None and (sender, fork) in share.parents:
+            return  # it came; SETTLED follows
+        if share is not None and not share.fault and (fork == share.fork or fork in share.extras):
+            if sender != share.owner:  # else DROPPED will follow
+                self._settle(sender, share, ref, fork)
+            return
         self._refuse(fork)
-        self._post(sender, MISSING, ref, fork)
+        if share is not None and sender == share.owner and not share.confirmed:
+            share.extras.append(fork)  # given back once the owner knows the one in its place
+        else:
+            self._post(sender, MISSING, ref, fork)
+
+    def _settle(self, parent: str, share: Share, ref: Id, fork: Id) -> None:
+        """A parent need not hold on once the owner knows this worker's fork."""
+        if share.confirmed:
+            self._post(parent, SETTLED, ref, fork)
+        else:
+            share.parents.append((parent, fork))
 
     def _on_missing(self, sender: str, ref: Id, fork: Id) -> None:
         share = self.shares.get(ref)
         if ref in self.owned:
             self._on_dropped(sender, ref, fork)
         elif share is not None and share.fork == fork:
-            self._fail(ref, share, VALUE_GONE)
+            self._on_gone(sender, ref, fork)
         else:
             self._end_child(ref, fork)
 
     def _on_stillborn(self, sender: str, ref: Id, fork: Id) -> None:
         owned = self.owned.get(ref)
-        if owned is not None and owned.made:
-            self._post(sender, CONFIRMED, ref, fork)
+        if owned is not None and owned.made and ref not in self._refused:
+            if fork != ref:
+                self._post(sender, CONFIRMED, ref, fork)
             return
         self._refuse(ref)
         self._post(sender, MISSING, ref, fork)
@@ -380,12 +384,13 @@ class References:
             if holder != self.me:
                 self._post(holder, GONE, ref, fork)
                 del owned.forks[fork]
+        owned.made = True
         self._lose_hope(ref)
         self._free_if_unused(ref, owned)
 
     def dead(self, worker: str) -> None:
         """A worker has died or left: what it owned is lost, what it used is released."""
-        self._dead.add(worker)
+        self._dead[worker] = self._numbers
         for ref, share in list(self.shares.items()):
             share.parents = [parent for parent in share.parents if parent[0] != worker]
             share.children = {fork: holder for fork, holder in share.children.items() if holder != worker}
@@ -403,10 +408,28 @@ class References:
                 self._free_if_unused(ref, owned)
 
     def alive(self, worker: str) -> bool:
-        """A worker speaks; whether it had been taken for dead."""
-        known = worker in self._dead
-        self._dead.discard(worker)
-        return known
+        """A worker speaks; whether it had been taken for dead, of which it is told."""
+        if worker not in self._dead:
+            return False
+        self._post(worker, FORGOT, NOTHING, (self.me, self._dead.pop(worker)))
+        self.ask(worker)
+        return True
+
+    def _on_forgot(self, sender: str, _: Id, last: Id) -> None:
+        self._forgotten[sender] = max(last[1], self._forgotten.get(sender, 0))
+        self.ask(sender)
+        for ref, share in self.shares.items():
+            if share.owner == sender and not share.fault:
+                self._confirm_anew(ref, share)
+        for ref, owned in self.owned.items():
+            if not owned.made and ref[0] == sender:
+                self._post(sender, WANTED, ref, ref)
+
+    def _confirm_anew(self, ref: Id, share: Share) -> None:
+        if share.confirmed:
+            share.extras.append(share.fork)  # the owner may know it again: it was confirmed after the forgetting
+        share.fork, share.confirmed = self._new_id(), False
+        self._post(share.owner, CONFIRM, ref, share.fork)
 
 
 _TAKE = {
@@ -419,4 +442,5 @@ _TAKE = {
     STILLBORN: References._on_stillborn,
     WANTED: References._on_wanted,
     GONE: References._on_gone,
+    FORGOT: References._on_forgot,
 }

@@ -58,6 +58,9 @@ class _Chunk(NamedTuple):
     keeper: Tensor | None
 
 
+_Placed = tuple[int, int, int, Tensor | None]  # a shared block (or IN_STREAM), size, its descriptor; what is streamed
+
+
 class Link:
     """A connection to the worker named `peer`."""
 
@@ -147,10 +150,21 @@ class Link:
     def _send_with_blobs(
         self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Iterable[Tensor]
     ) -> None:
-        placed = [self._place(blob) for blob in blobs]
+        placed: list[_Placed] = []
+        try:
+            placed.extend(map(self._place, blobs))
+            self._send_placed(kind, id_, flags, head, meta, body, placed)
+        except BaseException as error:
+            self._reclaim([number for number, *_ in placed if number not in self._lent])
+            if placed and not isinstance(error, PeerError):
+                self.fail(error)  # half of it may be in the outbox
+            raise
+
+    def _send_placed(
+        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, placed: list[_Placed]
+    ) -> None:
         with self._lock:
             if self.closed is not None:
-                self._reclaim([number for number, *_ in placed])
                 raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
@@ -172,13 +186,17 @@ class Link:
             if not self._write_waits:
                 self._flush()
 
-    def _place(self, blob: Tensor) -> tuple[int, int, int, Tensor | None]:
-        """How a blob travels: the number of a shared block, its size, the block's descriptor; or it, in the stream."""
+    def _place(self, blob: Tensor) -> _Placed:
+        """How a blob travels: by a block of shared memory that it was copied to, or in the stream."""
         size = blob.numel()
         if self._pool is not None and size >= SHARE_FROM:
             block = self._pool.take(size)
             if block is not None:
-                block.fill(blob)
+                try:
+                    block.fill(blob)
+                except BaseException:
+                    self._reclaim([block.number])
+                    raise
                 return block.number, size, block.fd, None
         return IN_STREAM, size, -1, blob
 
@@ -191,7 +209,11 @@ class Link:
         with contextlib.suppress(IndexError):
             while True:
                 numbers.append(self._maps.released.popleft())
-        self._outbox.append(_Chunk(encode(RELEASE, body=pack_numbers(numbers)), (), None))
+        try:
+            self._outbox.append(_Chunk(encode(RELEASE, body=pack_numbers(numbers)), (), None))
+        except MemoryError:
+            self._maps.released.extend(numbers)
+            raise
 
     def release(self) -> None:
         """Tell the peer which of its blocks are free again, where any are."""
@@ -384,6 +406,10 @@ class Link:
             self.reading.release()
             self._finish()
         self._on_closed(self, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
+        self.close(self._lost(f"a message could not be sent ({error or type(error).__name__})"))
 
     def abandon(self) -> None:
         """In a forked child: close the descriptor without a word to the peer, who talks with the parent."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from telegrad.errors import PeerError
+from telegrad.errors import PeerError, PeerLost
 from telegrad.wire.failures import fresh
 from telegrad.wire.messages import Frame
 
@@ -59,6 +59,10 @@ class LoopEnd:
             if end.closed is None:
                 end.closed = reason
                 end._on_closed(end, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
+        self.close(PeerLost(f"a message of worker {self.peer!r} to itself failed ({error or type(error).__name__})"))
 
 
 def loop(caller: LoopEnd, callee: LoopEnd) -> None:

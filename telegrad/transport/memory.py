@@ -134,11 +134,15 @@ class Block:
         self.capacity = capacity
         self.idle_since = 0.0
         self.fd = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, capacity)
-        # The receiver need not fear that the file shrinks under its tensor.
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        with torch.inference_mode(False):
-            self.memory = torch.frombuffer(mmap.mmap(self.fd, capacity), dtype=torch.uint8)
+        try:
+            os.ftruncate(self.fd, capacity)
+            # The receiver need not fear that the file shrinks under its tensor.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            with torch.inference_mode(False):
+                self.memory = torch.frombuffer(mmap.mmap(self.fd, capacity), dtype=torch.uint8)
+        except BaseException:
+            os.close(self.fd)
+            raise
 
     def fill(self, blob: Tensor) -> None:
         if blob.numel() < PARALLEL_FROM:
@@ -164,7 +168,7 @@ class SharedPool:
         self._dropped: list[int] = []  # to be told to those who mapped them
 
     def take(self, size: int) -> Block | None:
-        """A block of at least `size` bytes, or None where the bound is reached."""
+        """A block of at least `size` bytes, or None where the bound is reached, or there is no memory for another."""
         capacity = size_class(size)
         with self._lock:
             shelf = self._free.get(capacity)
@@ -172,7 +176,10 @@ class SharedPool:
                 block = shelf.pop()
             elif self._make_room(capacity):
                 self._made += 1
-                block = Block(self._made, capacity)
+                try:
+                    block = Block(self._made, capacity)
+                except (OSError, MemoryError):
+                    return None
                 self._bytes += capacity
             else:
                 return None
@@ -194,6 +201,7 @@ class SharedPool:
             for number in numbers:
                 block = self._lent.pop(number, None)
                 if block is not None:
+                    self._dropped.append(number)  # others may have mapped it before
                     self._drop(block)
 
     def trim(self, now: float) -> list[int]:

@@ -135,6 +135,39 @@ def test_the_end_of_a_context_that_is_lost_on_its_way(trio):
     assert trio[0].run(ends_as_the_connection_breaks)
 
 
+def ends_without_a_word():
+    """The word that a context has ended is lost, and no connection breaks."""
+    agent = current.agent()
+    notify = agent.notify
+    agent.notify = lambda to, message, *rest, **named: (
+        None if type(message).__name__ == "Release" else notify(to, message, *rest, **named)
+    )
+    with autograd.context():
+        rpc_sync("worker1", torch.sin, (torch.ones(3, requires_grad=True),))
+    agent.notify = notify
+
+
+def test_the_end_of_a_context_that_was_never_told(trio):
+    trio[0].run(ends_without_a_word)
+    assert trio[1].run(contexts) == 1
+    assert trio[1].run(wait_for_contexts, 0) == 0
+
+
+def test_a_context_that_lives_is_kept(trio):
+    trio[2].run(begin_and_stay)
+    assert trio[1].run(ask_three_times) == 1
+
+
+def ask_three_times():
+    """Have the owner of the one context asked whether it has ended, and wait for its silence."""
+    held = current.conductor().contexts
+    (context,) = held._foreign()
+    for _ in range(3):
+        held._ask([context])
+        rpc_sync("worker2", torch.sin, (torch.ones(1),))
+    return contexts()
+
+
 def test_shutdown_after_a_pass(trio):
     trio[0].begin(shut_down_in_a_context)
     for other in trio[1:]:

@@ -16,7 +16,9 @@ from tests.cluster import Process
 MOST_DELAY = 0.2  # seconds
 MOST_MORSEL = 40  # bytes
 TRUNCATE_WITHIN = 200_000  # bytes
-MOST_SPARE = 64 << 20  # bytes that a squeezed worker may still take
+# Bytes that a squeezed worker may still take. With next to none, CPython's own Thread.start waits for ever for a thread
+# that found no memory to begin with, which nobody but CPython could mend.
+LEAST_SPARE, MOST_SPARE = 4 << 20, 64 << 20
 PATIENCE = 2.0  # seconds that a replay waits for an answer: its worker may be stopped
 
 Undo = Callable[[], None]
@@ -166,7 +168,7 @@ def _squeeze(victim: Process, fault: Fault) -> Undo:
     with open(f"/proc/{victim.pid}/statm") as file:
         pages = int(file.read().split()[0])
     before = resource.prlimit(victim.pid, resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + int(MOST_SPARE * fault.amount**3)
+    limit = pages * resource.getpagesize() + LEAST_SPARE + int(MOST_SPARE * fault.amount**3)
     resource.prlimit(victim.pid, resource.RLIMIT_AS, (limit, before[1]))
 
     def undo() -> None:

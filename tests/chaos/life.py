@@ -43,6 +43,8 @@ def note_connected(_: int) -> None:
 
 def start_load(rank: int, seed: int, clients: int, timeout: float, squeezed: bool, record: str) -> None:
     global _load
+    if squeezed:  # torch does it at the first optimizer, and where memory ends then, half of it stays for good
+        import torch._dynamo  # noqa: F401
     _load = Load(rank, _board, seed, clients, timeout, squeezed, record)
 
 

@@ -12,7 +12,7 @@ from tests.chaos.schedule import Schedule, prepared
 
 WARM_UP = 0.4  # share of the time after which samples count
 SAMPLES = 50
-MORE_MEMORY = 0.05  # growth from the first half of the counted samples to the second, at most
+MORE_MEMORY = 0.02  # growth from the first half of the counted samples to the second, at most
 SPARE_MEMORY = 16 << 20  # bytes that come and go anyway
 MORE_DESCRIPTORS = 8
 MORE_THREADS = 4

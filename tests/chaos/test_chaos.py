@@ -22,14 +22,9 @@ SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else
 WEATHER = {
     "cuts": ("cut", "truncate", "replay"),
     "slow": ("delay", "trickle"),
-    "lost": ("drop",),
+    "lost": ("drop", "refuse"),
     "processes": ("kill", "stop"),
     "memory": ("squeeze",),
-}
-
-UNMENDED = {
-    "lost": "contexts stay behind; see test_regressions.py",
-    "memory": "a worker that was taken for dead for a moment is not told so; see test_regressions.py",
 }
 
 pytestmark = [
@@ -39,13 +34,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "weather",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=UNMENDED[name], run=False)) if name in UNMENDED else name
-        for name in WEATHER
-    ],
-)
+@pytest.mark.parametrize("weather", WEATHER)
 def test_faults(weather: str, seed: int) -> None:
     plan = make_plan(seed, WORKERS, WEATHER[weather], rounds=1)
     report = run(plan)

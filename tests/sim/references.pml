@@ -3,7 +3,7 @@
 Worker 0 owns the value, worker 1 creates it by a remote call, worker 2 is a third. Handles are passed on FORKS - 1 times,
 between any two of them, and dropped at any time. Letters arrive once each (courier.py sees to that) in any order, and so
 do the users' messages: what is on its way is a set of bits. Left out: messages to oneself, deaths and broken
-connections (the simulation in test_references.py has them).
+connections, and those that were taken for dead (the simulation in test_references.py has them all).
 
 BROKEN_G1 and BROKEN_G2 each drop one rule: then the search must find the harm. */
 
@@ -36,7 +36,7 @@ bool known[FORKS];
 bool shared[WORKERS], sure[WORKERS];
 byte handles[WORKERS], fork_of[WORKERS];
 bool children[WORKERS * FORKS], parents[WORKERS * FORKS], extras[WORKERS * FORKS];
-bool creating;
+bool creating, asked;
 
 byte f;        /* a scratch counter, zero between steps */
 bool used;     /* likewise */
@@ -69,12 +69,7 @@ inline end_if_unused(worker) {
 inline free_if_unused() {
     LOOK_FOR(known, 0);
     if
-    :: owned && own_handles == 0 && !used ->
-        owned = false;
-        if
-        :: made -> value = FREED
-        :: else
-        fi
+    :: owned && made && own_handles == 0 && !used -> owned = false; value = FREED
     :: else
     fi;
     used = false
@@ -104,10 +99,6 @@ inline conclude(worker) {
 }
 
 inline on_confirmed(worker, fork) {
-    if
-    :: worker == 1 -> creating = false
-    :: else
-    fi;
     if
     :: shared[worker] && fork_of[worker] == fork && !sure[worker] -> conclude(worker)
     :: else
@@ -177,7 +168,7 @@ inline check() {
     :: atomic { wanted[fork] -> wanted[fork] = false; \
         if \
         :: !creating -> stillborn[fork] = true \
-        :: else \
+        :: else -> asked = true \
         fi } \
     :: atomic { stillborn[fork] -> stillborn[fork] = false; \
         if \
@@ -190,7 +181,12 @@ active proctype cluster() {
     do
     :: atomic { call -> call = false; assert(!refused && value == ABSENT);
         owned = true; made = true; known[0] = true; value = PRESENT; answer = true }
-    :: atomic { answer -> answer = false; on_confirmed(1, 0); check() }
+    :: atomic { answer -> answer = false; creating = false;
+        if
+        :: asked -> asked = false; stillborn[0] = true
+        :: else
+        fi;
+        on_confirmed(1, 0); check() }
     :: atomic { own_handles > 0 -> own_handles--; free_if_unused(); check() }
     DROP(1)
     DROP(2)

@@ -28,17 +28,20 @@ class Worker:
 class World:
     """Workers, what is on its way between them, and the faults that befall it."""
 
-    def __init__(self, seed, faults, crashes, size):
+    def __init__(self, seed, faults, crashes, mistakes, size):
         self.random = random.Random(seed)
         self.faults = faults
         size = size or self.random.choice([3, 3, 3, 4, 4, 5, 7, 10, 50])
         self.workers = {f"w{n}": Worker(f"w{n}") for n in range(size)}
         self.crashes = self.random.randint(1, max(1, size // 3)) if crashes else 0
+        self.mistakes = mistakes  # living workers are taken for dead
         self.dead = set()
         self.messages = []  # (sender, to, what, ref, fork, owner): the program's own
         self.batches = []  # (sender, to, batch)
         self.news = []  # (event, of whom, who hears): broken connections and deaths that were not noticed yet
         self.broken = set()  # pairs whose connection broke: what was on its way may be refused
+        self.doubtful = set()  # references of which somebody let go by mistake
+        self.mistakes_made = set()  # (by whom, about whom)
         self.values = {}  # at the owner
         self.owners = {}
         self.now = 0.0
@@ -108,15 +111,15 @@ class World:
                 self.values[ref] = PRESENT
                 if sender in self.dead:
                     self.hear(("death", sender, to))
-                self.messages.append((to, sender, "answer", ref, fork, owner))
+            self.messages.append((to, sender, "answer", ref, fork, owner))
         elif what == "answer":
-            machine.created(ref, fork)
+            machine.created(ref, fork, sender)
         elif what == "fetch":
             if machine.seek(ref):
-                assert self.values[ref] != FREED or self.dead or (sender, to) in self.broken, f"{ref} was fetched freed"
+                assert self.values[ref] != FREED or self.may_be_lost(ref, sender, to), f"{ref} was fetched freed"
                 worker.asked.append((ref, sender))
             else:
-                assert self.values[ref] == HOPELESS or self.dead or (sender, to) in self.broken, f"{ref} is refused"
+                assert self.values[ref] == HOPELESS or self.may_be_lost(ref, sender, to), f"{ref} is refused"
                 self.send(to, sender, "value", ref, None, owner)
         elif what == "value":
             self.fetched(worker, ref)
@@ -125,6 +128,13 @@ class World:
                 worker.handles.append(ref)
                 if self.random.random() < 0.3:
                     self.drop(worker, ref)
+
+    def may_be_lost(self, ref, sender, to):
+        return self.dead or (sender, to) in self.broken or self.is_doubtful(ref)
+
+    def is_doubtful(self, ref):
+        """Somebody let go of it by mistake, or its owner took its creator for dead: it may be lost, but not leak."""
+        return ref in self.doubtful or (self.owners[ref], ref[0]) in self.mistakes_made
 
     def fetched(self, worker, ref):
         if ref in worker.fetching:
@@ -151,7 +161,9 @@ class World:
 
     def heard_from(self, worker, sender):
         if worker.machine.alive(sender):
-            self.hear(("death", sender, worker.name) if sender in self.dead else ("break", sender, worker.name))
+            worker.courier.hurry(sender, self.now)
+            if sender in self.dead:
+                self.hear(("death", sender, worker.name))
 
     def lose_batch(self, place):
         self.batches.pop(place)
@@ -193,6 +205,26 @@ class World:
         for other in self.alive():
             self.news.append(("death", name, other))
 
+    def mistake(self, worker, about):
+        """A worker that lives is taken for dead."""
+        self.broken |= {(worker.name, about), (about, worker.name)}
+        self.mistakes_made.add((worker.name, about))
+        machine = worker.machine
+        self.doubtful |= {ref for ref, owned in machine.owned.items() if about in owned.forks.values()}
+        self.doubtful |= {
+            ref for ref, share in machine.shares.items() if share.owner == about or about in share.children.values()
+        }
+        self.bury(worker, about)
+
+    def bury(self, worker, about):
+        worker.machine.dead(about)
+        worker.courier.forget(about, self.now)
+
+    def mistaken(self):
+        """Whether anybody who lives is still taken for dead by another."""
+        living = set(self.alive())
+        return any(self.workers[name].machine._dead.keys() & living for name in living)
+
     def hear(self, news):
         if news not in self.news:
             self.news.append(news)
@@ -205,8 +237,7 @@ class World:
         if event == "stillborn":
             worker.machine.stillborn(*about)
         elif about in self.dead:
-            worker.machine.dead(about)
-            worker.courier.forget(about)
+            self.bury(worker, about)
         else:
             worker.machine.ask(about)
             worker.courier.hurry(about, self.now)
@@ -261,7 +292,9 @@ class World:
             self.break_connection(worker.name, self.other(worker))
         elif growing and self.crashes and chance < 0.60 and len(self.alive()) > 2:
             self.crash(worker.name)
-        elif growing and self.faults and chance < 0.63 and self.batches:
+        elif growing and self.mistakes and chance < 0.62 and len(self.alive()) > 1:
+            self.mistake(worker, self.other(worker))
+        elif growing and self.faults and chance < 0.65 and self.batches:
             self.lose_batch(self.random.randrange(len(self.batches)))
         else:
             self.advance()
@@ -286,14 +319,21 @@ class World:
             due = min(self.workers[name].courier.next() for name in self.alive())
             self.now = max(self.now, due if due < inf else 0.0) + 1e-3
 
+    def unsettled(self):
+        return (
+            self.messages
+            or self.batches
+            or self.news
+            or any(self.workers[name].courier.unsettled for name in self.alive())
+            or self.mistaken()
+        )
+
     def settle(self):
         """Let everything arrive."""
         self.faults = False
         self.post()
         for _ in range(200_000):
-            if not (self.messages or self.batches or self.news) and not any(
-                self.workers[name].courier.unsettled for name in self.alive()
-            ):
+            if not self.unsettled():
                 return
             self.step(growing=False)
         raise AssertionError("it never comes to rest")
@@ -306,9 +346,10 @@ class World:
             return  # a dead middleman's children learn of it a little later: see `check_rest`
         for worker in self.workers.values():
             for ref in [*worker.handles, *worker.fetching]:
-                assert self.values[ref] != FREED or worker.machine.fault(ref), f"{worker.name} holds {ref}, freed"
+                if not self.is_doubtful(ref):
+                    assert self.values[ref] != FREED or worker.machine.fault(ref), f"{worker.name} holds {ref}, freed"
         for sender, to, what, ref, *_ in self.messages:
-            if what == "pass" and (sender, to) not in self.broken:
+            if what == "pass" and not self.may_be_lost(ref, sender, to):
                 assert self.values[ref] != FREED, f"{ref} is freed, and on its way to {to}"
 
     def check_rest(self):
@@ -334,9 +375,9 @@ class World:
             assert not machine.owned, f"{name} still owns: {machine.owned}"
 
 
-def run(seed, faults=True, crashes=True, events=120, size=None):
+def run(seed, faults=True, crashes=True, mistakes=True, events=120, size=None):
     """One schedule, from nothing to nothing."""
-    world = World(seed, faults, crashes, size)
+    world = World(seed, faults, crashes, mistakes, size)
     for _ in range(events):
         world.step(growing=True)
     world.settle()

@@ -53,14 +53,42 @@ def test_an_open_way_is_used_at_once():
     assert courier.outgoing(0.5) == [("x", Batch(1, ["a"], []))]
 
 
-def test_nothing_is_sent_to_the_dead():
+def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely():
+    courier, now, pauses = Courier(), 0.0, []
+    courier.post("x", "a")
+    courier.outgoing(now)
+    courier.post("x", "b")
+    for _ in range(8):
+        courier.forget("x", now)
+        assert courier.unsettled == 0
+        pauses.append(courier.next() - now)
+        now = courier.next()
+        assert courier.outgoing(now) == [("x", Batch(1, [], []))]
+    assert pauses == [RESEND_AFTER * 2**n for n in range(8)]
+    courier.receive("x", Batch(0, [], [1]), now)
+    assert courier.next() == inf
+
+
+def test_nothing_is_sent_to_who_has_left():
     courier = Courier()
     courier.post("x", "a")
     courier.outgoing(0.0)
     courier.post("x", "b")
-    courier.forget("x")
+    courier.bury("x")
     assert courier.next() == inf
     assert courier.outgoing(99.0) == []
+
+
+def test_a_worker_that_was_forgotten_waits_for_no_number():
+    sender, receiver = Courier(), Courier()
+    for turn in range(5):
+        sender.post("r", turn)
+        sender.outgoing(turn)
+        sender.forget("r", turn)
+    sender.hurry("r", 9.0)
+    for _, batch in sender.outgoing(9.0):
+        assert receiver.receive("s", batch, 9.0) == []
+    assert not receiver._lines["s"].ahead
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["deliver", "double", "lose", "post", "wait"]))))

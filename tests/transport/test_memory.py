@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 
 import pytest
@@ -77,6 +79,18 @@ def test_a_pool_is_bounded_and_makes_room():
 
 
 @needs_sharing
+def test_without_memory_there_is_no_block(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    pool, before = SharedPool(4 * MB), len(os.listdir("/proc/self/fd"))
+    assert pool.take(MB) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert pool._bytes == 0
+
+
+@needs_sharing
 def test_idle_blocks_go_after_a_while():
     pool = SharedPool(4 * MB)
     block = pool.take(MB)
@@ -98,6 +112,7 @@ def test_what_a_lost_peer_holds_is_left_to_it():
     other = pool.take(MB)
     other.fill(torch.zeros(MB, dtype=torch.uint8))
     assert tensor.all()  # not overwritten
+    assert pool.trim(0.0) == [block.number]  # those who mapped it before let go of it
     pool.close()
 
 

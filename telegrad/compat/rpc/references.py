@@ -18,7 +18,7 @@ from telegrad.rpc.current import keeper
 from telegrad.rpc.references import Proxy
 from telegrad.rpc.values import opened
 from telegrad.rref.keeper import DELETED
-from telegrad.rref.protocol import Id
+from telegrad.rref.letters import Id
 from telegrad.wire.reducers import REDUCERS, reduce_reference
 
 T = TypeVar("T")
