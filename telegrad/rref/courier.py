@@ -7,7 +7,6 @@ tells that it lives. Pure: the driver tells the time and does the sending.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,24 +24,24 @@ class Batch(NamedTuple):
     receipts: list[int]
 
 
-@dataclass(slots=True)
 class _Sent(Generic[L]):
-    letters: list[L]
-    pause: float
-    due: float
+    def __init__(self, letters: list[L], pause: float, due: float) -> None:
+        self.letters = letters
+        self.pause = pause
+        self.due = due
 
 
-@dataclass(slots=True)
 class _Line(Generic[L]):
     """What there is between this worker and another."""
 
-    fresh: list[L] = field(default_factory=list)
-    number: int = 0
-    sent: dict[int, _Sent[L]] = field(default_factory=dict)  # without a receipt yet
-    receipts: list[int] = field(default_factory=list)  # owed
-    owed_by: float = inf
-    complete: int = 0  # all batches up to this number have come
-    ahead: set[int] = field(default_factory=set)  # and these
+    def __init__(self) -> None:
+        self.fresh: list[L] = []
+        self.number = 0
+        self.sent: dict[int, _Sent[L]] = {}  # without a receipt yet
+        self.receipts: list[int] = []  # owed
+        self.owed_by = inf
+        self.complete = 0  # all batches up to this number have come
+        self.ahead: set[int] = set()  # and these
 
     def enter(self, letters: list[L], now: float) -> int:
         """The number of a batch that leaves now."""

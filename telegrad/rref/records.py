@@ -1,30 +1,35 @@
-"""What one worker knows of one reference: see protocol.py, which keeps these records."""
+"""What one worker knows of one reference: see protocol.py, which keeps these records.
+
+No data classes: to make one at import takes longer than to make a thousand records.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 from telegrad.rref.letters import Id
 
 
-@dataclass(slots=True)
 class Share:
     """What a user has of a reference: its one fork, and what keeps that alive."""
 
-    owner: str
-    fork: Id
-    confirmed: bool
-    handles: int = 1
-    parents: list[tuple[str, Id]] = field(default_factory=list)  # to be told once the owner knows the fork
-    extras: list[Id] = field(default_factory=list)  # known to the owner, given back once the fork is confirmed
-    children: dict[Id, str] = field(default_factory=dict)  # sent on, and not settled
-    fault: str = ""
+    __slots__ = ("children", "confirmed", "extras", "fault", "fork", "handles", "owner", "parents")
+
+    def __init__(self, owner: str, fork: Id, confirmed: bool, handles: int = 1) -> None:
+        self.owner = owner
+        self.fork = fork
+        self.confirmed = confirmed
+        self.handles = handles
+        self.parents: list[tuple[str, Id]] = []  # to be told once the owner knows the fork
+        self.extras: list[Id] = []  # known to the owner, given back once the fork is confirmed
+        self.children: dict[Id, str] = {}  # sent on, and not settled
+        self.fault = ""
 
 
-@dataclass(slots=True)
 class Owned:
     """What the owner knows of a reference."""
 
-    made: bool  # the value exists, or the call that creates it has come, or never will
-    handles: int = 0
-    forks: dict[Id, str] = field(default_factory=dict)  # where each lives, or is on its way to
+    __slots__ = ("forks", "handles", "made")
+
+    def __init__(self, made: bool, handles: int = 0) -> None:
+        self.made = made  # the value exists, or the call that creates it has come, or never will
+        self.handles = handles
+        self.forks: dict[Id, str] = {}  # where each lives, or is on its way to
