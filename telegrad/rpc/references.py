@@ -17,7 +17,7 @@ from telegrad.rpc.operators import Operators, is_tensor_method
 from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.rref.box import Box
 from telegrad.rref.handle import Handle
-from telegrad.rref.keeper import number
+from telegrad.rref.letters import number
 from telegrad.wire.reducers import REDUCERS, reduce_reference
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.creation import Creation, Landing, tell_user
 from telegrad.rref.handle import Handle
-from telegrad.rref.letters import Id, Letter
+from telegrad.rref.letters import Id, Letter, number
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, References
 from telegrad.wire.failures import describe, fresh
@@ -447,8 +447,3 @@ def _key(name: str, incarnation: str) -> str:
 
 def _key_of(who: Identity) -> str:
     return f"{who.name}#{who.incarnation}"
-
-
-def number(ref: Id) -> str:
-    """A reference as people read it."""
-    return f"{ref[0].rpartition('#')[0]}/{ref[1]}"

@@ -20,6 +20,11 @@ FORGOT = "forgot"  # I took you for dead, and let go of all that there was betwe
 NOTHING: Id = ("", 0)  # in a letter that is about no reference
 
 
+def number(ref: Id) -> str:
+    """A reference as people read it."""
+    return f"{ref[0].rpartition('#')[0]}/{ref[1]}"
+
+
 class Letter(NamedTuple):
     """A control message about one fork of one reference."""
 
