@@ -180,6 +180,11 @@ class Conductor:
         if context is not None:
             context.meet(sender)
             self._post(context, task, errand=True)
+            return
+        try:
+            self.contexts.check_kept(task.order.context)
+        except ContextEnded as error:
+            self._failed(task.order, error)
 
     def _take_parcel(self, sender: Identity, parcel: Parcel) -> None:
         shipment, report = unwrap(parcel)

@@ -54,6 +54,12 @@ class Knock(NamedTuple):
     contexts: tuple[int, ...]
 
 
+class Doubt(NamedTuple):
+    """The owner of a context cannot be reached from here. Whoever knows of it shall ask for himself."""
+
+    context: int
+
+
 class Entered:
     """A context manager: what runs inside belongs to a context."""
 
@@ -152,11 +158,12 @@ class Contexts:
         self._tell_ended = ended
         self._lock = threading.Lock()  # guards _contexts and _ended
         self._contexts: dict[int, Context] = {}
-        self._ended: dict[int, None] = {}  # the latest, for calls and answers that come too late
+        self._ended: dict[int, bool] = {}  # the latest, for what comes too late; whether this worker forsook them
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))
         self._numbers = itertools.count(1)
         agent.on(Release, lambda sender, message: self.release(message.context, sender))
         agent.on(Knock, self._on_knock)
+        agent.on(Doubt, self._on_doubt)
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
         self._next_look = 0.0
@@ -204,11 +211,22 @@ class Contexts:
             return self._add(id_)
         return context
 
+    def check_kept(self, id_: int) -> None:
+        """Raise ContextEnded where this worker let go of a context whose owner may live and go on with it."""
+        if self._ended.get(id_):
+            raise ContextEnded(
+                f"worker {self._agent.name!r} has let go of the autograd context with id: {id_}, since it could not "
+                "reach its owner. Begin a new context"
+            )
+
     def release(self, id_: int, sender: Identity | None = None) -> None:
         """End a context here, and with all who know of it from here."""
+        self._end(id_, Release(id_), sender, forsaken=False)
+
+    def _end(self, id_: int, word: Release | Doubt, sender: Identity | None, forsaken: bool) -> None:
         with self._lock:
             context = self._contexts.pop(id_, None)
-            self._ended[id_] = None
+            self._ended[id_] = forsaken
             if len(self._ended) > REMEMBERED:
                 del self._ended[next(iter(self._ended))]
         if context is None:
@@ -217,7 +235,7 @@ class Contexts:
             known = list(context.known.values())
         for worker in known:
             if worker != sender and worker != self._agent.me.identity:
-                self._tell(worker, Release(id_))
+                self._tell(worker, word)
         self._tell_ended(id_)
         context.close()
 
@@ -236,6 +254,7 @@ class Contexts:
         id_, number = _RECORD.unpack_from(data)
         context = self.join(id_)
         if context is None:
+            self.check_kept(id_)
             return None, tensors
         slots = struct.unpack_from(f"<{(len(data) - _RECORD.size) // 4}I", data, _RECORD.size)
         return context, context.received(number, slots, tensors, sender)
@@ -294,14 +313,24 @@ class Contexts:
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         """The owners must tell of their ends now: it may be one of them that was lost, or who would have told."""
-        doubtful = [context for context in self.knowing(who) if context.owner != self._agent.me.id]
-        if not isinstance(reason, PeerLost):  # a connection that broke is no death: that no new one can be made is
-            for context in [context for context in doubtful if context.owner == who.id]:
-                doubtful.remove(context)
-                self.release(context.id, who)
-        for context in doubtful:
+        dead = not isinstance(reason, PeerLost)  # a connection that broke is no death: that no new one can be made is
+        doubtful = []
+        for context in self._foreign():
+            if dead and context.owner == who.id:
+                self._end(context.id, Doubt(context.id), who, forsaken=True)
+            elif context.known.get(who.name) == who:
+                doubtful.append(context)
+        self._ask_now(doubtful)
+
+    def _on_doubt(self, _: Identity, doubt: Doubt) -> None:
+        context = self._contexts.get(doubt.context)
+        if context is not None and context.owner != self._agent.me.id:
+            self._ask_now([context])
+
+    def _ask_now(self, contexts: list[Context]) -> None:
+        for context in contexts:
             context.pause, context.ask_at = ASK_AFTER, monotonic() + ASK_AFTER
-        self._ask(doubtful)
+        self._ask(contexts)
 
 
 def entered_id() -> int | None:

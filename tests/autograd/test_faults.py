@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad.errors import PeerError, PeerLost
+from telegrad.errors import ContextEnded, PeerError, PeerLost, PeerUnreachable
 from telegrad.rpc import current, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, group
 
@@ -151,6 +151,30 @@ def test_the_end_of_a_context_that_was_never_told(trio):
     trio[0].run(ends_without_a_word)
     assert trio[1].run(contexts) == 1
     assert trio[1].run(wait_for_contexts, 0) == 0
+
+
+def lose(rank):
+    """Take a worker for dead."""
+    agent = current.agent()
+    for tell in agent.lost:
+        tell(agent.identify(rank), PeerUnreachable("it only seems so"))
+
+
+def use_what_others_let_go_of():
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        loss = rpc_sync("worker1", relayed, (x,)).sum()
+        rpc_sync("worker1", lose, (0,))
+        with pytest.raises(ContextEnded, match="'worker1' has let go"):
+            rpc_sync("worker1", torch.sin, (x,))
+        with pytest.raises(ContextEnded, match="'worker1' has let go"):
+            autograd.backward(context, loss)
+        return rpc_sync("worker2", contexts)
+
+
+def test_whoever_took_the_owner_of_a_context_for_dead_says_so_when_it_goes_on(trio):
+    assert trio[0].run(use_what_others_let_go_of) == 1  # who heard of it from him has asked, and kept it
+    assert trio[2].run(wait_for_contexts, 0) == 0
 
 
 def test_a_context_that_lives_is_kept(trio):
