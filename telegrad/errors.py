@@ -200,6 +200,10 @@ class ContextEnded(AutogradError):
     """There is no context of that id on this worker, or it has ended."""
 
 
+class ContextLost(ContextEnded):
+    """A worker let go of a context whose owner it could not reach, and which lives all the same."""
+
+
 class UnusedSends(AutogradError):
     """In a fast pass no gradient came for something that was sent."""
 

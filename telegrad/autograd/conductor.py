@@ -35,7 +35,7 @@ from telegrad.autograd.passes import (
     Start,
     Task,
 )
-from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends
+from telegrad.errors import CallTimeout, ContextEnded, ContextLost, PeerError, PeerLost, TelegradError, UnusedSends
 from telegrad.wire.failures import describe, rebuild
 
 SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again
@@ -183,7 +183,7 @@ class Conductor:
             return
         try:
             self.contexts.check_kept(task.order.context)
-        except ContextEnded as error:
+        except ContextLost as error:
             self._failed(task.order, error)
 
     def _take_parcel(self, sender: Identity, parcel: Parcel) -> None:

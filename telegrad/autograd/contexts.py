@@ -26,7 +26,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.members import Identity
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.graph import Origin, Send, receive, send
-from telegrad.errors import ContextEnded, PeerError, PeerLost, TelegradError, UnknownWorker, UsageError
+from telegrad.errors import ContextEnded, ContextLost, PeerError, PeerLost, TelegradError, UnknownWorker, UsageError
 
 if TYPE_CHECKING:
     from telegrad.autograd.conductor import Part
@@ -212,9 +212,9 @@ class Contexts:
         return context
 
     def check_kept(self, id_: int) -> None:
-        """Raise ContextEnded where this worker let go of a context whose owner may live and go on with it."""
+        """Raise ContextLost where this worker let go of a context whose owner may live and go on with it."""
         if self._ended.get(id_):
-            raise ContextEnded(
+            raise ContextLost(
                 f"worker {self._agent.name!r} has let go of the autograd context with id: {id_}, since it could not "
                 "reach its owner. Begin a new context"
             )

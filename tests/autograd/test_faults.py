@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad.errors import ContextEnded, PeerError, PeerLost, PeerUnreachable
+from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
 from telegrad.rpc import current, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, group
 
@@ -165,9 +165,9 @@ def use_what_others_let_go_of():
     with autograd.context() as context:
         loss = rpc_sync("worker1", relayed, (x,)).sum()
         rpc_sync("worker1", lose, (0,))
-        with pytest.raises(ContextEnded, match="'worker1' has let go"):
+        with pytest.raises(ContextLost, match="'worker1' has let go"):
             rpc_sync("worker1", torch.sin, (x,))
-        with pytest.raises(ContextEnded, match="'worker1' has let go"):
+        with pytest.raises(ContextLost, match="'worker1' has let go"):
             autograd.backward(context, loss)
         return rpc_sync("worker2", contexts)
 

@@ -19,7 +19,7 @@ from tests.chaos.functions import Deliberate
 from tests.chaos.operations import OPERATIONS, Client, Wrong
 
 GRACE = 10.0  # seconds that an operation may take beyond its timeouts, on a machine that has other things to do
-NAMED = (errors.PeerError, errors.CallTimeout, errors.RRefError, Deliberate)
+NAMED = (errors.PeerError, errors.CallTimeout, errors.RRefError, errors.ContextLost, Deliberate)
 NO_MEMORY = ("can't allocate memory", "can't start new thread", "Cannot allocate memory", "std::bad_alloc")
 TO_THE_DEAD = 0.1  # how often a client calls whom it knows to be dead
 
