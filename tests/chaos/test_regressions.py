@@ -15,6 +15,8 @@ import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.rpc import current
+from telegrad.transport import link
+from telegrad.wire import messages
 from tests.chaos import functions, life
 from tests.chaos.board import Board
 from tests.chaos.proxy import Proxy
@@ -235,3 +237,61 @@ def test_a_lead_for_which_there_was_no_thread(no_more_threads):
             worker.agent.call("w1", int, (), None, 1)  # not known to be short: another thread shall lead meanwhile
         assert not no_more_threads
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
+
+
+# Memory that is not there: nobody waits for ever, and the next call works
+
+
+def fails_once(monkeypatch, where, name, when=lambda *_: True):
+    """Have a function find no memory, the next time that its arguments are such; a list of how often it did."""
+    function, failed = getattr(where, name), []
+
+    def without_memory(*args, **named):
+        if not failed and when(*args, **named):
+            failed.append(True)
+            raise MemoryError
+        return function(*args, **named)
+
+    monkeypatch.setattr(where, name, without_memory)
+    return failed
+
+
+def test_an_answer_for_which_there_is_no_memory(monkeypatch):
+    with agents(2) as (worker, _):
+        assert worker.agent.call("w1", int, (), None, LIMIT) == 0
+        failed = fails_once(monkeypatch, link, "encode", lambda kind, *_, **__: kind == messages.RESULT)
+        with pytest.raises(errors.PeerLost):
+            worker.agent.call("w1", int, (), None, LIMIT)
+        assert failed
+        assert worker.agent.call("w1", int, (), None, LIMIT) == 0
+
+
+def test_a_leader_without_memory(monkeypatch):
+    with agents(2) as (worker, callee):
+        failed = fails_once(monkeypatch, callee.agent._reactor.poller, "poll")
+        assert worker.agent.call("w1", int, (), None, LIMIT) == 0
+        assert worker.agent.call("w1", int, (), None, LIMIT) == 0
+        assert failed
+
+
+def test_a_clock_without_memory(monkeypatch):
+    with agents(2) as (worker, _):
+        failed = fails_once(monkeypatch, worker.agent._reactor, "unstick")
+        with pytest.raises(errors.CallTimeout):
+            worker.agent.call_async("w1", time.sleep, (0.5,), None, 0.1).wait()
+        assert failed
+
+
+def test_references_without_memory(monkeypatch):
+    with agents(2) as (worker, owner):
+        current.enter(worker.agent)
+        held = rpc.remote("w1", torch.ones, (2,))
+        held.to_here()
+        failed = fails_once(monkeypatch, worker.keeper, "_step")
+        del held
+        deadline = time.monotonic() + LIMIT
+        while owner.keeper.counts()["owners"] and time.monotonic() < deadline:
+            time.sleep(GLANCE)
+        assert failed
+        assert owner.keeper.counts()["owners"] == 0
+        current.enter(None)
