@@ -167,8 +167,9 @@ class Agent:
         parts = self._call_parts(peer, function, args, kwargs, creation)
         if pending.timeout:
             with self._lock:
-                self._deadlines.add(pending, pending.timeout, pending.deadline)
-            self._clock.before(pending.deadline)
+                first = self._deadlines.add(pending, pending.timeout, pending.deadline)
+            if first:
+                self._clock.before(pending.deadline)
         if peer.call(pending, parts):
             self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
 

@@ -15,12 +15,13 @@ class Deadlines(Generic[K]):
     def __init__(self) -> None:
         self._by_timeout: dict[float, dict[K, float]] = {}
 
-    def add(self, key: K, timeout: float, when: float) -> None:
-        """A key that is due at `when`, which is `timeout` after this moment."""
+    def add(self, key: K, timeout: float, when: float) -> bool:
+        """A key that is due at `when`, `timeout` after this moment; whether no other of its timeout is before it."""
         table = self._by_timeout.get(timeout)
         if table is None:
             table = self._by_timeout[timeout] = {}
         table[key] = when
+        return len(table) == 1
 
     def remove(self, key: K, timeout: float) -> None:
         """Forget `key`, if it is still there."""

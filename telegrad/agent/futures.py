@@ -41,6 +41,12 @@ class Future(torch.futures.Future[T]):
     quick = False
     call: Helper | None = None  # while the call is under way
 
+    def __init__(self, *, devices: Any = None) -> None:
+        if devices is None:
+            torch._C.Future.__init__(self, [])  # what torch's own comes to, without looking at each of no devices
+        else:
+            super().__init__(devices=devices)
+
     def wait(self) -> T:
         """Wait for the value; raises the call's error."""
         if not self.done():

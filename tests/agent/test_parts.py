@@ -18,9 +18,9 @@ def member(id_, name):
 
 def test_deadlines_expire_in_time_and_once():
     table = Deadlines()
-    table.add("slow", 60, when=60)
-    table.add("quick", 1, when=1)
-    table.add("later", 1, when=1.5)
+    assert table.add("slow", 60, when=60)
+    assert table.add("quick", 1, when=1)
+    assert not table.add("later", 1, when=1.5)
     assert table.next() == 1
     assert table.due(0.9) == []
     assert table.due(1.2) == ["quick"]
