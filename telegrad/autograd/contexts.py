@@ -111,6 +111,10 @@ class Context:
             with self.lock:
                 self.known[who.name] = who
 
+    def knows(self, who: Identity) -> bool:
+        """Whether that worker takes part, as far as this one has heard."""
+        return self.known.get(who.name) == who
+
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Tensors leave: keep the edges of those that have a graph."""
         slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad] if graph else []
@@ -309,7 +313,7 @@ class Contexts:
         """The contexts in which that worker takes part, as far as this one knows."""
         with self._lock:
             contexts = list(self._contexts.values())
-        return [context for context in contexts if context.known.get(who.name) == who]
+        return [context for context in contexts if context.knows(who)]
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         """The owners must tell of their ends now: it may be one of them that was lost, or who would have told."""
@@ -318,7 +322,7 @@ class Contexts:
         for context in self._foreign():
             if dead and context.owner == who.id:
                 self._end(context.id, Doubt(context.id), who, forsaken=True)
-            elif context.known.get(who.name) == who:
+            elif context.knows(who):
                 doubtful.append(context)
         self._ask_now(doubtful)
 

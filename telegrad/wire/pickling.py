@@ -198,7 +198,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _value_pickler() -> type[ValuePickler]:
-    """Where something has none."""
+    """For where something has no name; imported only there."""
     from telegrad.wire.byvalue import ValuePickler, register_spawned_main
 
     register_spawned_main()

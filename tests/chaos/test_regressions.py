@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import TypeVar
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from tests.cluster import PATIENCE, Process, agents, free_port, processes
 WORKERS = 3
 GLANCE = 0.01
 LIMIT = 8.0  # seconds for what should take milliseconds
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -59,11 +62,16 @@ def contexts() -> int:
     return len(current.conductor().contexts)
 
 
-def wait_for_no_contexts() -> int:
+def wait_until_none(look: Callable[[], T]) -> T:
+    """What there is, once there is nothing, or when that took too long."""
     deadline = time.monotonic() + LIMIT
-    while contexts() and time.monotonic() < deadline:
+    while (there := look()) and time.monotonic() < deadline:
         time.sleep(GLANCE)
-    return contexts()
+    return there
+
+
+def wait_for_no_contexts() -> int:
+    return wait_until_none(contexts)
 
 
 def test_a_context_that_came_by_way_of_a_worker_that_died(behind_proxy):
@@ -151,10 +159,7 @@ def owned() -> int:
 
 
 def wait_until_nothing_is_owned() -> int:
-    deadline = time.monotonic() + LIMIT
-    while owned() and time.monotonic() < deadline:
-        time.sleep(GLANCE)
-    return owned()
+    return wait_until_none(owned)
 
 
 def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy):
@@ -184,10 +189,7 @@ def left() -> dict[str, int]:
 
 
 def wait_for_nothing_left() -> dict[str, int]:
-    deadline = time.monotonic() + LIMIT
-    while left() and time.monotonic() < deadline:
-        time.sleep(GLANCE)
-    return left()
+    return wait_until_none(left)
 
 
 def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_moment(behind_proxy):
@@ -289,9 +291,6 @@ def test_references_without_memory(monkeypatch):
         held.to_here()
         failed = fails_once(monkeypatch, worker.keeper, "_step")
         del held
-        deadline = time.monotonic() + LIMIT
-        while owner.keeper.counts()["owners"] and time.monotonic() < deadline:
-            time.sleep(GLANCE)
+        assert wait_until_none(lambda: owner.keeper.counts()["owners"]) == 0
         assert failed
-        assert owner.keeper.counts()["owners"] == 0
         current.enter(None)
