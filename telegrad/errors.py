@@ -7,7 +7,7 @@ TelegradError (RuntimeError)
 │   ├── InvalidName            a worker name with forbidden characters
 │   ├── UnknownWorker          no worker of that name or rank
 │   ├── NotOwner               the value of a reference was asked for where it is not
-│   └── DeviceError            a tensor on a device that cannot be sent
+│   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
 ├── RendezvousError            the group could not be formed
 │   ├── StoreUnreachable       nobody answers at the store's address
 │   ├── StorePortTaken         another program listens on the store's port
@@ -104,7 +104,7 @@ class NotOwner(UsageError):
     """The value of a reference was asked for on a worker that does not own it."""
 
 
-class DeviceError(UsageError):
+class DeviceError(UsageError, ValueError):
     """A tensor lives on a device from which it cannot be sent to that worker."""
 
 

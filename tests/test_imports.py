@@ -14,6 +14,7 @@ ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version"},
     {"wire"},
+    {"devices"},
     {"transport"},
     {"agent"},
     {"rref", "autograd"},
@@ -26,6 +27,7 @@ FLOORS = [
 PURE = [
     "wire/messages.py",
     "wire/frames.py",
+    "devices/maps.py",
     "transport/handshake.py",
     "agent/deadlines.py",
     "agent/members.py",

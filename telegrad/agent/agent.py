@@ -24,15 +24,16 @@ from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
-from telegrad.agent.peer import Peer, Pending
+from telegrad.agent.peer import Peer
+from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.server import Server
 from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
+from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.tensors import pack
 
 DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
@@ -64,6 +65,7 @@ class Agent:
         self._connections = Connections(
             settings, address, self._reactor, self._server, self._complete, self._take_cargo
         )
+        self.streams = self._server.streams = self._connections.ferry.streams
         self.lost = self._connections.lost  # called when a connection to a worker ended
         self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
         self._lock = threading.Lock()  # guards _deadlines
@@ -77,11 +79,14 @@ class Agent:
     def describe(self, id_: int, host: str) -> Member:
         """What others must know to reach this worker."""
         listener = self._connections.listener
-        return Member(self.name, id_, self.incarnation, self.program, host, listener.unix, listener.tcp)
+        reached = listener.unix, listener.tcp
+        return Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
 
-    def join(self, me: Member, key: bytes, directory: Directory) -> None:
-        """Take part in a group: from now on calls are accepted."""
+    def join(self, me: Member, key: bytes, directory: Directory, used: Iterable[int] = ()) -> None:
+        """Take part in a group: from now on calls are accepted, which may touch the accelerators that are `used`."""
         self.me = me
+        for index in used:
+            self.streams.use(index)
         self._directory = directory
         self._connections.join(me, key, directory)
 
@@ -185,24 +190,25 @@ class Agent:
         if pending.timeout:
             with self._lock:
                 self._deadlines.remove(pending, pending.timeout)
-        try:
-            value = self._open(pending)
-        except Exception as error:
-            outcome.set_exception(error.with_traceback(None))
-        else:
-            outcome.set_result(value)
+        with self.streams.aside():
+            try:
+                value = self._open(pending)
+            except Exception as error:
+                outcome.set_exception(error.with_traceback(None))
+            else:
+                outcome.set_result(value)
 
     def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any, creation: Any = None) -> dict[str, Any]:
         self._started += 1
         same = peer.program == self.program != ""
         name = name_of(function, same)
         args, kwargs = args or (), kwargs or {}
-        body, tensors, references = encode((args, kwargs) if name else (function, args, kwargs), same)
+        body, tensors, references, buffers = encode((args, kwargs) if name else (function, args, kwargs), same)
         parts: dict[str, Any] = {"kind": CALL, "body": body}
         if name:
             parts["head"] = name.encode()
         if tensors:
-            parts["meta"], parts["blobs"] = pack(tensors)
+            parts["meta"], parts["blobs"] = pack(tensors, peer.places.calls, buffers)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
         context = self.recorder.current() if self.recorder is not None else None
         if context is not None:
@@ -320,7 +326,7 @@ class Agent:
         body = pickle.dumps((type(message).__name__, *message), 5)  # a class takes longer than all its fields
         parts: dict[str, Any] = {"flags": PATIENT} if patient else {}
         if tensors:
-            parts["meta"], parts["blobs"] = pack(tensors)
+            parts["meta"], parts["blobs"] = pack(tensors, peer.places.gradients)
         if context is not None:
             parts["flags"] = RECORDED
             body = load(body, context.sent(tensors, peer.identity, type(message), True))

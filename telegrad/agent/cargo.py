@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from telegrad.agent.members import Identity
+from telegrad.devices.streams import settle
 from telegrad.errors import PeerError
 from telegrad.wire.messages import CARRIES, RECORDED, Frame, unload
-from telegrad.wire.tensors import unpack
+from telegrad.wire.unpacking import unpack
 
 
 class Destination(Protocol):
@@ -70,7 +71,7 @@ class Recorder(Protocol):
 
 def take_tensors(frame: Frame, recorder: Recorder | None, sender: Identity) -> tuple[Frame, Sequence[Tensor]]:
     """The tensors of a frame; what recorded them is taken from behind its body, and its context entered."""
-    tensors: Sequence[Tensor] = unpack(frame.meta, frame.blobs) if frame.meta else []
+    tensors: Sequence[Tensor] = unpack(frame.meta, settle(frame.blobs)) if frame.meta else []
     if frame.flags & RECORDED:
         assert recorder is not None
         body, data = unload(frame.body)

@@ -8,12 +8,19 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+from telegrad.agent.futures import may_lie_on
 from telegrad.agent.members import Identity, Member
-from telegrad.agent.peer import AnyLink, Peer, Pending
+from telegrad.agent.peer import AnyLink, Peer
+from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.server import Caller, Server
-from telegrad.errors import PeerError, PeerLost, ShutDown, UnknownWorker
+from telegrad.devices.ferry import Ferry
+from telegrad.devices.maps import Devices, faults
+from telegrad.devices.routes import Places, for_calls, for_gradients
+from telegrad.devices.streams import Streams
+from telegrad.errors import DeviceError, PeerError, PeerLost, ShutDown, UnknownWorker
 from telegrad.transport.connect import Wish, connect
+from telegrad.transport.freight import Stores
 from telegrad.transport.handshake import Claim
 from telegrad.transport.link import Link
 from telegrad.transport.listener import Listener
@@ -41,6 +48,7 @@ class Settings(NamedTuple):
     connect_timeout: float = 10.0
     silence: float = 10.0
     tls: TlsFiles | None = None
+    devices: Devices = Devices()
 
 
 class Connections:
@@ -64,6 +72,7 @@ class Connections:
         self._take_cargo = take_cargo
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
+        self.ferry = Ferry(Streams(may_lie_on))
         self._lock = threading.Lock()  # guards _peers, _accepted and closed
         self._peers: dict[str, Peer] = {}  # by incarnation
         self._accepted: set[Link] = set()
@@ -109,6 +118,7 @@ class Connections:
                 peer = self._peers[member.incarnation] = Peer(
                     member.identity,
                     member.program,
+                    self._places(member),
                     self._reactor,
                     lambda peer: self._connect(peer, member),
                     self._complete,
@@ -116,6 +126,13 @@ class Connections:
                     lambda frame: self._take_cargo(frame, member.identity),
                 )
         return peer
+
+    def _places(self, member: Member) -> Places:
+        mine, theirs = self._me.devices, member.devices
+        for fault in faults({self._me.name: mine, member.name: theirs}, whole=False):
+            raise DeviceError(fault)
+        map_ = mine.maps.get(member.name, {})
+        return Places(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
 
     def _connect(self, peer: Peer, member: Member) -> AnyLink:
         if member.incarnation == self._me.incarnation:
@@ -128,7 +145,7 @@ class Connections:
                 member.tcp,
             ),
             self._key,
-            self._claim,
+            self._claim_to(member.name),
             self._settings.tls,
             self._settings.transport,
             self._settings.connect_timeout,
@@ -138,8 +155,7 @@ class Connections:
             sock,
             member.name,
             self._reactor.poller,
-            self._arena,
-            self._pool if shared else None,
+            self._stores(shared),
             peer.on_frames,
             peer.on_closed,
             prompt=False,
@@ -148,8 +164,14 @@ class Connections:
         link.feed(leftover)
         return link
 
+    def _stores(self, shared: bool) -> Stores:
+        return Stores(self._arena, self._pool if shared else None, self.ferry)
+
+    def _claim_to(self, name: str) -> Claim:
+        return self._claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
+
     def _loop(self, peer: Peer) -> LoopEnd:
-        caller = Caller(self._me.identity, self._me.program != "")
+        caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)
         near = LoopEnd(self._me.name, peer.on_frames, peer.on_closed)
         far = LoopEnd(self._me.name, lambda _, frames: self._server.on_frames(caller, frames), lambda *_: None)
         loop(near, far)
@@ -165,13 +187,12 @@ class Connections:
     def _accept(self, sock: Any, claim: Claim, shared: bool, leftover: bytes) -> None:
         """A worker has connected and has proved who it is."""
         who = Identity(claim.name, claim.id, claim.incarnation)
-        caller = Caller(who, claim.program == self._me.program != "")
+        caller = Caller(who, claim.program == self._me.program != "", claim.map)
         link = Link(
             sock,
             claim.name,
             self._reactor.poller,
-            self._arena,
-            self._pool if shared else None,
+            self._stores(shared),
             lambda _, frames: self._server.on_frames(caller, frames),
             lambda link, reason: self._caller_gone(link, who, reason),
             prompt=True,
@@ -247,6 +268,7 @@ class Connections:
     def release_memory(self) -> None:
         """Once nothing uses it any more."""
         self._pool.close()
+        self.ferry.close()
 
     def abandon(self) -> None:
         """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""

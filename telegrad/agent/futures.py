@@ -17,6 +17,15 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+_devices: list[torch.device] = []  # those on which the values of futures may lie
+
+
+def may_lie_on(device: torch.device) -> None:
+    """From now on the values of new futures may have tensors on that device; who waits for one waits for these, too."""
+    if device not in _devices:
+        _devices.append(device)
+
+
 class Outcome(Protocol):
     """What becomes of a call: a future, or what keeps the books of the room above."""
 
@@ -43,7 +52,7 @@ class Future(torch.futures.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         if devices is None:
-            torch._C.Future.__init__(self, [])  # what torch's own comes to, without looking at each of no devices
+            torch._C.Future.__init__(self, _devices)  # what torch's own comes to, without looking at each device
         else:
             super().__init__(devices=devices)
 
@@ -142,7 +151,7 @@ class Signal:
                 return
         callback(self)
 
-    def value(self) -> None:
+    def wait(self) -> Any:
         """Raise the error, if it ended so; it must be done."""
         if self._error is not None:
             raise fresh(self._error)

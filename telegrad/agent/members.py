@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from telegrad.devices.maps import Devices
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
 
 LONGEST_NAME = 127
@@ -33,14 +34,16 @@ class Member(NamedTuple):
     host: str  # equal where the kernel and the network are the same
     unix: str  # its Unix socket's name, empty where it has none
     tcp: tuple[str, int]
+    devices: Devices = Devices()
 
     def to_json(self) -> str:
         return json.dumps(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        name, id_, incarnation, program, host, unix, (address, port) = json.loads(text)
-        return cls(name, id_, incarnation, program, host, unix, (address, port))
+        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed) = json.loads(text)
+        devices = Devices(count, maps, tuple(allowed))
+        return cls(name, id_, incarnation, program, host, unix, (address, port), devices)
 
     @property
     def identity(self) -> Identity:

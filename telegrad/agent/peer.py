@@ -11,13 +11,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from math import inf
 from time import monotonic, perf_counter
 from typing import Any
 
-from telegrad.agent.futures import Future, Outcome, wait_for
+from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.members import Identity
+from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, Reactor, Work
+from telegrad.devices.routes import Places
+from telegrad.devices.streams import set_apart
 from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
@@ -36,62 +38,6 @@ AnyLink = Link | LoopEnd
 _yield = getattr(os, "sched_yield", lambda: None)
 
 
-class Pending:
-    """A call that was not answered yet.
-
-    Many may be in flight, and the garbage collector visits each object of each: so it is one object, and its future.
-    """
-
-    __slots__ = (
-        "awaited",
-        "deadline",
-        "done",
-        "error",
-        "frame",
-        "function",
-        "id",
-        "keeps",
-        "left",
-        "outcome",
-        "peer",
-        "timeout",
-        "told",
-        "weight",
-    )
-
-    def __init__(
-        self, peer: Peer, function: Any, timeout: float, outcome: Outcome | None = None, keeps: Any = None
-    ) -> None:
-        """`outcome` is told of an asynchronous call; who waits in place needs neither it nor `keeps`."""
-        self.peer = peer
-        self.function = function
-        self.timeout = timeout
-        self.deadline = monotonic() + timeout if timeout else inf
-        self.outcome = outcome
-        self.keeps = keeps
-        self.id = 0
-        self.weight = 0  # bytes of its tensors
-        self.frame: Frame | None = None
-        self.error: BaseException | None = None
-        self.done = False
-        self.awaited = False  # the thread that reads the connection waits for this very call
-        self.left = False  # and so completing the future was left to it
-        self.told = threading.Lock()  # held until the call is done
-        self.told.acquire()
-
-    def help(self) -> None:
-        """Wait until the future is done, reading the answer by this thread where it can."""
-        try:
-            self.peer.wait(self)
-        finally:
-            if self.left:
-                self.left = False
-                self.peer.complete(self)
-        outcome = self.outcome
-        if isinstance(outcome, Future) and not outcome.done():
-            self.peer.wait_for(outcome)
-
-
 class Peer:
     """The calling side of one connection."""
 
@@ -99,6 +45,7 @@ class Peer:
         self,
         identity: Identity,
         program: str,
+        places: Places,
         reactor: Reactor,
         connect: Callable[[Peer], AnyLink],
         complete: Callable[[Pending], None],
@@ -109,6 +56,7 @@ class Peer:
         self.identity = identity
         self.name = identity.name
         self.program = program
+        self.places = places
         self._reactor = reactor
         self._connect = connect
         self.complete = complete
@@ -162,7 +110,7 @@ class Peer:
                 if link is None:
                     if self._closed is not None:
                         return
-                    self._backlog.append((id_, parts))
+                    self._backlog.append((id_, {**parts, "blobs": set_apart(parts.get("blobs", ()))}))
                     if self._connecting:
                         return
                     self._connecting = True
@@ -235,13 +183,18 @@ class Peer:
     @property
     def crowded(self) -> bool:
         """Whether so much is in flight that nothing should be added."""
-        return len(self._pending) >= MOST_CALLS or self._weight >= MOST_BYTES
+        return len(self._pending) >= MOST_CALLS or self._weight >= MOST_BYTES or self._behind
+
+    @property
+    def _behind(self) -> bool:
+        """Whether answers come faster than they are passed on."""
+        return self._reactor.unstarted >= MOST_CALLS
 
     def wait_for_room(self) -> None:
         """Wait until less is in flight, and read answers meanwhile."""
         while self.crowded and self._closed is None:
             link = self._link
-            if isinstance(link, Link) and link.reading.acquire(blocking=False):
+            if not self._behind and isinstance(link, Link) and link.reading.acquire(blocking=False):
                 try:
                     if self._armed:
                         self._disarm(link)

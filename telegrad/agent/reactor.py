@@ -160,6 +160,11 @@ class Reactor:
         """Whether calls wait for a slot."""
         return bool(self._queued)
 
+    @property
+    def unstarted(self) -> int:
+        """How much waits for a thread."""
+        return len(self._ready)
+
     def unstick(self, now: float) -> None:
         """Take the lead from a leader that is stuck in its work, and see to calls that wait in vain."""
         leader = self._leader

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from time import perf_counter
 from types import CoroutineType, coroutine
 from typing import Any, NamedTuple
@@ -17,9 +17,12 @@ from torch import Tensor
 
 from telegrad.agent import errands
 from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
+from telegrad.agent.futures import Signal
 from telegrad.agent.members import Identity
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
+from telegrad.devices.routes import for_answers
+from telegrad.devices.streams import Streams
 from telegrad.errors import CannotEncode, PeerError, UsageError
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
@@ -37,8 +40,9 @@ from telegrad.wire.messages import (
     Frame,
     load,
 )
+from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.tensors import pack
+from telegrad.wire.tensors import Blob
 
 SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
@@ -52,19 +56,21 @@ log = logging.getLogger("telegrad")
 class Caller:
     """Who is at the other end of an accepted connection."""
 
-    __slots__ = ("identity", "link", "name", "same_program")
+    __slots__ = ("identity", "link", "name", "place", "same_program")
 
-    def __init__(self, identity: Identity, same_program: bool) -> None:
+    def __init__(self, identity: Identity, same_program: bool, map_: Iterable[tuple[str, str]]) -> None:
+        """`map_` leads from its devices to those of this worker."""
         self.identity = identity
         self.name = identity.name
         self.same_program = same_program
+        self.place = for_answers(identity.name, dict(map_))
         self.link: AnyLink | None = None
 
 
 class Later(NamedTuple):
-    """What a function of this package returns whose value will be that of a future."""
+    """What a function of this package returns whose value will be that of a future, or of a box."""
 
-    future: torch.futures.Future[Any]
+    future: torch.futures.Future[Any] | Signal
 
 
 class Server:
@@ -90,6 +96,7 @@ class Server:
         self._take_cargo = take_cargo
         self._undelivered = undelivered
         self.pack: Callable[[Sequence[Any], Identity, None], bytes]
+        self.streams: Streams
         self.recorder: Recorder | None = None
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what to call instead
         self._short: dict[bytes, bool] = {}  # by the function's name
@@ -116,11 +123,18 @@ class Server:
 
     def _notice(self, work: tuple[Caller, Frame]) -> None:
         caller, frame = work
-        frame, tensors = take_tensors(frame, self.recorder, caller.identity)
-        self._on_notice(caller.identity, pickle.loads(frame.body), tensors)
+        with self.streams.turn():
+            frame, tensors = take_tensors(frame, self.recorder, caller.identity)
+            self._on_notice(caller.identity, pickle.loads(frame.body), tensors)
 
     def _run(self, work: tuple[Caller, Frame]) -> None:
-        caller, frame = work
+        if self.streams.used:
+            with self.streams.turn():
+                self._serve(*work)
+        else:
+            self._serve(*work)
+
+    def _serve(self, caller: Caller, frame: Frame) -> None:
         start = perf_counter()
         try:
             frame, tensors = take_tensors(frame, self.recorder, caller.identity)
@@ -158,12 +172,13 @@ class Server:
         """What to send."""
         destination = destination_of(call)
         if destination is not None:
+            self.streams.publish()
             destination.fulfil(result)
             return {"kind": RESULT, "id": call.id, "flags": CARRIES, "body": load(_NOTHING, destination.receipt())}
         flags = 0
         try:
-            body, tensors, references = encode(result, caller.same_program)
-            meta, blobs = pack(tensors) if tensors else (b"", ())
+            body, tensors, references, buffers = encode(result, caller.same_program)
+            meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", ())
             if call.context is not None and any(tensor.requires_grad for tensor in tensors):
                 what = function or call.head.decode()
                 flags = RECORDED
@@ -214,7 +229,7 @@ class Server:
     # Functions that go on after they returned
 
     def _when_done(self, caller: Caller, call: Frame, future: Any) -> None:
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, torch._C.Future | Signal):
             self._fail(caller, call, future)
             return
         self._count(1)
@@ -233,10 +248,11 @@ class Server:
 
     def _await(self, caller: Caller, call: Frame, awaitable: Coroutine[Any, Any, Any]) -> None:
         self._count(1)
+        special = call.flags or call.context is not None or self.streams.used
 
         async def run() -> None:
             try:
-                result = await (_in_setting(awaitable, call) if call.flags or call.context is not None else awaitable)
+                result = await (_in_setting(awaitable, call, self.streams) if special else awaitable)
             except BaseException as error:
                 self._fail(caller, call, error)
             else:
@@ -292,7 +308,7 @@ def open_call(frame: Frame, tensors: Sequence[Tensor]) -> tuple[Callable[..., An
     return function, args, kwargs
 
 
-def _handed_over(blobs: list[Tensor]) -> Iterator[Tensor]:
+def _handed_over(blobs: list[Blob]) -> Iterator[Blob]:
     """One by one, and held here no longer: what lies in a lent block frees it as soon as it is copied."""
     blobs.reverse()
     while blobs:
@@ -339,12 +355,12 @@ def setting(call: Frame) -> Generator[None, None, None]:
 
 
 @coroutine
-def _in_setting(inner: Coroutine[Any, Any, Any], call: Frame) -> Generator[Any, Any, Any]:
+def _in_setting(inner: Coroutine[Any, Any, Any], call: Frame, streams: Streams) -> Generator[Any, Any, Any]:
     """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them."""
     step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
     while True:
         try:
-            with setting(call):
+            with streams.turn(), setting(call):
                 waited = step()
         except StopIteration as stop:
             return stop.value

@@ -118,7 +118,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     Raises:
         ContextEnded: there is no such context here.
     """
-    return _find().contexts.find(context_id).gradients.as_dict()
+    return _find().gradients(context_id)
 
 
 def _begin(

@@ -119,6 +119,7 @@ class Conductor:
         """
         if timeout is None:
             timeout = self._agent.timeout
+        self._agent.streams.publish()
         number = next(context.passes)
         order = Order(context.id, self._agent.name, number, retain, create, fast, tuple(sorted(roots)))
         run = Run(context, order, monotonic() + timeout if timeout else inf, keeps, outcome)
@@ -148,7 +149,14 @@ class Conductor:
             with run.lock:
                 others = run.driver.workers - {self.name}
             self._agent.wait_for(run.outcome, senders=others)
-        run.outcome.value()
+        run.outcome.wait()
+        self._agent.streams.join()
+
+    def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
+        """Those of this worker's leaves."""
+        gradients = self.contexts.find(context_id).gradients.as_dict()
+        self._agent.streams.adopt(*gradients.values())
+        return gradients
 
     def _attend(self, run: Run) -> None:
         """Do this worker's part of a pass on this thread while it lasts, where a profiler sees it."""
@@ -208,6 +216,10 @@ class Conductor:
             self._agent.run(self._work, context, self._short, errand)
 
     def _work(self, context: Context) -> None:
+        with self._agent.streams.turn():
+            self._work_off(context)
+
+    def _work_off(self, context: Context) -> None:
         start = perf_counter()
         while True:
             with context.lock:
@@ -238,6 +250,7 @@ class Conductor:
             if tasks:
                 with context.entered():
                     letters = part.participant.take(tasks)
+                self._agent.streams.publish()  # before anybody hears that it is done
                 for worker, task in letters:
                     part.outbox.reached.add(worker)
                     self._give(context, worker, task)

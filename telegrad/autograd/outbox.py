@@ -92,7 +92,9 @@ class Outbox:
         waits = self._waits_for_report(worker)
         if not (waits or more):
             self.send(worker)
-        elif len(gathered) == 1:
+            return
+        self._agent.streams.publish()  # another thread may send it
+        if len(gathered) == 1:
             self._gathers(self)
 
     def _waits_for_report(self, worker: Identity) -> bool:
@@ -131,4 +133,5 @@ class Outbox:
             self.reached.add(worker.name)
         parcel, tensors = wrap(shipment, report and report())
         context = self._context if shipment.order.create else None
+        self._agent.streams.join()
         self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+import torch
+
 from telegrad.agent.address import answers, host_identity, own_address
 from telegrad.agent.agent import Agent, Settings
 from telegrad.agent.farewell import DONE, Ask, Entered, Farewell, Leave, Left, Letter, Message, Quiet
@@ -21,7 +23,8 @@ from telegrad.agent.members import Identity, Member, Members, check_name
 from telegrad.agent.rendezvous import DynamicGroup, join_static
 from telegrad.agent.stores import Meeting
 from telegrad.autograd.conductor import Conductor
-from telegrad.errors import CallTimeout, PeerError, PeerLost
+from telegrad.devices.maps import Devices, faults
+from telegrad.errors import CallTimeout, DeviceError, PeerError, PeerLost
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import open_roots
@@ -165,6 +168,7 @@ def start(
             shared_memory=options.shared_memory,
             silence=options.silence,
             tls=options.tls,
+            devices=options.published(),
         ),
         own_address(options.address, meeting.host),
         entered,
@@ -175,13 +179,28 @@ def start(
         if meeting.world_size is None:
             group = DynamicGroup(meeting.store, generation)
             me, key = group.join(me, key, lambda member: answers(member.tcp, KNOCK))
+            _check({me.name: me.devices}, whole=False)
             worker = Worker(agent, me, group, handle)
         else:
             roster = join_static(meeting.store, me, meeting.world_size, key, timeout, generation)
+            _check({member.name: member.devices for member in roster.members})
             key = roster.key
             worker = Worker(agent, me, roster.members, handle)
-        agent.join(me, key, worker.directory)
+        agent.join(me, key, worker.directory, _devices_of(me, worker.directory))
         return worker
     except BaseException:
         agent.close()
         raise
+
+
+def _check(group: dict[str, Devices], whole: bool = True) -> None:
+    """Raise DeviceError where a device map cannot work; in a dynamic group, those to others come later."""
+    fault = next(iter(faults(group, whole)), None)
+    if fault is not None:
+        raise DeviceError(fault)
+
+
+def _devices_of(me: Member, directory: Members | DynamicGroup) -> list[int]:
+    """The accelerators that calls can touch; in a dynamic group, others may come later."""
+    others = [member.devices for member in directory] if isinstance(directory, Members) else []
+    return sorted(torch.device(used).index for used in me.devices.uses_of(me.name, others))

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import UsageError
+from telegrad.devices import streams
+from telegrad.devices.maps import Devices
+from telegrad.errors import DeviceError, UsageError
 from telegrad.transport.tls import TlsFiles
 
 DEFAULT_RPC_TIMEOUT = 60.0
@@ -69,8 +71,9 @@ class TelegradOptions(RpcBackendOptions):
             num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
             rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
             init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`.
-            device_maps: for each callee, from this worker's devices to that worker's.
-            devices: the CUDA devices that calls use.
+            device_maps: for each callee, on which of its devices the tensors of each device here arrive; results come
+                back the other way round. A device is an index, a name or a `torch.device`.
+            devices: the devices that calls may use; else those that the maps name.
             transport: "auto", or "unix" or "tcp" to force one.
             address: the address of this host under which others reach it; else the one that reaches the store.
             key: the secret of the group; else `TELEGRAD_KEY`, else one is made when the workers meet.
@@ -84,8 +87,10 @@ class TelegradOptions(RpcBackendOptions):
         if transport not in TRANSPORTS:
             raise UsageError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
         self.num_worker_threads = num_worker_threads
-        self.device_maps = {to: as_devices(map_) for to, map_ in (device_maps or {}).items()}
-        self.devices = [as_device(device) for device in devices or ()]
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        for to, map_ in (device_maps or {}).items():
+            self.set_device_map(to, map_)
+        self.set_devices(devices or ())
         self.transport = transport
         self.address = address
         self.key = key.encode() if isinstance(key, str) else key
@@ -94,15 +99,29 @@ class TelegradOptions(RpcBackendOptions):
         self.silence = silence
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Add to the map from this worker's devices to those of the worker `to`; it must stay invertible."""
-        joined = {**self.device_maps.get(to, {}), **as_devices(device_map)}
-        if len(set(joined.values())) != len(joined):
-            raise UsageError(f"the device map to {to!r} sends two devices to one, so that results could not come back")
-        self.device_maps[to] = joined
+        """Add to the map from this worker's devices to those of the worker `to`.
+
+        Raises:
+            DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers meet.
+        """
+        known = self.device_maps.setdefault(to, {})
+        for here, there in as_devices(device_map).items():
+            if known.setdefault(here, there) != there:
+                raise DeviceError(
+                    f"`set_device_map` only supports 1-to-1 mapping: {here} goes to {known[here]} of worker {to!r} "
+                    f"already, and cannot go to {there} too"
+                )
 
     def set_devices(self, devices: Sequence[int | str | torch.device]) -> None:
-        """Name the CUDA devices that calls use."""
+        """Name the devices that calls may use."""
         self.devices = [as_device(device) for device in devices]
+
+    def published(self) -> Devices:
+        """What the other workers must know of this one's devices."""
+        maps = {
+            to: {str(here): str(there) for here, there in map_.items()} for to, map_ in self.device_maps.items() if map_
+        }
+        return Devices(streams.count(), maps, tuple(map(str, self.devices)))
 
 
 class TensorPipeRpcBackendOptions(TelegradOptions):
@@ -134,8 +153,9 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """A device as the API names it: an index is a CUDA device."""
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    """A device as the API names it: an index is one of the accelerators."""
+    named = streams.device(device) if isinstance(device, int) else torch.device(device)
+    return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
 
 
 def as_devices(device_map: DeviceMap) -> dict[torch.device, torch.device]:

@@ -34,7 +34,9 @@ class RRef(Operators, Handle, Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value of this worker. `type_hint` is accepted and changes nothing: any type will do."""
-        current.keeper().own(self, Box.of(value))
+        keeper = current.keeper()
+        keeper.agent.streams.publish()
+        keeper.own(self, Box.of(value))
 
     # Who has the value
 
@@ -82,7 +84,7 @@ class RRef(Operators, Handle, Generic[T]):
         assert self._box is not None
         limit = self._keeper.agent.timeout if timeout < 0 else timeout
         try:
-            value: T = opened(self._box, limit)
+            value: T = opened(self._box, self._keeper.agent, limit)
         except TimeoutError as error:
             if self._box.full:
                 raise
@@ -98,7 +100,7 @@ class RRef(Operators, Handle, Generic[T]):
         if self._box is not None:
             return when_full(self._box)
         if self._keeper.made_here(self):  # and so it has succeeded
-            return Box.of(None).future()
+            return when_full(Box.of(None))
         return self._keeper.agent.call_async(self._keeper.reach(self), created, self._id, None, keeps=self)
 
     _get_future = future

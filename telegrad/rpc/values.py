@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from telegrad.agent.futures import Future
+from telegrad.agent.agent import Agent
+from telegrad.agent.futures import Future, Signal
 from telegrad.agent.server import ASYNC_MARK, Later, its_future
 from telegrad.autograd.api import check_root
 from telegrad.rpc import current
@@ -30,7 +30,7 @@ class Borrowed(NamedTuple):
 def fetch(maker: str, number: int) -> Any:
     """The value of a reference that this worker owns."""
     box = current.keeper().box((maker, number))
-    return box.open() if box.full else Later(box.future())
+    return box.open() if box.full else Later(box.opening())
 
 
 def created(maker: str, number: int) -> Any:
@@ -40,11 +40,18 @@ def created(maker: str, number: int) -> Any:
 
 def when_full(box: Box) -> Future[None]:
     """A future of nothing but success."""
+    future: Future[None] = Future()
 
-    def look(done: torch.futures.Future[Any]) -> None:
-        done.wait()
+    def tell(opening: Signal) -> None:
+        try:
+            opening.wait()
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(None)
 
-    return box.future().then(look)
+    box.opening().add_done_callback(tell)
+    return future
 
 
 class Method:
@@ -55,7 +62,8 @@ class Method:
         self.__qualname__ = f"methods.{_CALL}{name}"
 
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
-        value, name = opened(current.keeper().box((maker, number))), self.__name__
+        keeper = current.keeper()
+        value, name = opened(keeper.box((maker, number)), keeper.agent), self.__name__
         return _finish(getattr(value, name) if name else value, args, kwargs)
 
 
@@ -86,7 +94,7 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     agent = current.agent()
     wanted = [each for each in (*args, *kwargs.values()) if type(each) is Borrowed]
     coming = {each: agent.call_async(each.owner, fetch, each.id, None) for each in wanted if each.owner != agent.name}
-    values = {each: opened(current.keeper().box(each.id)) for each in wanted if each.owner == agent.name}
+    values = {each: opened(current.keeper().box(each.id), agent) for each in wanted if each.owner == agent.name}
     values |= {each: future.wait() for each, future in coming.items()}
     return _finish(
         function,
@@ -95,15 +103,18 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     )
 
 
-def opened(box: Box, timeout: float = 0) -> Any:
-    """What is in a box of this worker, once it is full.
+def opened(box: Box, agent: Agent, timeout: float = 0) -> Any:
+    """What is in a box of this agent's worker, once it is full.
 
     Raises:
         TimeoutError: it was not after so many seconds (0 for no limit).
     """
-    if not box.full and not current.agent().wait_for(box.future(), timeout or -1):
+    if not box.full and not agent.wait_for(box.opening(), timeout or -1):
         raise TimeoutError
-    return box.open()
+    value = box.open()
+    if agent.streams.used:
+        agent.streams.adopt(value)
+    return value
 
 
 def open_roots(keeper: Keeper, values: Sequence[Any]) -> Future[list[Tensor]]:
@@ -112,7 +123,7 @@ def open_roots(keeper: Keeper, values: Sequence[Any]) -> Future[list[Tensor]]:
     Fails where one cannot be a root.
     """
     found: Future[list[Tensor]] = Future()
-    coming = [keeper.box(value).future() if not isinstance(value, Tensor) else None for value in values]
+    coming = [keeper.box(value).opening() if not isinstance(value, Tensor) else None for value in values]
 
     def look(_: Any = None) -> None:
         missing = next((each for each in coming if each is not None and not each.done()), None)

@@ -5,21 +5,32 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from telegrad.agent.futures import Future
+from telegrad.agent.futures import Signal
 from telegrad.wire.failures import rebuild
+
+
+class _Opening(Signal):
+    __slots__ = ("_box",)
+
+    def __init__(self, box: Box) -> None:
+        super().__init__()
+        self._box = box
+
+    def wait(self) -> Any:
+        return self._box.open()
 
 
 class Box:
     """Filled once; others may wait for that."""
 
-    __slots__ = ("_future", "_lock", "failure", "full", "value")
+    __slots__ = ("_lock", "_opening", "failure", "full", "value")
 
     def __init__(self) -> None:
         self.full = False
         self.value: Any = None
         self.failure = b""  # the description: an exception would keep alive the frames where it was raised
-        self._lock = threading.Lock()  # guards `full` and _future
-        self._future: Future[Any] | None = None
+        self._lock = threading.Lock()  # guards `full` and _opening
+        self._opening: _Opening | None = None
 
     @classmethod
     def of(cls, value: Any) -> Box:
@@ -38,26 +49,20 @@ class Box:
     def _told(self) -> None:
         with self._lock:
             self.full = True
-            future, self._future = self._future, None
-        if future is not None:
-            self._pass_on(future)
+            opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.set_result()
 
-    def future(self) -> Future[Any]:
-        """A future of what will be inside."""
+    def opening(self) -> Signal:
+        """Happens once it is full; what waiting for it gives is what is inside."""
         with self._lock:
             if not self.full:
-                if self._future is None:
-                    self._future = Future()
-                return self._future
-        future: Future[Any] = Future()
-        self._pass_on(future)
-        return future
-
-    def _pass_on(self, future: Future[Any]) -> None:
-        if self.failure:
-            future.set_exception(rebuild(self.failure))
-        else:
-            future.set_result(self.value)
+                if self._opening is None:
+                    self._opening = _Opening(self)
+                return self._opening
+        opening = _Opening(self)
+        opening.set_result()
+        return opening
 
     def open(self) -> Any:
         """What is inside a box that is full."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = b"TGRD"
 LONGEST = 2048
 NONCE = 32
@@ -48,6 +48,7 @@ class Claim(NamedTuple):
     id: int
     incarnation: str
     program: str
+    map: tuple[tuple[str, str], ...] = ()  # from its devices to those of the worker to whom it says this
 
 
 class _End:
@@ -131,8 +132,9 @@ class _End:
             raise self._refuse("key", _REASONS["key"][1])
         self._said.update(_PROOF + body)
         try:
-            name, id_, incarnation, program, *more = json.loads(text)
-            return Claim(str(name), int(id_), str(incarnation), str(program)), more
+            name, id_, incarnation, program, map_, *more = json.loads(text)
+            devices = tuple((str(here), str(there)) for here, there in map_)
+            return Claim(str(name), int(id_), str(incarnation), str(program), devices), more
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise self._refuse("stranger", "it holds the key, but what it claims is no claim") from None
 

@@ -3,9 +3,7 @@
 Sending never blocks: what the socket does not take stays in the outbox, and the poller sends it on. Whoever holds
 `reading` may read; everything else is for any thread.
 
-Blobs travel in one of two ways. On a Unix socket between two processes of one host a large one is copied once, into
-a warm memory file whose descriptor the socket carries, and used there by the receiver. Else it goes through the
-stream, from the sender's tensor into the receiver's.
+How the memory of tensors crosses is the subject of `freight`.
 """
 
 from __future__ import annotations
@@ -19,19 +17,17 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
-from torch import Tensor
-
+from telegrad.devices.ferry import Departure
 from telegrad.errors import PeerError, PeerLost, ShutDown
-from telegrad.transport.memory import Arena, SharedMaps, SharedPool
+from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores, chunk_of
 from telegrad.transport.poller import Poller
 from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
     BYE,
-    ENTRY,
-    IN_STREAM,
+    LEND,
+    OPENED,
     RELEASE,
     RETIRE,
     Frame,
@@ -39,26 +35,14 @@ from telegrad.wire.messages import (
     pack_numbers,
     unpack_numbers,
 )
-from telegrad.wire.tensors import memory
+from telegrad.wire.tensors import Blob
 
-SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is shared
 READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
 BUFFERS_AT_ONCE = 32
 FDS_AT_ONCE = 64
 GATHERS = hasattr(socket.socket, "sendmsg")  # several buffers in one write; not on Windows
 _ANCILLARY = socket.CMSG_SPACE(FDS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
-
-class _Chunk(NamedTuple):
-    """One buffer to be sent; descriptors go with its first byte; `keeper` owns the memory."""
-
-    data: bytes | memoryview
-    fds: tuple[int, ...]
-    keeper: Tensor | None
-
-
-_Placed = tuple[int, int, int, Tensor | None]  # a shared block (or IN_STREAM), size, its descriptor; what is streamed
 
 
 class Link:
@@ -69,14 +53,13 @@ class Link:
         sock: socket.socket,
         peer: str,
         poller: Poller,
-        arena: Arena,
-        pool: SharedPool | None,
+        stores: Stores,
         on_frames: Callable[[Link, list[Frame]], None],
         on_closed: Callable[[Link, PeerError], None],
         prompt: bool,
         given_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """`pool` is given where both ends share a host; `on_frames` runs on the reading thread.
+        """`on_frames` runs on the reading thread.
 
         `prompt`: the other end waits for answers, so that its next frame follows soon. `given_back` is called each
         time after a thread gave up reading.
@@ -91,16 +74,18 @@ class Link:
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # TLS state is one for both sides
         self._poller = poller
-        self._pool = pool
+        self._shares = stores.pool is not None  # and so descriptors may come
+        self._ferry = stores.ferry
         self._on_frames = on_frames
         self._on_closed = on_closed
-        self._maps = SharedMaps()
-        self._reader = FrameReader(arena.allocate, self._maps.attach)
+        self._incoming = Incoming(stores)
+        self._maps = self._incoming.maps
+        self._reader = FrameReader(self._incoming.allocate, self._incoming.attach)
         self._lock = threading.Lock()  # guards all below, and writing to the socket
-        self._outbox: deque[_Chunk] = deque()
+        self._outgoing = Outgoing(peer, stores)
+        self._outbox: deque[Chunk | Departure] = deque()
         self._write_waits = False
-        self._known: set[int] = set()  # blocks whose descriptor the peer has
-        self._lent: set[int] = set()  # blocks that the peer uses
+        self._watched: Departure | None = None  # what is to be sent next, while its device still copies
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -116,7 +101,7 @@ class Link:
         head: bytes = b"",
         meta: bytes = b"",
         body: bytes = b"",
-        blobs: Iterable[Tensor] = (),
+        blobs: Iterable[Blob] = (),
         later: bool = False,
     ) -> None:
         """Send a frame; with `later`, leave it in the outbox until `on_writable`.
@@ -143,66 +128,40 @@ class Link:
                     data = data[sent:]
                 except OSError:
                     pass  # the write that follows meets it again
-            self._outbox.append(_Chunk(data, (), None))
+            self._outbox.append(Chunk(data))
             if not later and not self._write_waits:
                 self._flush()
 
     def _send_with_blobs(
-        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Iterable[Tensor]
+        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Iterable[Blob]
     ) -> None:
-        placed: list[_Placed] = []
+        placed: list[Placed] = []
         try:
-            placed.extend(map(self._place, blobs))
+            placed.extend(map(self._outgoing.place, blobs))
             self._send_placed(kind, id_, flags, head, meta, body, placed)
         except BaseException as error:
-            self._reclaim([number for number, *_ in placed if number not in self._lent])
+            self._outgoing.unload(placed)
             if placed and not isinstance(error, PeerError):
                 self.fail(error)  # half of it may be in the outbox
             raise
 
     def _send_placed(
-        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, placed: list[_Placed]
+        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, placed: list[Placed]
     ) -> None:
         with self._lock:
             if self.closed is not None:
                 raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
-            table, fds = b"", []
-            for number, size, fd, _ in placed:
-                table += ENTRY.pack(number, size)
-                if number != IN_STREAM:
-                    self._lent.add(number)
-                    if number not in self._known:
-                        self._known.add(number)
-                        fds.append(fd)
+            table, fds, before = self._outgoing.load(placed)
+            self._outbox.extend(before)
             data = encode(kind, id_, flags=flags, head=head, meta=meta, table=table, body=body)
             for at in range(FDS_AT_ONCE, len(fds), FDS_AT_ONCE):  # more than one write may carry go ahead
-                self._outbox.append(_Chunk(encode(RELEASE), tuple(fds[at : at + FDS_AT_ONCE]), None))
-            self._outbox.append(_Chunk(data, tuple(fds[:FDS_AT_ONCE]), None))
-            self._outbox.extend(
-                _Chunk(memory(blob), (), blob) for _, size, _, blob in placed if blob is not None and size
-            )
+                self._outbox.append(Chunk(encode(RELEASE), tuple(fds[at : at + FDS_AT_ONCE])))
+            self._outbox.append(Chunk(data, tuple(fds[:FDS_AT_ONCE])))
+            self._outbox.extend(chunk_of(each.streamed) for each in placed if each.streamed is not None and each.size)
             if not self._write_waits:
                 self._flush()
-
-    def _place(self, blob: Tensor) -> _Placed:
-        """How a blob travels: by a block of shared memory that it was copied to, or in the stream."""
-        size = blob.numel()
-        if self._pool is not None and size >= SHARE_FROM:
-            block = self._pool.take(size)
-            if block is not None:
-                try:
-                    block.fill(blob)
-                except BaseException:
-                    self._reclaim([block.number])
-                    raise
-                return block.number, size, block.fd, None
-        return IN_STREAM, size, -1, blob
-
-    def _reclaim(self, numbers: list[int]) -> None:
-        if self._pool is not None:
-            self._pool.give_back(numbers)
 
     def _queue_release(self) -> None:
         numbers: list[int] = []
@@ -210,7 +169,7 @@ class Link:
             while True:
                 numbers.append(self._maps.released.popleft())
         try:
-            self._outbox.append(_Chunk(encode(RELEASE, body=pack_numbers(numbers)), (), None))
+            self._outbox.append(Chunk(encode(RELEASE, body=pack_numbers(numbers))))
         except MemoryError:
             self._maps.released.extend(numbers)
             raise
@@ -227,10 +186,9 @@ class Link:
     def retire(self, numbers: list[int]) -> None:
         """Tell the peer which blocks this worker gave up."""
         with self._lock:
-            known = [number for number in numbers if number in self._known]
-            self._known.difference_update(known)
+            known = self._outgoing.forget(numbers)
             if known and self.closed is None:
-                self._outbox.append(_Chunk(encode(RETIRE, body=pack_numbers(known)), (), None))
+                self._outbox.append(Chunk(encode(RETIRE, body=pack_numbers(known))))
                 if not self._write_waits:
                     self._flush()
 
@@ -240,17 +198,20 @@ class Link:
                 self._flush()
 
     def _flush(self) -> None:
-        """With the lock held: write what the socket takes; leave the rest to the poller."""
+        """With the lock held: write what the socket takes; leave the rest to the poller, or to who watches devices."""
         outbox = self._outbox
         waits = False
         try:
-            while outbox:
+            while outbox and self._has_next():
                 sent = self._write()
-                while outbox and sent >= len(outbox[0].data):
-                    sent -= len(outbox.popleft().data)
-                if sent:
+                while sent:
                     chunk = outbox[0]
-                    outbox[0] = _Chunk(memoryview(chunk.data)[sent:], (), chunk.keeper)
+                    assert isinstance(chunk, Chunk)
+                    if sent < len(chunk.data):
+                        outbox[0] = Chunk(memoryview(chunk.data)[sent:], (), chunk.keeper)
+                        break
+                    sent -= len(chunk.data)
+                    outbox.popleft()
         except _NOT_NOW:
             waits = True
         except OSError:
@@ -261,8 +222,37 @@ class Link:
             self._write_waits = waits
             self._poller.watch(self, write=waits)
 
+    def _has_next(self) -> bool:
+        """Whether the first in the outbox can be sent; of what a device copies, its next piece becomes the first."""
+        first = self._outbox[0]
+        if not isinstance(first, Departure):
+            return True
+        if first is self._watched and not first.ready:
+            return False
+        piece = first.next()
+        if piece is not None:
+            self._outbox.appendleft(Chunk(piece[0], (), piece[1]))
+            return True
+        if first.over:
+            self._outbox.popleft()
+            return bool(self._outbox) and self._has_next()
+        self._watched = first
+        self._ferry.watch(first, self._resume)
+        return False
+
+    def _resume(self) -> None:
+        """A piece has been copied, or a device has failed."""
+        try:
+            with self._lock:
+                self._watched = None
+                if self.closed is None and not self._write_waits:
+                    self._flush()
+        except Exception as error:
+            self.fail(error)
+
     def _write(self) -> int:
         first = self._outbox[0]
+        assert isinstance(first, Chunk)
         if self._tls:
             with self._tls_lock:
                 return self._sock.send(first.data)
@@ -270,7 +260,7 @@ class Link:
             return self._sock.send(first.data)
         buffers = [first.data]
         for chunk in itertools.islice(self._outbox, 1, BUFFERS_AT_ONCE):
-            if chunk.fds:
+            if isinstance(chunk, Departure) or chunk.fds:
                 break
             buffers.append(chunk.data)
         if first.fds:
@@ -341,7 +331,7 @@ class Link:
         return came
 
     def _read(self, buffer: memoryview) -> int:
-        if self._pool is None:
+        if not self._shares:
             if self._tls:
                 with self._tls_lock:
                     return self._sock.recv_into(buffer)
@@ -367,11 +357,17 @@ class Link:
         for frame in frames:
             if frame.kind == RELEASE:
                 with self._lock:
-                    numbers = self._lent.intersection(unpack_numbers(frame.body))
-                    self._lent -= numbers
-                self._reclaim(list(numbers))
+                    numbers = self._outgoing.returned(unpack_numbers(frame.body))
+                self._outgoing.reclaim(numbers)
             elif frame.kind == RETIRE:
                 self._maps.retire(unpack_numbers(frame.body))
+            elif frame.kind == LEND:
+                said = self._incoming.open(frame.id, bytes(frame.body))
+                if said is not None:
+                    self.send(OPENED, frame.id, body=said.encode())
+            elif frame.kind == OPENED:
+                with self._lock:
+                    self._outgoing.opened(bytes(frame.body).decode())
             else:
                 wanted.append(frame)
         over = bool(wanted) and wanted[-1].kind == BYE
@@ -397,8 +393,7 @@ class Link:
                 return
             self.closed = reason
             self._outbox.clear()
-            if self._pool is not None:
-                self._pool.abandon(self._lent)
+            self._outgoing.abandon()
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         self._poller.forget(self)

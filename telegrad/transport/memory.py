@@ -4,8 +4,9 @@ Touching fresh memory costs ten times a copy (page faults), so what was touched 
 
     Arena        private memory, for what is received from a stream
     SharedPool   memory files that this worker fills and lends to workers of the same host, by passing the file
-                 over a Unix socket; nothing is on the file system, so a killed worker leaves nothing behind
-    SharedMaps   the other end: the mappings of the files that one peer lent
+                 over a Unix socket; nothing is on the file system, so a killed worker leaves nothing behind.
+                 Also blocks of accelerators, which the other end copies from (`devices.sharing`)
+    SharedMaps   the other end: the mappings of what one peer lent
 
 A tensor's death is noticed by a weak reference whose callback may run at any moment in any thread, so it only
 appends to a deque.
@@ -19,17 +20,22 @@ import mmap
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from telegrad.devices.sharing import DeviceBlock, OpenBlock, open_block, sharer
+from telegrad.devices.streams import Arrived, Streams
 from telegrad.errors import ProtocolViolation
-from telegrad.wire.tensors import memory
+from telegrad.wire.tensors import HOST, memory
 
+MOST_LENT = 256  # blocks, before those of accelerators are no longer lent
+LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
 WARM_FROM = 1 << 18  # smaller storages come from torch's own allocator
 PARALLEL_FROM = 1 << 21  # below, waking torch's other threads costs more than their help is worth
 KEEP = 10.0  # seconds that memory stays warm without use
@@ -126,6 +132,7 @@ class Block:
     """One memory file of this worker."""
 
     __slots__ = ("capacity", "fd", "idle_since", "memory", "number")
+    device = HOST
 
     def __init__(self, number: int, capacity: int) -> None:
         import fcntl
@@ -155,32 +162,49 @@ class Block:
         os.close(self.fd)
 
 
+AnyBlock = Block | DeviceBlock
+
+
 class SharedPool:
-    """The memory files that this worker lends, at most `limit` bytes of them."""
+    """The blocks that this worker lends: memory files, at most `limit` bytes of them, and memory of accelerators."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit if SHARING else 0
         self._lock = threading.Lock()  # guards all below
         self._made = 0
-        self._bytes = 0
-        self._free: dict[int, list[Block]] = {}
-        self._lent: dict[int, Block] = {}
+        self._bytes: Counter[int] = Counter()  # by device
+        self._free: dict[tuple[int, int], list[AnyBlock]] = {}  # by device and capacity
+        self._lent: dict[int, AnyBlock] = {}
         self._dropped: list[int] = []  # to be told to those who mapped them
 
     def take(self, size: int) -> Block | None:
-        """A block of at least `size` bytes, or None where the bound is reached, or there is no memory for another."""
-        capacity = size_class(size)
+        """A memory file of at least `size` bytes, or None where the bound is reached, or there is no memory for it."""
+        block = self._take(HOST, size_class(size), self._limit, Block)
+        assert block is None or isinstance(block, Block)
+        return block
+
+    def take_on(self, device: int, size: int) -> DeviceBlock | None:
+        """The same, of an accelerator that can share."""
+        shares = sharer()
+        if shares is None or not self._limit or len(self._lent) >= MOST_LENT:
+            return None
+        make = partial(DeviceBlock, index=device)
+        block = self._take(device, size_class(max(size, LEAST_ON_DEVICE)), shares.limit(device), make)
+        assert block is None or isinstance(block, DeviceBlock)
+        return block
+
+    def _take(self, device: int, capacity: int, limit: int, make: Callable[[int, int], AnyBlock]) -> AnyBlock | None:
         with self._lock:
-            shelf = self._free.get(capacity)
+            shelf = self._free.get((device, capacity))
             if shelf:
                 block = shelf.pop()
-            elif self._make_room(capacity):
+            elif self._make_room(device, capacity, limit):
                 self._made += 1
                 try:
-                    block = Block(self._made, capacity)
-                except (OSError, MemoryError):
+                    block = make(self._made, capacity)
+                except (OSError, MemoryError, torch.OutOfMemoryError):
                     return None
-                self._bytes += capacity
+                self._bytes[device] += capacity
             else:
                 return None
             self._lent[block.number] = block
@@ -193,7 +217,7 @@ class SharedPool:
                 block = self._lent.pop(number, None)
                 if block is not None:
                     block.idle_since = monotonic()
-                    self._free.setdefault(block.capacity, []).append(block)
+                    self._free.setdefault((block.device, block.capacity), []).append(block)
 
     def abandon(self, numbers: Iterable[int]) -> None:
         """Their receiver cannot tell any more when it is done: leave the memory to it."""
@@ -225,35 +249,38 @@ class SharedPool:
     def lent(self) -> int:
         return len(self._lent)
 
-    def _idle(self) -> list[Block]:
+    def _idle(self) -> list[AnyBlock]:
         return sorted((b for shelf in self._free.values() for b in shelf), key=lambda b: b.idle_since)
 
-    def _make_room(self, capacity: int) -> bool:
-        if capacity > self._limit:
+    def _make_room(self, device: int, capacity: int, limit: int) -> bool:
+        if capacity > limit:
             return False
-        for block in self._idle() if self._bytes + capacity > self._limit else ():
-            self._evict(block)
-            if self._bytes + capacity <= self._limit:
-                break
-        return self._bytes + capacity <= self._limit
+        for block in self._idle() if self._bytes[device] + capacity > limit else ():
+            if block.device == device:
+                self._evict(block)
+                if self._bytes[device] + capacity <= limit:
+                    break
+        return self._bytes[device] + capacity <= limit
 
-    def _evict(self, block: Block) -> None:
-        self._free[block.capacity].remove(block)
+    def _evict(self, block: AnyBlock) -> None:
+        self._free[block.device, block.capacity].remove(block)
         self._dropped.append(block.number)
         self._drop(block)
 
-    def _drop(self, block: Block) -> None:
-        self._bytes -= block.capacity
+    def _drop(self, block: AnyBlock) -> None:
+        self._bytes[block.device] -= block.capacity
         block.close()
 
 
 class SharedMaps:
-    """The memory files that one peer lent over one connection."""
+    """The blocks that one peer lent over one connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.arrived: deque[int] = deque()  # descriptors that came over the socket, not yet mapped
-        self.released: deque[int] = deque()  # blocks whose tensors died here, to be told to the peer
+        self.released: deque[int] = deque()  # blocks that are not needed here any more, to be told to the peer
+        self._streams = streams
         self._bases: dict[int, memoryview] = {}
+        self._open: dict[int, OpenBlock] = {}
         self._lender = Lender(self.released.append)
 
     def attach(self, number: int, size: int) -> Tensor:
@@ -267,14 +294,31 @@ class SharedMaps:
             raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
         return self._lender.lend(base, size, number)
 
+    def open(self, number: int, handle: bytes) -> None:
+        """The peer will lend a block of an accelerator; raises where it cannot be reached from here."""
+        self._open[number] = open_block(handle)
+
+    def take(self, number: int, size: int, device: int) -> Arrived | None:
+        """A copy of what is in a block of an accelerator; None where `number` is none."""
+        block = self._open.get(number)
+        if block is None:
+            return None
+        if size > block.memory.numel():
+            raise ProtocolViolation(f"block {number} holds {block.memory.numel()} bytes, {size} were announced")
+        arrived = block.take(size, device, self._streams)
+        self.released.append(number)
+        return arrived
+
     def retire(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._bases.pop(number, None)
+            self._open.pop(number, None)
 
     def close(self) -> None:
         while self.arrived:
             os.close(self.arrived.popleft())
         self._bases.clear()
+        self._open.clear()
 
 
 def _map(fd: int) -> memoryview:

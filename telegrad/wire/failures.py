@@ -11,13 +11,16 @@ import contextlib
 import inspect
 import pickle
 import traceback
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from telegrad.errors import CannotEncode, RemoteError
+from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.tensors import memory, pack, unpack
+from telegrad.wire.tensors import memory
+from telegrad.wire.unpacking import unpack
 
 LONGEST_TEXT = 1 << 16
 LARGEST = 1 << 20  # bytes of an exception that is sent whole
@@ -95,11 +98,11 @@ Sent = tuple[bytes, bytes, list[bytes]]
 
 def _dump(value: Any) -> Sent:
     # An exception of the main program goes by name: the caller most likely runs that program, and catches that type.
-    body, tensors, references = encode(value, True)
+    body, tensors, references, _ = encode(value, True)
     if references:
         raise CannotEncode("a reference cannot travel inside an exception")
     meta, blobs = pack(tensors)
-    return body, meta, [bytes(memory(blob)) for blob in blobs]
+    return body, meta, [bytes(memory(blob)) for blob in cast(list[Tensor], blobs)]
 
 
 def _load(sent: Sent) -> Any:

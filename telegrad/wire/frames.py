@@ -7,7 +7,7 @@ through one scratch buffer, many per read; a large part is received straight int
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from telegrad.errors import ProtocolViolation
@@ -15,8 +15,9 @@ from telegrad.wire.messages import ENTRY, IN_STREAM, PREFIX, Frame
 
 SCRATCH = 1 << 16
 
-Allocate = Callable[[int], tuple[Any, memoryview]]  # size -> a blob, and its memory to write into
-Attach = Callable[[int, int], Any]  # number of a shared block, size -> the blob that lies there
+# size, device -> a blob, and the parts of its memory to write into, one after the other
+Allocate = Callable[[int, int], tuple[Any, Iterator[memoryview]]]
+Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob that lies there
 
 
 class FrameReader:
@@ -31,7 +32,8 @@ class FrameReader:
         self._filled = 0
         self._large: memoryview | None = None  # the parts of one frame when they do not fit the scratch
         self._frame: Frame | None = None  # complete but for its blobs
-        self._sizes: list[tuple[int, int]] = []  # table entries of the blobs still to come
+        self._entries: list[tuple[int, int, int]] = []  # of the table, for the blobs still to come
+        self._parts: Iterator[memoryview] = iter(())  # of the blob that is being received
 
     def buffer(self) -> memoryview:
         """Where the next bytes belong; never empty."""
@@ -90,7 +92,7 @@ class FrameReader:
             [],
         )
         if blobs:
-            self._sizes = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
+            self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
             self._frame = frame
         self._large = None
         return self._receive_blobs() if blobs else frame
@@ -98,20 +100,24 @@ class FrameReader:
     def _receive_blobs(self) -> Frame | None:
         frame = self._frame
         assert frame is not None
-        while self._sizes:
-            block, size = self._sizes.pop()
-            if block != IN_STREAM:
-                frame.blobs.append(self._attach(block, size))
-                continue
-            try:
-                blob, memory = self._allocate(size)
-            except (MemoryError, OverflowError, ValueError, OSError) as error:
-                raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
-            frame.blobs.append(blob)
-            if not self._land(memory):
-                return None
-        self._frame = None
-        return frame
+        while True:
+            for memory in self._parts:
+                if not self._land(memory):
+                    return None
+            if not self._entries:
+                self._frame = None
+                return frame
+            self._begin_blob(frame, *self._entries.pop())
+
+    def _begin_blob(self, frame: Frame, block: int, size: int, device: int) -> None:
+        if block != IN_STREAM:
+            frame.blobs.append(self._attach(block, size, device))
+            return
+        try:
+            blob, self._parts = self._allocate(size, device)
+        except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
+            raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
+        frame.blobs.append(blob)
 
     @staticmethod
     def _reserve(size: int) -> memoryview:

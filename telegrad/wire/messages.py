@@ -8,9 +8,11 @@ A frame is a prefix of fixed size, then its parts in order: `head` (names), `met
     FAILURE   call `id` raised: `body` is a description of the exception
     REFUSAL   call `id` was not run: `head` says why
     NOTICE    a control message of an upper room; no answer of its own
-    RELEASE   `body` lists shared blocks that the other end may use again
-    RETIRE    `body` lists shared blocks that will not be used again: forget their mappings
+    RELEASE   `body` lists lent blocks that the other end may use again
+    RETIRE    `body` lists lent blocks that will not be used again: forget their mappings
     BYE       an orderly end: nothing more follows
+    LEND      block `id` is memory of an accelerator, `body` tells how to open it
+    OPENED    whether block `id`, the first of its kind, could be opened: `body` says why not
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE = range(1, 9)
+CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED = range(1, 11)
 
 # Flags of a CALL: the caller's grad mode, as the function would find it in a local call.
 NO_GRAD = 1
@@ -30,7 +32,7 @@ CARRIES = 4
 RECORDED = 8
 
 PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
-ENTRY = struct.Struct("<QQ")  # of the table: number of the shared block (IN_STREAM for none), bytes
+ENTRY = struct.Struct("<QQi")  # of the table: number of the lent block (IN_STREAM for none), bytes, on which device
 IN_STREAM = 0
 
 

@@ -50,6 +50,7 @@ class Encoded(NamedTuple):
     body: bytes
     tensors: list[Tensor]
     references: Sequence[Any] = ()
+    buffers: int = 0  # how many of the tensors, the last ones, are memory of other things
 
 
 def encode(value: Any, same_program: bool) -> Encoded:
@@ -155,7 +156,7 @@ def _dump(kind: type[_Pickler | ValuePickler], value: Any, same_program: bool) -
     pickler.dump(value)
     if not pickler.plain or buffers:
         file.write(_TAIL.pack(len(buffers), _ANY))
-    return Encoded(file.getvalue(), pickler.tensors + buffers, pickler.references)
+    return Encoded(file.getvalue(), pickler.tensors + buffers, pickler.references, len(buffers))
 
 
 def _keep(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:

@@ -16,6 +16,7 @@ from telegrad.errors import ProtocolViolation
 from telegrad.wire import frames
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import BYE, CALL, ENTRY, IN_STREAM, NOTICE, PREFIX, RELEASE, RESULT, encode, pack_numbers
+from telegrad.wire.tensors import HOST
 
 PLENTY = 1 << 18
 SMALL = 64  # a scratch buffer that short streams overflow
@@ -33,10 +34,16 @@ def limited(size):
     return bytearray(size)
 
 
-def attach(number, size):
+def attach(number, size, device):
     if number > SHARED_BLOCKS:
         raise ProtocolViolation("no such block")
-    return number, size
+    return number, size, device
+
+
+def cut(memory, device):
+    """In one part, or in many where it is for an accelerator."""
+    view = memoryview(memory)
+    return iter([view] if device < 0 else [view[at : at + 7] for at in range(0, len(view), 7)])
 
 
 @contextlib.contextmanager
@@ -55,12 +62,12 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
     """The frames in `stream`, which comes in pieces of these sizes, over and over; and whether it was refused."""
     promised = 0
 
-    def allocate(size):
+    def allocate(size, device):
         nonlocal promised
         memory = limited(size)
         promised += size
         assert promised <= at + PLENTY, "memory for a blob before the one in front of it has come"
-        return memory, memoryview(memory)
+        return memory, cut(memory, device)
 
     found, at, turn = [], 0, 0
     reader = FrameReader(allocate, attach)
@@ -101,11 +108,11 @@ def parse(stream: bytes, scratch: int) -> tuple[list, bool]:
             at += size
         head, meta, table, body = parts
         blobs = []
-        for number, size in ENTRY.iter_unpack(table):
+        for number, size, device in ENTRY.iter_unpack(table):
             if number != IN_STREAM:
                 if number > SHARED_BLOCKS:
                     return found, True
-                blobs.append((number, size))
+                blobs.append((number, size, device))
                 continue
             if size > PLENTY:
                 return found, True
@@ -129,12 +136,13 @@ def agree(stream: bytes, cuts: Sequence[int], scratch: int) -> None:
 def samples() -> list[bytes]:
     """What workers say to each other, each as one stream."""
     call = encode(CALL, 1, head=b"operator:add", body=pickle.dumps(((1, 2), {})))
-    table = ENTRY.pack(IN_STREAM, 40) + ENTRY.pack(2, 1 << 20) + ENTRY.pack(IN_STREAM, 0) + ENTRY.pack(IN_STREAM, 300)
+    blobs = [(IN_STREAM, 40, HOST), (2, 1 << 20, HOST), (IN_STREAM, 0, 1), (IN_STREAM, 300, 0)]
+    table = b"".join(ENTRY.pack(*blob) for blob in blobs)
     return [
         call,
         call + encode(RESULT, 1, body=pickle.dumps(3)) + encode(BYE),
         encode(CALL, 2, flags=3, head=b"torch:add", meta=b"two tensors", table=table, body=b"args") + bytes(340) + call,
         encode(NOTICE, body=bytes(500)) + encode(RELEASE, body=pack_numbers([1, 2, 3])),
-        encode(CALL, 3, table=ENTRY.pack(IN_STREAM, 2**63), body=b""),
+        encode(CALL, 3, table=ENTRY.pack(IN_STREAM, 2**63, HOST), body=b""),
         PREFIX.pack(CALL, 0, 2**16 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1, 2**64 - 1),
     ]

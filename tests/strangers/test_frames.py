@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from telegrad.errors import ProtocolViolation
 from telegrad.wire.frames import SCRATCH, FrameReader
 from telegrad.wire.messages import CALL, ENTRY, PREFIX
+from telegrad.wire.tensors import HOST
 from tests.strangers.door import HAS_PROC, resident
-from tests.strangers.streams import PLENTY, SMALL, agree, attach, limited, read, samples, scratch_of
+from tests.strangers.streams import PLENTY, SMALL, agree, attach, cut, limited, read, samples, scratch_of
 
 cuts = st.lists(st.integers(1, 200), min_size=1, max_size=5)
 sizes = st.one_of(st.integers(0, 80), st.sampled_from([PLENTY, PLENTY + 1, 2**31, 2**32 - 1]))
@@ -18,7 +19,7 @@ vast = st.one_of(sizes, st.sampled_from([2**40, 2**63 - 1, 2**63, 2**64 - 1]))
 prefixes = st.builds(
     PREFIX.pack, st.integers(0, 255), st.integers(0, 255), st.integers(0, 80), sizes, sizes, vast, st.just(0)
 )
-entries = st.builds(ENTRY.pack, st.integers(0, 6), vast)
+entries = st.builds(ENTRY.pack, st.integers(0, 6), vast, st.integers(-2, 2))
 streams = st.lists(st.one_of(prefixes, entries, st.binary(max_size=120), st.sampled_from(samples())), max_size=8).map(
     b"".join
 )
@@ -26,7 +27,7 @@ streams = st.lists(st.one_of(prefixes, entries, st.binary(max_size=120), st.samp
 
 @settings(deadline=None, max_examples=600)
 @given(streams, cuts, st.sampled_from([SMALL, SCRATCH]))
-@example(PREFIX.pack(CALL, 0, 0, 0, 1, 0, 0) + ENTRY.pack(0, 2**64 - 1), [1], SMALL)
+@example(PREFIX.pack(CALL, 0, 0, 0, 1, 0, 0) + ENTRY.pack(0, 2**64 - 1, HOST), [1], SMALL)
 @example(PREFIX.pack(CALL, 0, 0, 0, 2**32 - 1, 0, 0), [28], SCRATCH)
 def test_any_bytes_in_any_cuts(stream, cuts, scratch):
     with scratch_of(scratch):
@@ -64,7 +65,7 @@ def test_the_samples_are_read():
 
 def announce(size):
     """A reader that was told of a body of `size` bytes, none of which has come."""
-    reader = FrameReader(lambda size: (None, memoryview(limited(size))), attach)
+    reader = FrameReader(lambda size, device: (None, cut(limited(size), device)), attach)
     prefix = PREFIX.pack(CALL, 0, 0, 0, 0, size, 1)
     reader.buffer()[: len(prefix)] = prefix
     assert reader.advance(len(prefix)) == []

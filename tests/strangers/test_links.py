@@ -12,12 +12,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from telegrad.devices.ferry import Ferry
+from telegrad.devices.streams import Streams
 from telegrad.errors import PeerLost
+from telegrad.transport.freight import Stores
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.link import Link
 from telegrad.transport.memory import Arena
 from telegrad.transport.poller import Poller
 from telegrad.wire.messages import CALL, CARRIES, ENTRY, IN_STREAM, PREFIX, RELEASE, RETIRE, encode
+from telegrad.wire.tensors import HOST
 from tests.cluster import agents
 from tests.strangers.door import knock, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
@@ -32,7 +36,13 @@ def hear(stream, at_once=False):
     ours, theirs = socket.socketpair()
     with scratch_of(SMALL), theirs:
         link = Link(
-            ours, "w1", poller, Arena(0), None, lambda _, found: frames.extend(found), lambda *_: None, prompt=False
+            ours,
+            "w1",
+            poller,
+            Stores(Arena(0), None, Ferry(Streams())),
+            lambda _, found: frames.extend(found),
+            lambda *_: None,
+            prompt=False,
         )
         if at_once:
             link.feed(stream)
@@ -52,8 +62,8 @@ broken = st.one_of(st.binary(max_size=100), st.just(NO_FRAME))
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(sound, max_size=3).map(b"".join), broken)
-@example(b"", encode(CALL, 1, table=ENTRY.pack(7, 9)))
-@example(b"", encode(CALL, 1, table=ENTRY.pack(IN_STREAM, 2**64 - 1)))
+@example(b"", encode(CALL, 1, table=ENTRY.pack(7, 9, HOST)))
+@example(b"", encode(CALL, 1, table=ENTRY.pack(IN_STREAM, 2**64 - 1, HOST)))
 def test_what_is_no_frame_closes_the_link_or_is_waited_for(before, stream):
     closed, frames = hear(before + stream)
     assert closed is None or isinstance(closed, PeerLost) or "shut down" in str(closed)

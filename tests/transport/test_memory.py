@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 
+from telegrad.devices.streams import Streams
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.memory import KEEP, SHARING, WARM_FROM, Arena, SharedMaps, SharedPool, size_class
 from tests.cluster import agents
@@ -49,7 +50,7 @@ def test_an_arena_keeps_no_more_than_its_limit():
 
 @needs_sharing
 def test_a_block_is_seen_on_the_other_side_and_comes_back():
-    pool, maps = SharedPool(8 * MB), SharedMaps()
+    pool, maps = SharedPool(8 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.arange(MB // 8).view(torch.uint8))
     maps.arrived.append(os.dup(block.fd))
@@ -87,7 +88,7 @@ def test_without_memory_there_is_no_block(monkeypatch):
     pool, before = SharedPool(4 * MB), len(os.listdir("/proc/self/fd"))
     assert pool.take(MB) is None
     assert len(os.listdir("/proc/self/fd")) == before
-    assert pool._bytes == 0
+    assert not any(pool._bytes.values())
 
 
 @needs_sharing
@@ -97,13 +98,13 @@ def test_idle_blocks_go_after_a_while():
     pool.give_back([block.number])
     assert pool.trim(block.idle_since + KEEP / 2) == []
     assert pool.trim(block.idle_since + KEEP) == [block.number]
-    assert pool._bytes == 0
+    assert not any(pool._bytes.values())
     pool.close()
 
 
 @needs_sharing
 def test_what_a_lost_peer_holds_is_left_to_it():
-    pool, maps = SharedPool(4 * MB), SharedMaps()
+    pool, maps = SharedPool(4 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.ones(MB, dtype=torch.uint8))
     maps.arrived.append(os.dup(block.fd))
@@ -133,4 +134,4 @@ def test_an_argument_that_is_returned_frees_its_block_with_the_answer():
 
 def test_blocks_that_were_never_passed_are_refused():
     with pytest.raises(ProtocolViolation, match="never passed"):
-        SharedMaps().attach(1, 10)
+        SharedMaps(Streams()).attach(1, 10)

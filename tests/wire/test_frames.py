@@ -7,17 +7,18 @@ from hypothesis import strategies as st
 
 from telegrad.wire.frames import SCRATCH, FrameReader
 from telegrad.wire.messages import CALL, ENTRY, IN_STREAM, Frame, encode, pack_numbers, unpack_numbers
+from tests.strangers.streams import cut
 
 MANY = 2000
 
 
-def allocate(size):
+def allocate(size, device):
     memory = bytearray(size)
-    return memory, memoryview(memory)
+    return memory, cut(memory, device)
 
 
-def attach(number, size):
-    return number, size
+def attach(number, size, device):
+    return number, size, device
 
 
 def read(stream, cuts):
@@ -35,9 +36,10 @@ def read(stream, cuts):
 
 
 def written(frame):
-    """The bytes of a frame; blobs are bytes in the stream, or (number, size) elsewhere."""
+    """The bytes of a frame; blobs are bytes in the stream, or (number, size, device) elsewhere."""
     table = b"".join(
-        ENTRY.pack(*blob) if isinstance(blob, tuple) else ENTRY.pack(IN_STREAM, len(blob)) for blob in frame.blobs
+        ENTRY.pack(*blob) if isinstance(blob, tuple) else ENTRY.pack(IN_STREAM, len(blob), len(blob) % 2 - 1)
+        for blob in frame.blobs
     )
     head = encode(
         frame.kind, frame.id, flags=frame.flags, head=frame.head, meta=frame.meta, table=table, body=frame.body
@@ -54,7 +56,7 @@ def same(found, frames):
 small = st.binary(max_size=40)
 sizes = st.sampled_from([0, 1, 27, 28, 29, 5000, SCRATCH - 30, SCRATCH, SCRATCH + 1, 3 * SCRATCH])
 large = sizes.map(lambda size: (b"0123456789abcdef" * (size // 16 + 1))[:size])
-blobs = st.one_of(large, st.tuples(st.integers(1, 9), st.integers(0, 99)))
+blobs = st.one_of(large, st.tuples(st.integers(1, 9), st.integers(0, 99), st.integers(-1, 2)))
 frames = st.builds(
     Frame,
     st.integers(1, 255),
@@ -76,7 +78,7 @@ def test_any_cuts(sent, cuts):
 
 
 def test_byte_by_byte():
-    sent = [Frame(CALL, 0, 7, b"head", b"meta", b"body", [b"blob", (3, 9)]), Frame(CALL, 1, 8, b"", b"", b"", [])]
+    sent = [Frame(CALL, 0, 7, b"head", b"meta", b"body", [b"blob", (3, 9, -1)]), Frame(CALL, 1, 8, b"", b"", b"", [])]
     same(read(b"".join(map(written, sent)), [1]), sent)
 
 

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from telegrad import errors
+from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.tensors import pack, unpack
+from telegrad.wire.unpacking import unpack
 
 
 def journey(value, same_program=True):
-    body, tensors, _ = encode(value, same_program)
+    body, tensors, *_ = encode(value, same_program)
     meta, blobs = pack(tensors)
     return decode(body, unpack(meta, [blob.clone() for blob in blobs]))
 

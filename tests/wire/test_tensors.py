@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad import errors
-from telegrad.wire.tensors import SMALL, memory, pack, unpack
+from telegrad.wire.packing import SMALL, pack
+from telegrad.wire.tensors import memory
+from telegrad.wire.unpacking import unpack
 
 
 def journey(*tensors):
@@ -283,7 +285,7 @@ def test_zeros_without_memory(size):
 def test_another_device_is_refused_with_advice():
     class Elsewhere:
         layout, is_nested, is_quantized, is_cpu, is_meta = torch.strided, False, False, False, False
-        device, dtype = "cuda:0", torch.float32
+        device, dtype = torch.device("cuda:0"), torch.float32
 
     with pytest.raises(errors.DeviceError, match=r"cuda:0.*cpu\(\)"):
         pack([Elsewhere()])

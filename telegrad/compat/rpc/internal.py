@@ -44,7 +44,7 @@ class _InternalRPCPickler:
     """What calls are pickled with, for use by hand: pickled bytes, and the tensors that travel beside them."""
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        body, tensors, references = encode(obj, False)
+        body, tensors, references, _ = encode(obj, False)
         for reference in references:
             reference.__reduce_ex__(5)  # tells why not
         return bytes(body), list(tensors)

@@ -157,7 +157,8 @@ def _text(worker: Any) -> str:
 
 def find_attribute(maker: str, number: int, name: str) -> None:
     """Raise AttributeError where the value of a reference that this worker owns has no such attribute."""
-    getattr(opened(keeper().box((maker, number))), name)
+    boxes = keeper()
+    getattr(opened(boxes.box((maker, number)), boxes.agent), name)
 
 
 def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> type:

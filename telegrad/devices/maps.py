@@ -1,0 +1,73 @@
+"""Device maps: on which of another worker's devices the tensors of each device here arrive.
+
+Devices are text, as in "cuda:0"; the host's memory is "cpu". In no map, the host stands for the other host, and an
+accelerator for nothing: what lies there cannot be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+HOST = "cpu"
+
+
+class Devices(NamedTuple):
+    """What a worker publishes about its accelerators."""
+
+    accelerators: int = 0
+    maps: dict[str, dict[str, str]] = {}  # noqa: RUF012 - never changed; by the name of the worker that is called
+    allowed: tuple[str, ...] = ()  # if any: those that calls may use
+
+    def uses_of(self, name: str, others: Iterable[Devices]) -> set[str]:
+        """The devices that calls of the worker `name` can touch, of which these are."""
+        used = {*self.allowed, *(source for map_ in self.maps.values() for source in map_)}
+        used.update(target for other in others for target in other.maps.get(name, {}).values())
+        return used - {HOST}
+
+
+def turned(map_: Mapping[str, str]) -> dict[str, str]:
+    """The way back."""
+    return {target: source for source, target in map_.items()}
+
+
+def faults(group: Mapping[str, Devices], whole: bool = True) -> Iterable[str]:
+    """What is wrong with the maps of a group, or where it is not the `whole` group, with those between its members."""
+    for name, mine in group.items():
+        if whole and (strangers := sorted(set(mine.maps) - set(group))):
+            yield (
+                f"Node {name} has invalid target node names in its device maps: {', '.join(strangers)}. "
+                f"The group has {', '.join(sorted(group))}"
+            )
+        for to, map_ in sorted(mine.maps.items()):
+            if to in group:
+                yield from _faults_of(f"its device map for {to}", name, mine, map_, to, group[to])
+
+
+def _faults_of(
+    where: str, name: str, mine: Devices, map_: Mapping[str, str], to: str, theirs: Devices
+) -> Iterable[str]:
+    sources, targets = list(map_), list(map_.values())
+    for kind, used, own, owner in (("source", sources, mine, name), ("target", targets, theirs, to)):
+        beyond = [device for device in used if _index(device) >= own.accelerators]
+        if beyond:
+            yield (
+                f"Node {name} has {kind} devices with invalid indices in {where}: {', '.join(beyond)}. "
+                f"Worker {owner} has {own.accelerators} accelerators"
+            )
+        outside = [device for device in used if device != HOST and device not in own.allowed]
+        if own.allowed and outside:
+            yield (
+                f"Node {name} has unexpected {kind} devices in {where}: {', '.join(outside)}. "
+                f"The devices option of worker {owner} allows {', '.join(own.allowed)}: add them there"
+            )
+    if len(set(targets)) < len(targets):
+        yield (
+            f"Node {name} has duplicated target devices in {where}: {', '.join(sorted(targets))}. "
+            "Results come back the other way round, so that each device needs one of its own"
+        )
+
+
+def _index(device: str) -> int:
+    """The number of an accelerator; below all for the host."""
+    return -1 if device == HOST else int(device.partition(":")[2] or 0)

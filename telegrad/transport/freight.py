@@ -1,0 +1,202 @@
+"""How the memory of tensors crosses one connection.
+
+    host to host      between processes of one host by a lent memory file, where large; else in the stream
+    device to device  between processes of one host by a lent block of the device, where they can share; else as below
+    all others        through page-locked memory of the host, in pieces, in the stream
+
+Whether both ends can share memory of their devices is found out by trying: with the first tensor that could go so, a
+block is offered. Until the other end has opened it, and where it cannot, tensors go through the stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from telegrad.devices.ferry import Departure, Ferry
+from telegrad.devices.sharing import DeviceBlock
+from telegrad.devices.streams import Arrived
+from telegrad.errors import ProtocolViolation
+from telegrad.transport.memory import AnyBlock, Arena, Block, SharedMaps, SharedPool
+from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, encode
+from telegrad.wire.tensors import HOST, Blob, Bound, memory
+
+SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is shared
+
+log = logging.getLogger("telegrad")
+
+
+class Stores(NamedTuple):
+    """Where memory for blobs comes from."""
+
+    arena: Arena
+    pool: SharedPool | None  # where both ends share a host
+    ferry: Ferry
+
+
+class Chunk(NamedTuple):
+    """One buffer to be sent; descriptors go with its first byte; `keeper` owns the memory."""
+
+    data: bytes | memoryview
+    fds: tuple[int, ...] = ()
+    keeper: Any = None
+
+
+class Placed(NamedTuple):
+    """A blob that is to be sent: a lent block that has it, or what goes through the stream."""
+
+    size: int
+    device: int
+    block: AnyBlock | None
+    streamed: Tensor | Departure | None
+
+
+class Outgoing:
+    """What leaves. `place` is for any thread, all else for one that holds the connection's lock."""
+
+    def __init__(self, peer: str, stores: Stores) -> None:
+        self._peer = peer
+        self._pool = stores.pool
+        self._ferry = stores.ferry
+        self._known: set[int] = set()  # blocks that the peer can find
+        self._lent: set[int] = set()  # blocks that the peer uses
+        self._trial: DeviceBlock | None = None
+        self._shares_devices: bool | None = None if stores.pool is not None else False  # None: not known yet
+
+    def place(self, blob: Blob) -> Placed:
+        """Decide how a blob travels, and copy it into a block where it is by that."""
+        if isinstance(blob, Bound):
+            return self._place_bound(blob)
+        size = blob.numel()
+        block = self._pool.take(size) if self._pool is not None and size >= SHARE_FROM else None
+        if block is None:
+            return Placed(size, HOST, None, blob)
+        self._fill(block, lambda: block.fill(blob))
+        return Placed(size, HOST, block, None)
+
+    def _place_bound(self, bound: Bound) -> Placed:
+        blob, size = bound.blob, bound.numel()
+        if blob.is_cpu:
+            return self.place(blob)._replace(device=bound.device)
+        shares = bound.device != HOST and self._shares_devices
+        block = self._pool.take_on(blob.device.index, size) if self._pool is not None and shares and size else None
+        if block is None:
+            return Placed(size, bound.device, None, self._ferry.depart(bound) if size else None)
+        self._fill(block, lambda: block.fill(bound))
+        return Placed(size, bound.device, block, None)
+
+    def _fill(self, block: AnyBlock, fill: Callable[[], None]) -> None:
+        try:
+            fill()
+        except BaseException:
+            self.reclaim([block.number])
+            raise
+
+    def load(self, placed: list[Placed]) -> tuple[bytes, list[int], list[Chunk]]:
+        """The table of a frame, the descriptors that go with it, and what must go before."""
+        table, fds, before = b"", [], []
+        for size, device, block, streamed in placed:
+            table += ENTRY.pack(IN_STREAM if block is None else block.number, size, device)
+            if block is not None:
+                self._lent.add(block.number)
+                if block.number not in self._known:
+                    self._known.add(block.number)
+                    if isinstance(block, Block):
+                        fds.append(block.fd)
+                    else:
+                        before.append(Chunk(encode(LEND, block.number, body=block.handle())))
+            elif isinstance(streamed, Departure) and self._shares_devices is None:
+                before.extend(self._offer(streamed.source))
+        return table, fds, before
+
+    def _offer(self, index: int) -> Iterator[Chunk]:
+        """The first block of a device."""
+        self._shares_devices = False
+        try:
+            block = self._pool.take_on(index, 1) if self._pool is not None else None
+            if block is not None:
+                self._trial = block
+                self._lent.add(block.number)
+                self._known.add(block.number)
+                yield Chunk(encode(LEND, block.number, body=block.handle()))
+        except RuntimeError as error:
+            self.opened(str(error))
+
+    def opened(self, fault: str) -> None:
+        """The peer has opened the first block, or could not."""
+        block, self._trial = self._trial, None
+        if block is not None:
+            self._lent.discard(block.number)
+            self.reclaim([block.number])
+        self._shares_devices = not fault
+        way = f"through the host ({fault})" if fault else "from device to device"
+        log.info("telegrad: tensors on accelerators go to worker %r %s", self._peer, way)
+
+    def unload(self, placed: Iterable[Placed]) -> None:
+        """What was placed was not sent."""
+        self.reclaim([each.block.number for each in placed if each.block and each.block.number not in self._lent])
+
+    def returned(self, numbers: Iterable[int]) -> list[int]:
+        """The peer gives blocks back; those that were lent to it, which `reclaim` is for."""
+        found = self._lent.intersection(numbers)
+        self._lent -= found
+        return list(found)
+
+    def reclaim(self, numbers: list[int]) -> None:
+        if self._pool is not None:
+            self._pool.give_back(numbers)
+
+    def forget(self, numbers: Iterable[int]) -> list[int]:
+        """This worker has given blocks up; those that the peer can find."""
+        known = [number for number in numbers if number in self._known]
+        self._known.difference_update(known)
+        return known
+
+    def abandon(self) -> None:
+        """The connection has ended."""
+        if self._pool is not None:
+            self._pool.abandon(self._lent)
+
+
+class Incoming:
+    """What comes; for the thread that reads."""
+
+    def __init__(self, stores: Stores) -> None:
+        self._arena = stores.arena
+        self._ferry = stores.ferry
+        self.maps = SharedMaps(stores.ferry.streams)
+        self._tried = False
+
+    def allocate(self, size: int, device: int) -> tuple[Tensor | Arrived, Iterator[memoryview]]:
+        """Where a blob in the stream shall land."""
+        if device != HOST:
+            return self._ferry.land(size, device)
+        blob, room = self._arena.allocate(size)
+        return blob, iter((room,))
+
+    def attach(self, number: int, size: int, device: int) -> Tensor | Arrived:
+        """A blob that lies in a block that the peer lent."""
+        arrived = self.maps.take(number, size, device)
+        if arrived is not None:
+            return arrived
+        blob = self.maps.attach(number, size)
+        return blob if device == HOST else self._ferry.put(blob, device)
+
+    def open(self, number: int, handle: bytes) -> str | None:
+        """Open a block of the peer's accelerator. What to say of the first: why it cannot be opened, if so."""
+        first, self._tried = not self._tried, True
+        try:
+            self.maps.open(number, handle)
+        except Exception as error:
+            if not first:
+                raise ProtocolViolation(f"block {number} cannot be opened, though the first could: {error}") from error
+            return str(error).partition("\n")[0] or type(error).__name__
+        return "" if first else None
+
+
+def chunk_of(streamed: Tensor | Departure) -> Chunk | Departure:
+    """What goes into the outbox."""
+    return streamed if isinstance(streamed, Departure) else Chunk(memory(streamed), (), streamed)

@@ -1,0 +1,817 @@
+"""The simulated accelerator itself: it finds each kind of missing wait, and raises no alarm over work in order."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests import accelerator
+from tests.accelerator.apart import apart
+
+pytestmark = pytest.mark.skipif(not accelerator.available(), reason="needs a C++ compiler for the accelerator")
+
+DEVICE = "sim:0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Compile outside of the first test's time limit."""
+    accelerator.build()
+
+
+def current(device: str = DEVICE) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def pinned(*values: float) -> Tensor:
+    return torch.tensor(values).pin_memory()
+
+
+def settled(*values: float, device: str = DEVICE) -> Tensor:
+    """A tensor that the host has waited for, so that all streams may use it."""
+    return torch.tensor(values).to(device)
+
+
+def pending(*values: float) -> Tensor:
+    """A tensor that work on the current stream is still writing."""
+    return settled(*values) * 1
+
+
+# ---- the generic interface
+
+
+@apart
+def test_the_generic_interface_finds_the_device() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device("sim")
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 2
+    assert torch.accelerator.current_device_index() == 0
+    torch.accelerator.set_device_index(1)
+    assert torch.empty(1, device="sim").device == torch.device("sim:1")
+    assert current("sim:1") == torch.accelerator.current_stream()
+    with torch.accelerator.device_index(0):
+        assert torch.empty(1, device="sim").device == torch.device(DEVICE)
+    assert torch.get_device_module("sim").current_device() == 1
+    with pytest.raises(RuntimeError, match="invalid device index"):
+        torch.empty(1, device="sim:2")
+
+
+@apart
+def test_streams_are_entered_and_left() -> None:
+    default = current()
+    side = torch.Stream(device=DEVICE)
+    assert side != default
+    assert side != torch.Stream(device=DEVICE)
+    with side:
+        assert current() == side
+    assert current() == default
+    torch.accelerator.set_stream(side)
+    assert current() == side
+    seen: list[torch.Stream] = []
+    thread = threading.Thread(target=lambda: seen.append(current()))
+    thread.start()
+    thread.join()
+    assert seen == [default]
+
+
+@apart
+def test_events_take_time() -> None:
+    first, second = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
+    first.record()
+    second.record()
+    torch.accelerator.synchronize()
+    assert first.elapsed_time(second) >= 0
+
+
+# ---- tensors
+
+
+@apart
+def test_tensors_go_there_and_back() -> None:
+    values = torch.randn(3, 4)
+    for sent in (
+        values,
+        values.t(),
+        values[:, ::2],
+        values[0, 0],
+        torch.empty(0, 3),
+        values.to(torch.complex64).conj(),
+    ):
+        there = sent.to(DEVICE)
+        assert there.device == torch.device(DEVICE)
+        assert torch.equal(there.cpu(), sent)
+        assert torch.equal(there.to("sim:1").cpu(), sent)
+    assert torch.equal(values.to(DEVICE, torch.float64).cpu(), values.double())
+    assert torch.equal(values.to(DEVICE).to("cpu", torch.float16), values.half())
+    assert values.to(DEVICE)[1, 2].item() == values[1, 2].item()
+    rotated = torch.view_as_complex(torch.randn(3, 2, device=DEVICE)).conj()
+    assert torch.equal(rotated.cpu(), rotated.resolve_conj().cpu())
+    assert torch.equal(pickle.loads(pickle.dumps(values.to("sim:1"))).cpu(), values)
+    with torch.autocast("sim", torch.bfloat16):
+        assert (values.to(DEVICE) @ values.t().to(DEVICE)).dtype == torch.float32
+    assert "device='sim:0'" in repr(values.to(DEVICE))
+    assert not accelerator.violations()
+
+
+@apart
+def test_views_share_memory() -> None:
+    whole = torch.zeros(4, 4, device=DEVICE)
+    whole.view(16)[3:5] = 1
+    whole.t()[0].add_(2)
+    whole.unfold(0, 2, 2)[1].mul_(3)
+    torch.as_strided(whole, (2,), (5,), 10).fill_(7)
+    whole.unsqueeze(0).expand(2, 4, 4)
+    expected = torch.zeros(4, 4)
+    expected.view(16)[3:5] = 1
+    expected.t()[0].add_(2)
+    expected.unfold(0, 2, 2)[1].mul_(3)
+    torch.as_strided(expected, (2,), (5,), 10).fill_(7)
+    assert torch.equal(whole.cpu(), expected)
+    assert whole.data_ptr() == whole.view(16).data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@apart
+def test_storages_can_be_shared_and_resized() -> None:
+    source = settled(1.0, 2.0, 3.0, 4.0)
+    other = torch.empty(0, device=DEVICE).set_(source.untyped_storage(), 1, (2,), (2,))
+    assert other.tolist() == [2.0, 4.0]
+    other.fill_(9)
+    assert source.tolist() == [1.0, 9.0, 3.0, 9.0]
+    source.resize_(6)
+    assert source[:4].tolist() == [1.0, 9.0, 3.0, 9.0]
+    source.untyped_storage().resize_(0)
+    assert source.untyped_storage().nbytes() == 0
+    typed = torch.empty(0, dtype=torch.float64, device=DEVICE).set_(other.untyped_storage())
+    assert typed.device == other.device
+    assert torch.empty(0, device=DEVICE).set_(other).is_set_to(other)
+
+
+@apart
+def test_operations_write_to_the_tensors_given() -> None:
+    out = torch.empty(0, device=DEVICE)
+    assert torch.add(settled(1.0, 2.0), 1, out=out) is out
+    assert out.tolist() == [2.0, 3.0]
+    torch.cumsum(settled(1.0, 2.0, 3.0), 0, out=out)
+    assert out.tolist() == [1.0, 3.0, 6.0]
+    out[out > 2] = 0
+    assert out.tolist() == [1.0, 0.0, 0.0]
+    first, second = settled(1.0), settled(2.0)
+    torch._foreach_add_([first, second], 1)
+    assert torch.cat([first, second]).tolist() == [2.0, 3.0]
+    assert torch.arange(3, device=DEVICE).tolist() == [0, 1, 2]
+    assert torch.randperm(3, device=DEVICE).sort()[0].tolist() == [0, 1, 2]
+    assert not accelerator.violations()
+
+
+@apart
+def test_devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        settled(1.0, 2.0) + torch.ones(2)
+    with pytest.raises(RuntimeError, match="same device"):
+        settled(1.0, 2.0) @ torch.ones(2)
+    with pytest.raises(RuntimeError, match="same device"):
+        settled(1.0, 2.0) @ settled(1.0, 2.0, device="sim:1")
+    assert (settled(1.0, 2.0) + torch.tensor(1)).tolist() == [2.0, 3.0]
+    assert settled(1.0, 2.0)[torch.tensor([1])].tolist() == [2.0]
+
+
+# ---- races
+
+
+def reads(tensor: Tensor) -> object:
+    return tensor + 1
+
+
+def writes(tensor: Tensor) -> object:
+    return tensor.fill_(0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        (writes, reads, "reads memory written by aten::fill_"),
+        (writes, writes, "writes memory written by aten::fill_"),
+        (reads, writes, "writes memory read by aten::add"),
+        (reads, reads, None),
+    ],
+)
+@apart
+def test_unordered_uses_are_found(
+    first: Callable[..., object], second: Callable[..., object], found: str | None
+) -> None:
+    tensor = settled(1.0, 2.0)
+    kept = [first(tensor)]
+    side = torch.Stream(device=DEVICE)
+    with side:
+        kept.append(second(tensor))
+    assert len(accelerator.violations()) == (found is not None)
+    assert found is None or found in accelerator.violations()[0]
+    assert found is None or "on stream 1 of sim:0" in accelerator.violations()[0]
+    accelerator.forget()
+    assert accelerator.violations() == []
+
+
+def by_stream(before: torch.Stream, after: torch.Stream) -> None:
+    after.wait_stream(before)
+
+
+def by_event(before: torch.Stream, after: torch.Stream) -> None:
+    after.wait_event(before.record_event())
+
+
+def by_own_event(before: torch.Stream, after: torch.Stream) -> None:
+    event = torch.Event(DEVICE)
+    event.record(before)
+    event.wait(after)
+
+
+def by_a_third_stream(before: torch.Stream, after: torch.Stream) -> None:
+    third = torch.Stream(device=DEVICE)
+    third.wait_stream(before)
+    after.wait_stream(third)
+
+
+def by_the_host(before: torch.Stream, after: torch.Stream) -> None:
+    before.synchronize()
+
+
+def by_the_hosts_event(before: torch.Stream, after: torch.Stream) -> None:
+    before.record_event().synchronize()
+
+
+def by_the_whole_device(before: torch.Stream, after: torch.Stream) -> None:
+    torch.accelerator.synchronize(DEVICE)
+
+
+def by_queries(before: torch.Stream, after: torch.Stream) -> None:
+    while not before.query():
+        pass
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        by_stream,
+        by_event,
+        by_own_event,
+        by_a_third_stream,
+        by_the_host,
+        by_the_hosts_event,
+        by_the_whole_device,
+        by_queries,
+    ],
+)
+@pytest.mark.parametrize(("first", "second"), [(writes, reads), (writes, writes), (reads, writes)])
+@apart
+def test_each_way_to_wait_is_understood(
+    order: Callable[..., None], first: Callable[..., object], second: Callable[..., object]
+) -> None:
+    tensor = settled(1.0, 2.0)
+    kept = [first(tensor)]
+    side = torch.Stream(device=DEVICE)
+    order(current(), side)
+    with side:
+        kept.append(second(tensor))
+    assert accelerator.violations() == []
+
+
+@apart
+def test_an_event_orders_only_what_was_before_it() -> None:
+    tensor = settled(1.0, 2.0)
+    event = current().record_event()
+    tensor.add_(1)
+    side = torch.Stream(device=DEVICE)
+    side.wait_event(event)
+    with side:
+        kept = tensor + 1
+    assert len(accelerator.violations()) == 1
+    del kept
+
+
+@apart
+def test_waiting_is_not_mutual() -> None:
+    tensor = settled(1.0, 2.0)
+    side = torch.Stream(device=DEVICE)
+    side.wait_stream(current())
+    with side:
+        tensor.add_(1)
+    tensor.add_(1)
+    assert len(accelerator.violations()) == 1
+
+
+@apart
+def test_memory_is_its_streams_from_the_allocation_on() -> None:
+    """The block may have been freed by work that the allocation's stream has not done yet."""
+    settled(1.0).add_(1)
+    tensor = torch.empty(2, device=DEVICE)
+    side = torch.Stream(device=DEVICE)
+    with side:
+        tensor.fill_(0)
+    assert "writes memory allocated on stream 0" in accelerator.violations()[0]
+    current().wait_stream(side)
+
+
+@apart
+def test_parts_of_one_buffer_are_told_apart() -> None:
+    buffer = settled(*range(8))
+    buffer[:4].add_(1)
+    side = torch.Stream(device=DEVICE)
+    with side:
+        buffer[4:].add_(1)
+    assert accelerator.violations() == []
+    with side:
+        buffer[3:].add_(1)
+    assert len(accelerator.violations()) == 1
+
+
+@apart
+def test_new_memory_at_an_old_address_has_no_past() -> None:
+    side = torch.Stream(device=DEVICE)
+    for stream in (current(), side) * 50:
+        with stream:
+            torch.ones(1000, device=DEVICE).add_(1)
+    assert accelerator.violations() == []
+
+
+# ---- frees
+
+
+@apart
+def test_memory_freed_under_another_stream_is_found() -> None:
+    tensor = settled(1.0, 2.0)
+    side = torch.Stream(device=DEVICE)
+    with side:
+        kept = tensor + 1
+    del tensor
+    assert "freed while stream 1 of sim:0 may still use it (aten::add)" in accelerator.violations()[0]
+    del kept
+
+
+def by_recording(tensor: Tensor, side: torch.Stream) -> None:
+    tensor.record_stream(side)
+
+
+def by_recording_a_view(tensor: Tensor, side: torch.Stream) -> None:
+    tensor[:1].record_stream(side)
+
+
+def by_recording_a_later_stream(tensor: Tensor, side: torch.Stream) -> None:
+    later = torch.Stream(device=DEVICE)
+    later.wait_stream(side)
+    tensor.record_stream(later)
+
+
+def by_waiting(tensor: Tensor, side: torch.Stream) -> None:
+    current().wait_stream(side)
+
+
+def by_synchronizing(tensor: Tensor, side: torch.Stream) -> None:
+    side.synchronize()
+
+
+@pytest.mark.parametrize(
+    "mend", [by_recording, by_recording_a_view, by_recording_a_later_stream, by_waiting, by_synchronizing]
+)
+@apart
+def test_memory_may_be_freed_when_its_use_is_known(mend: Callable[..., None]) -> None:
+    tensor = settled(1.0, 2.0)
+    side = torch.Stream(device=DEVICE)
+    with side:
+        kept = tensor + 1
+    mend(tensor, side)
+    del tensor
+    assert accelerator.violations() == []
+    del kept
+
+
+# ---- deferred copies
+
+
+@apart
+def test_a_pinned_buffer_is_read_late() -> None:
+    buffer = pinned(1.0, 2.0)
+    assert buffer.is_pinned()
+    assert torch.empty(1, pin_memory=True).is_pinned()
+    assert not torch.empty(1).is_pinned()
+    there = torch.empty(2, device=DEVICE)
+    there.copy_(buffer, non_blocking=True)
+    buffer.fill_(9)  # too early
+    assert there.tolist() == [9.0, 9.0]
+    there.copy_(buffer.fill_(1), non_blocking=True)
+    current().record_event().synchronize()
+    buffer.fill_(9)
+    assert there.tolist() == [1.0, 1.0]
+    there.copy_(buffer)  # waits
+    buffer.fill_(1)
+    assert there.tolist() == [9.0, 9.0]
+    there.copy_(torch.tensor([3.0, 4.0]), non_blocking=True)  # not pinned
+    assert there.tolist() == [3.0, 4.0]
+
+
+@apart
+def test_an_operation_makes_a_late_copy_arrive() -> None:
+    buffer = pinned(1.0, 2.0)
+    there = buffer.to(DEVICE, non_blocking=True)
+    twice = there * 2
+    buffer.fill_(9)
+    assert twice.tolist() == [2.0, 4.0]
+    assert accelerator.violations() == []
+
+
+@apart
+def test_a_copy_is_part_of_its_streams_order() -> None:
+    side = torch.Stream(device=DEVICE)
+    with side:
+        there = pinned(1.0, 2.0).to(DEVICE, non_blocking=True)
+    kept = there + 1
+    assert "reads memory written by aten::copy_ on stream 1" in accelerator.violations()[0]
+    accelerator.forget()
+    current().wait_stream(side)
+    assert (there + 1).tolist() == [2.0, 3.0]
+    assert accelerator.violations() == []
+    side.wait_stream(current())
+    del there, kept
+
+
+@apart
+def test_a_freed_pinned_buffer_stays_until_it_was_read() -> None:
+    there = pinned(1.0, 2.0).to(DEVICE, non_blocking=True)
+    others = [pinned(8.0, 9.0) for _ in range(10)]
+    assert there.tolist() == [1.0, 2.0]
+    del others
+
+
+def after_the_event(there: Tensor, event: torch.Event) -> None:
+    event.synchronize()
+
+
+def after_the_stream(there: Tensor, event: torch.Event) -> None:
+    current().synchronize()
+
+
+def after_the_device(there: Tensor, event: torch.Event) -> None:
+    torch.accelerator.synchronize()
+
+
+def after_a_query(there: Tensor, event: torch.Event) -> None:
+    assert [event.query() for _ in range(3)] == [False, False, True]
+
+
+def after_a_value(there: Tensor, event: torch.Event) -> None:
+    there.sum().item()
+
+
+@pytest.mark.parametrize("wait", [after_the_event, after_the_stream, after_the_device, after_a_query, after_a_value])
+@apart
+def test_what_is_copied_to_the_host_arrives_late(wait: Callable[..., None]) -> None:
+    there = settled(1.0, 2.0)
+    here = pinned(5.0, 6.0)
+    here.copy_(there, non_blocking=True)
+    event = current().record_event()
+    there.fill_(7)  # later on the stream, so not what is copied
+    assert here.view(torch.uint8).tolist() == [0xCD] * 8
+    wait(there, event)
+    assert here.tolist() == [1.0, 2.0]
+    assert accelerator.violations() == []
+
+
+@apart
+def test_a_wait_for_another_stream_delivers_nothing() -> None:
+    here = pinned(5.0, 6.0)
+    here.copy_(settled(1.0, 2.0), non_blocking=True)
+    torch.Stream(device=DEVICE).synchronize()
+    torch.accelerator.synchronize("sim:1")
+    assert here.view(torch.uint8).tolist() == [0xCD] * 8
+
+
+@apart
+def test_one_pinned_buffer_can_relay() -> None:
+    relay = pinned(5.0, 6.0, 7.0, 8.0)
+    relay[:2].copy_(settled(1.0, 2.0), non_blocking=True)
+    there = torch.empty(2, device="sim:0").copy_(relay[:2], non_blocking=True)
+    assert (there + 1)._is_view() is False
+    relay[2:].copy_(there, non_blocking=True)
+    assert relay[2:].view(torch.uint8).tolist() == [0xCD] * 8
+    torch.accelerator.synchronize()
+    assert relay.tolist() == [1.0, 2.0, 1.0, 2.0]
+    relay[:2].copy_(there, non_blocking=True)
+    side = torch.Stream(device=DEVICE)
+    with side:
+        relay[:2].copy_(settled(3.0, 4.0), non_blocking=True)
+    assert "writes memory written by aten::copy_" in accelerator.violations()[0]
+
+
+# ---- queries and counters
+
+
+@apart
+def test_queries_answer_late() -> None:
+    assert current().query()
+    event = torch.Event(DEVICE)
+    assert event.query()
+    pending(1.0)
+    event.record()
+    assert [event.query() for _ in range(4)] == [False, False, True, True]
+    pending(1.0)
+    assert [current().query() for _ in range(4)] == [False, False, True, True]
+    accelerator.set_lateness(0)
+    pending(1.0)
+    assert current().query()
+    accelerator.set_lateness(1)
+    pending(1.0)
+    assert [current().query() for _ in range(2)] == [False, True]
+    assert accelerator.synchronizations() == (0, 4)  # of `settled` alone
+
+
+@apart
+def test_synchronizations_are_counted() -> None:
+    tensor = settled(1.0, 2.0)
+    accelerator.forget()
+    kept = [tensor + 1, pinned(1.0).to(DEVICE, non_blocking=True)]
+    torch.Stream(device=DEVICE).wait_stream(current())
+    assert accelerator.synchronizations() == (0, 0)
+    counted = [
+        torch.accelerator.synchronize,
+        current().synchronize,
+        current().record_event().synchronize,
+        tensor.cpu,
+        tensor.sum().item,
+        tensor.nonzero,
+        lambda: tensor.equal(tensor),
+        lambda: tensor.copy_(torch.ones(2)),
+        lambda: torch.empty(2).copy_(tensor, non_blocking=True),
+    ]
+    for number, synchronize in enumerate(counted):
+        synchronize()
+        assert accelerator.synchronizations() == (1, number)
+    del kept
+
+
+# ---- futures
+
+
+@apart
+def test_futures_order_streams() -> None:
+    side = torch.Stream(device=DEVICE)
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[DEVICE])
+    after = future.then(lambda done: done.value() * 2)
+    with side:
+        made = settled(1.0, 2.0) * 1
+        future.set_result(made)
+        del made
+    assert (future.wait() + 1).tolist() == [2.0, 3.0]
+    assert after.wait().tolist() == [2.0, 4.0]
+    del future, after
+    assert accelerator.violations() == []
+
+
+@apart
+def test_futures_without_devices_do_not() -> None:
+    side = torch.Stream(device=DEVICE)
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    with side:
+        future.set_result([settled(1.0, 2.0) * 1])
+    kept = future.wait()[0] + 1
+    assert len(accelerator.violations()) == 1
+    del kept
+
+
+@apart
+def test_callbacks_run_on_streams_of_their_own() -> None:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[DEVICE, "sim:1"])
+    streams: list[torch.Stream] = []
+    future.add_done_callback(lambda done: streams.extend([current(), current("sim:1")]))
+    future.set_result(pending(1.0))
+    assert current() not in streams
+    assert [stream.device.index for stream in streams] == [0, 1]
+
+
+# ---- autograd
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4)
+    )
+
+
+def train(device: str, optimizer: type[torch.optim.Optimizer], **settings: object) -> list[float]:
+    model = network().to(device)
+    step = optimizer(model.parameters(), lr=0.05, **settings)  # type: ignore[call-arg]
+    torch.manual_seed(4)
+    losses = []
+    for _ in range(3):
+        images, labels = torch.randn(5, 2, 8, 8).to(device), torch.randint(4, (5,)).to(device)
+        step.zero_grad()
+        loss = functional.cross_entropy(model(images), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        step.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("on_a_stream", [False, True])
+@pytest.mark.parametrize("foreach", [False, True, None])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@apart
+def test_training_gives_the_hosts_numbers(
+    optimizer: type[torch.optim.Optimizer], foreach: bool | None, on_a_stream: bool
+) -> None:
+    expected = train("cpu", optimizer, foreach=foreach)
+    with torch.Stream(device=DEVICE) if on_a_stream else current():
+        found = train(DEVICE, optimizer, foreach=foreach)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    assert accelerator.violations() == []
+
+
+@apart
+def test_gradients_follow_the_streams_of_the_forward_pass() -> None:
+    weight = settled(1.0, 2.0).requires_grad_()
+    first, second = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    for _ in range(3):
+        for stream in (first, second):
+            stream.wait_stream(current())
+        with first:
+            one = (weight * 2).exp()
+        with second:
+            two = (weight * 3).sin()
+        for stream, part in ((first, one), (second, two)):
+            current().wait_stream(stream)
+            part.record_stream(current())
+        total = (one + two).sum()
+        total.backward()
+        expected = 2 * (weight.detach().cpu() * 2).exp() + 3 * (weight.detach().cpu() * 3).cos()
+        torch.testing.assert_close(weight.grad.cpu(), expected)
+        weight.grad = None
+        del one, two, total
+    assert accelerator.violations() == []
+
+
+@apart
+def test_a_forgotten_wait_before_backward_is_found() -> None:
+    weight = settled(1.0, 2.0).requires_grad_()
+    side = torch.Stream(device=DEVICE)
+    with side:
+        part = weight.exp()
+    part.sum().backward()
+    assert any("reads memory written by aten::exp on stream 1" in line for line in accelerator.violations())
+
+
+@apart
+def test_a_backward_pass_crosses_devices() -> None:
+    weight = settled(1.0, 2.0).requires_grad_()
+    (weight.exp().to("sim:1") * settled(2.0, 3.0, device="sim:1")).sum().backward()
+    torch.testing.assert_close(weight.grad.cpu(), torch.tensor([1.0, 2.0]).exp() * torch.tensor([2.0, 3.0]))
+    (weight.exp().cpu() * 2).sum().backward()
+    assert weight.grad.device == torch.device(DEVICE)
+    assert accelerator.violations() == []
+
+
+@apart
+def test_embeddings_and_recurrent_networks_run() -> None:
+    torch.manual_seed(5)
+    table, layer = nn.Embedding(10, 6), nn.LSTM(6, 7, batch_first=True)
+    words = torch.randint(10, (2, 5))
+    expected = layer(table(words))[0]
+    expected.pow(2).mean().backward()
+    gradient = table.weight.grad.clone()
+    table.to(DEVICE).zero_grad()
+    found = layer.to(DEVICE)(table(words.to(DEVICE)))[0]
+    functional.mse_loss(found, torch.zeros_like(found)).backward()
+    torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(table.weight.grad.cpu(), gradient)
+    assert accelerator.violations() == []
+
+
+@apart
+def test_sparse_tensors_are_pairs_of_dense_ones() -> None:
+    indices, values = torch.tensor([[0, 2, 0]]), torch.tensor([1.0, 2.0, 3.0])
+    with torch.sparse.check_sparse_tensor_invariants():
+        tensor = torch.sparse_coo_tensor(indices.to("sim:1"), values.to("sim:1"), (4,))
+    assert tensor._values().device == tensor.device == torch.device("sim:1")
+    assert tensor.coalesce().values().tolist() == [4.0, 2.0]
+    assert tensor.to(DEVICE).cpu().to_dense().tolist() == (tensor * 1).to_dense().tolist() == [4.0, 0.0, 2.0, 0.0]
+    table = nn.Embedding(4, 2, sparse=True).to(DEVICE)
+    before = table.weight.detach().cpu()
+    for _ in range(2):
+        table(torch.tensor([1, 1, 3], device=DEVICE)).sum().backward()
+    torch.optim.SGD(table.parameters(), lr=1.0).step()
+    assert table.weight.grad.is_sparse
+    torch.testing.assert_close(
+        before - table.weight.detach().cpu(), torch.tensor([0.0, 4.0, 0.0, 2.0])[:, None].expand(4, 2)
+    )
+    assert accelerator.violations() == []
+    grown = settled(1.0, 2.0, 3.0) * 1
+    unordered = torch.sparse_coo_tensor(indices.to(DEVICE), grown, (4,), check_invariants=False)
+    grown.add_(1)
+    side = torch.Stream(device=DEVICE)
+    with side:
+        kept = unordered.to_dense()
+    assert "aten::_to_dense on stream" in accelerator.violations()[0]
+    side.synchronize()
+    del kept
+
+
+# ---- devices, threads and processes
+
+
+@apart
+def test_a_copy_between_devices_orders_both() -> None:
+    here, there = pending(1.0, 2.0), torch.empty(2, device="sim:1")
+    there.fill_(0)
+    there.copy_(here)
+    there.add_(1)
+    here.add_(1)
+    assert (there.tolist(), here.tolist()) == ([2.0, 3.0], [2.0, 3.0])
+    side = torch.Stream(device="sim:1")
+    there.add_(1)
+    with side:
+        kept = there.to(DEVICE)
+    assert "reads memory written by aten::add on stream 0 of sim:1" in accelerator.violations()[0]
+    del kept
+
+
+@apart
+def test_threads_share_the_device() -> None:
+    shared = settled(*range(64))
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.Stream(device=DEVICE):
+                for _ in range(20):
+                    mine = (shared * 2).sum()
+                    here = torch.empty((), pin_memory=True).copy_(mine, non_blocking=True)
+                    current().record_event().synchronize()
+                    assert here.item() == 64 * 63
+        except BaseException as problem:
+            failures.append(problem)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert accelerator.violations() == []
+
+
+@apart
+def test_the_device_survives_a_fork() -> None:
+    tensor = pending(1.0, 2.0)
+    here = pinned(5.0, 6.0)
+    here.copy_(tensor, non_blocking=True)
+    going = threading.Event()
+
+    def work() -> None:
+        while not going.is_set():
+            torch.ones(8, device="sim:1").add_(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                side = torch.Stream(device=DEVICE)
+                with side:
+                    kept = tensor + 1
+                found = len(accelerator.violations())
+                torch.accelerator.synchronize()
+                os._exit(0 if found == 1 and here.tolist() == [1.0, 2.0] and kept.tolist() == [2.0, 3.0] else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        going.set()
+        thread.join()
+
+
+def test_processes_that_build_at_once_compile_once(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    log = tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 0.2\necho "$@" >> {log}\n: > "$3"\n')
+    compiler.chmod(0o755)
+    code = "from tests import accelerator; print(accelerator.build())"
+    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    made = {process.communicate(timeout=50)[0] for process in processes}
+    assert len(made) == 1
+    assert len(log.read_text().splitlines()) == 1
+
+
+def test_this_process_has_no_such_device() -> None:
+    assert torch._C._get_privateuse1_backend_name() == "privateuseone"
