@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from telegrad.wire.failures import fresh
+from telegrad.wire.pickling import encode
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -63,7 +64,14 @@ class Future(torch.futures.Future[T]):
                 self.call.help()  # the waiting thread fetches the answer by itself, where it can
             else:
                 wait_for(self)
-        return super().wait()
+        value: T = _uncovered(super().wait())
+        return value
+
+    def set_result(self, result: T) -> None:
+        """End with a value. Where values may lie on devices, torch looks for its tensors, by pickling it."""
+        if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
+            result = _Covered(result)  # type: ignore[assignment]
+        super().set_result(result)
 
     def set_exception(self, result: T) -> None:
         """End with an error, which each wait raises anew.
@@ -116,7 +124,30 @@ class Future(torch.futures.Future[T]):
 
     def value(self) -> T:
         """The value of a future that is done."""
-        return super().wait() if self.done() else super().value()
+        value: T = _uncovered(super().wait() if self.done() else super().value())
+        return value
+
+
+def _can_be_searched(value: Any) -> bool:
+    try:
+        torch._jit_internal._extract_tensors(value)  # type: ignore[no-untyped-call]
+    except Exception:  # something without a name, most likely
+        return False
+    return True
+
+
+class _Covered:
+    """A value that torch cannot pickle, with its tensors as all that torch sees of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (encode(self.value, True).tensors,)
+
+
+def _uncovered(value: Any) -> Any:
+    return value.value if type(value) is _Covered else value
 
 
 class Signal:

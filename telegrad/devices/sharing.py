@@ -124,10 +124,10 @@ class DeviceBlock:
         if self._used:
             self._sharer.wait(emptied, index)
         current = torch.accelerator.current_stream(index)
-        self.memory.record_stream(current)
         if bound.ready is not None:
             current.wait_event(bound.ready)
-            bound.blob.record_stream(current)
+        for each in (self.memory, bound.blob):  # neither may be used anew before the copy is made
+            each.record_stream(current)
         with torch.inference_mode(False), torch.no_grad():
             self.memory[: bound.numel()].copy_(bound.blob, non_blocking=True)
         self._sharer.record(filled, index)
@@ -155,6 +155,7 @@ class OpenBlock(NamedTuple):
         both = {each: streams.arrivals(each) for each in (index, to)}
         with on(*both.values()), torch.inference_mode(False), torch.no_grad():
             shares.wait(filled, index)
+            self.memory.record_stream(both[index])  # where its owner is in this process; else closing it waits
             blob = torch.empty(size, dtype=torch.uint8, device=device(to))
             blob.copy_(self.memory[:size], non_blocking=True)
             shares.record(emptied, index)

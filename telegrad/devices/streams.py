@@ -180,13 +180,16 @@ def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
 
 
 def _set_apart(bound: Bound) -> Bound:
+    current = _accelerator.current_stream(bound.blob.device)
+    bound.blob.record_stream(current)
     with torch.inference_mode(False), torch.no_grad():
-        copy = bound.blob.clone()
-    return Bound(copy, bound.device, _accelerator.current_stream(copy.device).record_event())
+        return Bound(bound.blob.clone(), bound.device, current.record_event())
 
 
 def copied(blob: Tensor, index: int) -> Tensor | Arrived:
     """A copy for somebody else on an accelerator, or the host; asked for on this thread's current stream."""
+    if not blob.is_cpu:
+        blob.record_stream(_accelerator.current_stream(blob.device))
     with torch.inference_mode(False), torch.no_grad():
         if index == HOST:
             return blob.to("cpu", copy=True)

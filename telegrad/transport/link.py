@@ -26,7 +26,6 @@ from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
     BYE,
-    LEND,
     OPENED,
     RELEASE,
     RETIRE,
@@ -80,7 +79,7 @@ class Link:
         self._on_closed = on_closed
         self._incoming = Incoming(stores)
         self._maps = self._incoming.maps
-        self._reader = FrameReader(self._incoming.allocate, self._incoming.attach)
+        self._reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open)
         self._lock = threading.Lock()  # guards all below, and writing to the socket
         self._outgoing = Outgoing(peer, stores)
         self._outbox: deque[Chunk | Departure] = deque()
@@ -352,6 +351,12 @@ class Link:
         except Exception as error:
             self.close(self._lost(f"it sent what is no frame ({error})"))
 
+    def _open(self, number: int, handle: bytes) -> None:
+        """The peer will lend a block of an accelerator."""
+        said = self._incoming.open(number, handle)
+        if said is not None:
+            self.send(OPENED, number, body=said.encode())
+
     def _deliver(self, frames: list[Frame]) -> None:
         wanted = []
         for frame in frames:
@@ -361,10 +366,6 @@ class Link:
                 self._outgoing.reclaim(numbers)
             elif frame.kind == RETIRE:
                 self._maps.retire(unpack_numbers(frame.body))
-            elif frame.kind == LEND:
-                said = self._incoming.open(frame.id, bytes(frame.body))
-                if said is not None:
-                    self.send(OPENED, frame.id, body=said.encode())
             elif frame.kind == OPENED:
                 with self._lock:
                     self._outgoing.opened(bytes(frame.body).decode())

@@ -312,13 +312,19 @@ class SharedMaps:
     def retire(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._bases.pop(number, None)
-            self._open.pop(number, None)
+            if number in self._open:
+                self._close(number)
 
     def close(self) -> None:
         while self.arrived:
             os.close(self.arrived.popleft())
         self._bases.clear()
-        self._open.clear()
+        for number in list(self._open):
+            self._close(number)
+
+    def _close(self, number: int) -> None:
+        with self._streams.aside():  # torch waits for the current stream, on which copies are made, before it unmaps
+            del self._open[number]
 
 
 def _map(fd: int) -> memoryview:

@@ -11,21 +11,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from telegrad.errors import ProtocolViolation
-from telegrad.wire.messages import ENTRY, IN_STREAM, PREFIX, Frame
+from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, PREFIX, Frame
 
 SCRATCH = 1 << 16
 
 # size, device -> a blob, and the parts of its memory to write into, one after the other
 Allocate = Callable[[int, int], tuple[Any, Iterator[memoryview]]]
 Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob that lies there
+Lend = Callable[[int, bytes], None]  # number of a block of an accelerator, how to open it
 
 
 class FrameReader:
     """One direction of one connection. Not thread-safe: one reader at a time."""
 
-    def __init__(self, allocate: Allocate, attach: Attach) -> None:
+    def __init__(self, allocate: Allocate, attach: Attach, lend: Lend) -> None:
         self._allocate = allocate
         self._attach = attach
+        self._lend = lend
         self._scratch = memoryview(bytearray(SCRATCH))
         self._start = self._end = 0  # the unread part of the scratch buffer
         self._target: memoryview | None = None  # a large part that is being received into its place
@@ -52,7 +54,10 @@ class FrameReader:
             self._target = None
         frames = []
         while (frame := self._next()) is not None:
-            frames.append(frame)
+            if frame.kind == LEND:  # the next frame may be in need of it
+                self._lend(frame.id, bytes(frame.body))
+            else:
+                frames.append(frame)
         self._compact()
         return frames
 

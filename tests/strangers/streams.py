@@ -15,7 +15,19 @@ from unittest.mock import patch
 from telegrad.errors import ProtocolViolation
 from telegrad.wire import frames
 from telegrad.wire.frames import FrameReader
-from telegrad.wire.messages import BYE, CALL, ENTRY, IN_STREAM, NOTICE, PREFIX, RELEASE, RESULT, encode, pack_numbers
+from telegrad.wire.messages import (
+    BYE,
+    CALL,
+    ENTRY,
+    IN_STREAM,
+    LEND,
+    NOTICE,
+    PREFIX,
+    RELEASE,
+    RESULT,
+    encode,
+    pack_numbers,
+)
 from telegrad.wire.tensors import HOST
 
 PLENTY = 1 << 18
@@ -70,7 +82,7 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
         return memory, cut(memory, device)
 
     found, at, turn = [], 0, 0
-    reader = FrameReader(allocate, attach)
+    reader = FrameReader(allocate, attach, lambda *_: None)
     while at < len(stream):
         buffer = reader.buffer()
         count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
@@ -120,7 +132,8 @@ def parse(stream: bytes, scratch: int) -> tuple[list, bool]:
                 return found, False
             blobs.append(stream[at : at + size])
             at += size
-        found.append((kind, flags, id_, head, meta, body, blobs))
+        if kind != LEND:
+            found.append((kind, flags, id_, head, meta, body, blobs))
     return found, False
 
 

@@ -1,0 +1,108 @@
+"""Tests that run on the host, on the simulated accelerator and, where there is one, on a GPU; and groups for them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad.devices import sharing
+from telegrad.rpc import current
+from tests import accelerator
+from tests.accelerator.apart import apart
+from tests.cluster import Worker, agents
+
+SIM = pytest.param(
+    "sim", marks=pytest.mark.skipif(not accelerator.available(), reason="needs g++ to build the simulated accelerator")
+)
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+
+
+def on_devices(test: Callable[..., None], host: bool = False) -> Any:
+    """Run a test once for each kind of accelerator, which is its first argument `kind`; the simulated one apart.
+
+    There, streams that should have waited for one another and did not are failures.
+    """
+
+    @functools.wraps(test)
+    def run(kind: str, **named: Any) -> None:
+        if kind == "sim":
+            apart(checked)(kind, **named)
+        else:
+            test(kind, **named)
+
+    @functools.wraps(test)
+    def checked(kind: str, **named: Any) -> None:
+        test(kind, **named)
+        assert accelerator.violations() == []
+
+    run.body = checked  # type: ignore[attr-defined]
+    return pytest.mark.parametrize("kind", [*(["cpu"] if host else []), SIM, CUDA])(run)
+
+
+on_host_and_devices = partial(on_devices, host=True)
+
+
+def places(kind: str) -> tuple[torch.device, torch.device]:
+    """Two devices, or one for both where there is no other."""
+    if kind == "cpu":
+        return torch.device("cpu"), torch.device("cpu")
+    last = torch.get_device_module(kind).device_count() - 1
+    return torch.device(kind, 0), torch.device(kind, min(last, 1))
+
+
+@contextlib.contextmanager
+def group(kind: str, count: int = 2, share: bool = False, **options: Any) -> Iterator[list[Worker]]:
+    """Agents of this process, each of whose devices leads to the other device of all; this thread speaks for `w0`.
+
+    With `share` they share the memory of devices, where a GPU would do so by CUDA's handles.
+    """
+    here, there = places(kind)
+    maps = {f"w{rank}": {here: there, there: here} for rank in range(count)} if kind != "cpu" else {}
+    sharer = {"sim": Sharer()} if share and kind == "sim" else {}
+    shares = {**sharing.SHARERS, **sharer} if share else {}
+    with replaced(sharing.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:
+        current.enter(made[0].agent)
+        try:
+            yield made
+        finally:
+            current.enter(None)
+
+
+@contextlib.contextmanager
+def replaced(table: dict[str, Any], other: dict[str, Any]) -> Iterator[None]:
+    before = dict(table)
+    table.clear()
+    table.update(other)
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)
+
+
+class Sharer:
+    """How the simulated accelerator shares: between agents of one process."""
+
+    def limit(self, index: int) -> int:
+        return 64 << 20
+
+    def export(self, block: torch.Tensor, events: tuple[Any, Any]) -> tuple[Any, ...]:
+        return ()
+
+    def open(self, exported: tuple[Any, ...]) -> Any:
+        raise NotImplementedError("the simulated accelerator is that of one process")
+
+    def event(self, index: int) -> torch.Event:
+        return torch.Event(f"sim:{index}")
+
+    def record(self, event: torch.Event, index: int) -> None:
+        event.record(torch.accelerator.current_stream(index))
+
+    def wait(self, event: torch.Event, index: int) -> None:
+        torch.accelerator.current_stream(index).wait_event(event)
