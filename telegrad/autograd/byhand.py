@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from telegrad.autograd.graph import RecvNode, edge_of
 from telegrad.autograd.passes import Order
 from telegrad.autograd.replicas import showing
+from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
 
 Node = Any
@@ -33,11 +34,19 @@ _SECOND_TIME = (
 )
 
 
-def run(node: Node, gradients: Mapping[int, Tensor], fire: bool, order: Order, accumulate: Accumulate) -> Given:
+def run(
+    node: Node,
+    gradients: Mapping[int, Tensor],
+    fire: bool,
+    order: Order,
+    accumulate: Accumulate,
+    streams: Streams,
+) -> Given:
     """What a node gives to those that follow it. With `fire` the hooks of its tensors have not been called yet."""
     with torch.set_grad_enabled(order.create):
         if fire:
             gradients = _call_tensor_hooks(node, gradients, order)
+            streams.keep(gradients.values())
         if hasattr(node, "variable"):
             accumulate(node, gradients[0])
             return ()
@@ -52,7 +61,9 @@ def run(node: Node, gradients: Mapping[int, Tensor], fire: bool, order: Order, a
         if torch.is_anomaly_check_nan_enabled():
             _check_nan(node, given)
         if not order.retain:
+            streams.publish()  # what it saved was most likely made on another stream
             _free(node)
+    streams.keep(given)
     return given
 
 

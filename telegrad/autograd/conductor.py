@@ -58,7 +58,7 @@ class Part:
     ) -> None:
         ledger = Ledger(order, agent.name)
         self.outbox = Outbox(agent, context, ledger, gathers, failed)
-        self.participant = Participant(ledger, LocalPass(context, order, self.outbox))
+        self.participant = Participant(ledger, LocalPass(context, order, self.outbox, agent.streams))
         self.held: list[Task] | None = [] if agent.name in order.roots else None  # until its own roots are there
 
 

@@ -19,6 +19,7 @@ from telegrad.autograd.gradients import total
 from telegrad.autograd.graph import Origin, RecvNode, Send, edge_of, run_backward
 from telegrad.autograd.passes import Order
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node, Schedule, Step
+from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
 
 SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # as the profiler shows that gradients come in
@@ -68,8 +69,9 @@ UNSHARED = _fewest_holders()  # a function that made a gradient may have kept it
 class LocalPass:
     """The graph of one worker in one pass; what it does is never done by two threads at once."""
 
-    def __init__(self, context: Context, order: Order, outlet: Outlet) -> None:
+    def __init__(self, context: Context, order: Order, outlet: Outlet, streams: Streams) -> None:
         self._context = context
+        self._streams = streams
         self._order = order
         self._outlet = outlet
         self._roots: list[GradientEdge] = []
@@ -239,6 +241,7 @@ class LocalPass:
         if not wanted:
             return
         given = run_backward(roots, gradients, wanted, self._order.retain, self._order.create)
+        self._streams.keep(given)  # nodes run on the streams of the forward pass
         for leaf, gradient in zip(step.leaves, given, strict=False):
             if gradient is not None:
                 shared = _holders(gradient) > UNSHARED
@@ -256,7 +259,7 @@ class LocalPass:
             if kind == RECV:
                 self._ship_nothing(node)
             return
-        given = byhand.run(node, pending, fire, self._order, self._accumulate)
+        given = byhand.run(node, pending, fire, self._order, self._accumulate, self._streams)
         for (following, number), gradient in zip(node.next_functions, given, strict=False):
             if following is not None and gradient is not None:
                 self._enter(following, number, gradient)

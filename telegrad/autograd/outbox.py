@@ -131,7 +131,7 @@ class Outbox:
                 return
             shipment = self._ledger.ship(worker.name, gathered)
             self.reached.add(worker.name)
+        self._agent.streams.adopt(*(each for _, gradients in gathered for each in gradients))
         parcel, tensors = wrap(shipment, report and report())
         context = self._context if shipment.order.create else None
-        self._agent.streams.join()
         self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)

@@ -12,7 +12,7 @@ told to be done, does so after it. So what happens before on the host happens be
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -131,9 +131,13 @@ class Streams:
     def adopt(self, *values: Any) -> None:
         """This thread goes on with what others have made: after what was published, and its memory lasts as long."""
         self.join()
-        for value in values:
+        self.keep(values)
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """The memory of tensors is not used anew before what this thread asks for with them is done."""
+        for value in values if self.used else ():
             if isinstance(value, Tensor) and value.device.index in self.used:
-                value.record_stream(_accelerator.current_stream(value.device))
+                _keep_for(value, _accelerator.current_stream(value.device))
 
     def join(self) -> None:
         """What this thread asks for from here on comes after what was published."""
@@ -159,6 +163,24 @@ def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
         _accelerator.set_device_index(device_index)
 
 
+def _keep_for(tensor: Tensor, stream: torch.Stream) -> None:
+    """The memory of `tensor` is not used anew before `stream` has done what it was asked for until then."""
+    if tensor.layout is torch.strided:
+        tensor.record_stream(stream)
+    elif tensor.layout is torch.sparse_coo:
+        for part in (tensor._indices(), tensor._values()):
+            part.record_stream(stream)
+    else:
+        for part in (*_plain_indices(tensor), tensor.values()):
+            part.record_stream(stream)
+
+
+def _plain_indices(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices()
+    return tensor.ccol_indices(), tensor.row_indices()
+
+
 def settle(blobs: Sequence[Any]) -> Sequence[Tensor]:
     """Blobs as this thread may use them from here on: its current streams wait for those that are still arriving."""
     if not any(type(blob) is Arrived for blob in blobs):
@@ -180,16 +202,13 @@ def set_apart(blobs: Sequence[Blob]) -> Sequence[Blob]:
 
 
 def _set_apart(bound: Bound) -> Bound:
-    current = _accelerator.current_stream(bound.blob.device)
-    bound.blob.record_stream(current)
     with torch.inference_mode(False), torch.no_grad():
-        return Bound(bound.blob.clone(), bound.device, current.record_event())
+        copy = bound.blob.clone()
+    return Bound(copy, bound.device, _accelerator.current_stream(copy.device).record_event())
 
 
 def copied(blob: Tensor, index: int) -> Tensor | Arrived:
     """A copy for somebody else on an accelerator, or the host; asked for on this thread's current stream."""
-    if not blob.is_cpu:
-        blob.record_stream(_accelerator.current_stream(blob.device))
     with torch.inference_mode(False), torch.no_grad():
         if index == HOST:
             return blob.to("cpu", copy=True)

@@ -112,8 +112,7 @@ def opened(box: Box, agent: Agent, timeout: float = 0) -> Any:
     if not box.full and not agent.wait_for(box.opening(), timeout or -1):
         raise TimeoutError
     value = box.open()
-    if agent.streams.used:
-        agent.streams.adopt(value)
+    agent.streams.adopt(value)
     return value
 
 

@@ -145,6 +145,8 @@ class _Leaves:
         return "saved", flags, [self._add(saved, HOST)], target
 
     def _add(self, leaf: Tensor, target: int) -> int:
+        if not leaf.is_cpu and not leaf.is_meta:  # it may have been made on another stream than it is sent on
+            leaf.record_stream(torch.accelerator.current_stream(leaf.device))
         self.tensors.append(leaf)
         self.targets.append(target)
         return len(self.tensors) - 1

@@ -21,6 +21,7 @@ from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
 SIZE = 3
 BOUND = 0.3
 
+device = "cpu"  # where the leaves are, and so all else
 stages: dict[int, Stage] = {}  # of the programs that run at this moment
 
 
@@ -92,7 +93,7 @@ def perform(key: int, worker: str, instruction: tuple[Any, ...]) -> None:
     if kind == "leaf":
         (seed,) = what
         made = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        made = made.mul_(0.5).requires_grad_()
+        made = made.mul_(0.5).to(device).requires_grad_()
         stage.leaves.append(made)
         values.append(made)
     elif kind == "operation":
@@ -106,9 +107,10 @@ def perform(key: int, worker: str, instruction: tuple[Any, ...]) -> None:
         _add_module(stage, number, seed, values[a])
     elif kind == "embedding":
         seed, a = what
-        table = torch.randn(5, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        table = torch.randn(5, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
         stage.leaves.append(table.requires_grad_())
-        values.append(torch.nn.functional.embedding(torch.tensor([0, 2, 2]), table, sparse=True) * values[a])
+        chosen = torch.tensor([0, 2, 2]).to(device)
+        values.append(torch.nn.functional.embedding(chosen, table, sparse=True) * values[a])
     elif kind == "hook":
         number, a = what
         if values[a].requires_grad:
@@ -134,7 +136,7 @@ def _called(stage: Stage, number: int, gradient: torch.Tensor | None) -> torch.T
 
 
 def _add_module(stage: Stage, number: int, seed: int, value: torch.Tensor) -> None:
-    module = torch.nn.Linear(SIZE, SIZE, dtype=torch.float64)
+    module = torch.nn.Linear(SIZE, SIZE, dtype=torch.float64).to(device)
     for parameter in module.parameters():
         drawn = torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         parameter.data.copy_(drawn * 0.3)

@@ -39,7 +39,8 @@ def on_devices(test: Callable[..., None], host: bool = False) -> Any:
     @functools.wraps(test)
     def checked(kind: str, **named: Any) -> None:
         test(kind, **named)
-        assert accelerator.violations() == []
+        found = accelerator.violations()
+        assert not found, "\n".join(found)
 
     run.body = checked  # type: ignore[attr-defined]
     return pytest.mark.parametrize("kind", [*(["cpu"] if host else []), SIM, CUDA])(run)
@@ -57,13 +58,17 @@ def places(kind: str) -> tuple[torch.device, torch.device]:
 
 
 @contextlib.contextmanager
-def group(kind: str, count: int = 2, share: bool = False, **options: Any) -> Iterator[list[Worker]]:
-    """Agents of this process, each of whose devices leads to the other device of all; this thread speaks for `w0`.
+def group(
+    kind: str, count: int = 2, share: bool = False, crossed: bool = True, **options: Any
+) -> Iterator[list[Worker]]:
+    """Agents of this process; this thread speaks for `w0`.
 
-    With `share` they share the memory of devices, where a GPU would do so by CUDA's handles.
+    Each device leads to the other one of all, or to itself if not `crossed`. With `share` they share the memory of
+    devices, where a GPU would do so by CUDA's handles.
     """
     here, there = places(kind)
-    maps = {f"w{rank}": {here: there, there: here} for rank in range(count)} if kind != "cpu" else {}
+    map_ = {here: there, there: here} if crossed else {here: here}
+    maps = {f"w{rank}": map_ for rank in range(count)} if kind != "cpu" else {}
     sharer = {"sim": Sharer()} if share and kind == "sim" else {}
     shares = {**sharing.SHARERS, **sharer} if share else {}
     with replaced(sharing.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:

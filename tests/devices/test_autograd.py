@@ -1,0 +1,109 @@
+"""Gradients that cross workers, of tensors on accelerators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad.autograd as autograd
+from telegrad import rpc
+from telegrad.devices.streams import on
+from tests.autograd import programs
+from tests.devices.kinds import group, on_devices, places
+
+WAYS = [pytest.param({"transport": "unix", "share": True}, id="shared"), pytest.param({"transport": "tcp"}, id="tcp")]
+EACH = 15  # programs of one test
+
+
+@pytest.mark.parametrize("first", range(0, 60, EACH))
+@on_devices
+def test_random_programs(kind, first):
+    with group(kind, 5, crossed=False, share=bool(first % 2)):
+        programs.device = str(places(kind)[0])
+        compared = 0
+        for seed in range(first, first + EACH):
+            try:
+                compared += programs.check(seed)
+            except Exception as error:
+                raise AssertionError(f"SEED={seed} {error}") from error
+        assert compared
+
+
+def square(x):
+    return x * x
+
+
+def scaled(x, by):
+    return square(x) * rpc.rpc_sync("w2", torch.mul, (by, 3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_devices
+def test_a_gradient_comes_to_the_device_of_its_leaf(kind, way):
+    here, _ = places(kind)
+    with group(kind, 3, **way):
+        for stream in (torch.accelerator.current_stream(here), torch.Stream(here)):
+            with on(stream):
+                x = torch.arange(3.0, device=here, requires_grad=True)
+                y = torch.full((3,), 2.0, device=here, requires_grad=True)
+                for _ in range(3):
+                    with autograd.context() as context:
+                        loss = rpc.rpc_sync("w1", scaled, (x, y)).sum()
+                        autograd.backward(context, [loss])
+                        gradients = autograd.get_gradients(context)
+                        assert gradients[x].device == here
+                        assert gradients[x].tolist() == [0.0, 12.0, 24.0]
+                        assert gradients[y].tolist() == [0.0, 3.0, 12.0]
+
+
+@on_devices
+def test_a_gradient_finds_a_leaf_of_the_host_on_its_way_back(kind):
+    _, there = places(kind)
+    maps = {"w1": {"cpu": there}}
+    with group(kind, device_maps=maps):
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context:
+            autograd.backward(context, [rpc.rpc_sync("w1", square, (x,)).sum()])
+            assert autograd.get_gradients(context)[x].tolist() == [2.0] * 3
+
+
+class Layer(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        torch.manual_seed(5)
+        self.inner = nn.Linear(4, 4).to(device)
+
+    def forward(self, x):
+        return torch.relu(self.inner(x))
+
+    def gradient(self, context):
+        return autograd.get_gradients(context)[self.inner.weight].cpu()
+
+
+def made(device):
+    return rpc.RRef(Layer(device))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_devices
+def test_several_passes_through_remote_layers(kind, way):
+    here, there = places(kind)
+    with group(kind, 3, **way):
+        layers = [rpc.rpc_sync(name, made, (there,)) for name in ("w1", "w2")]  # one after the other: they draw numbers
+        torch.manual_seed(6)
+        batches = [torch.randn(5, 4) for _ in range(4)]
+        local = nn.Sequential(Layer("cpu"), Layer("cpu"))
+        for batch in batches:
+            local(batch).sum().backward()
+        with autograd.context() as context:
+            losses = []
+            for batch in batches:
+                x = batch.to(here)
+                for layer in layers:
+                    x = layer.rpc_sync().forward(x)
+                losses.append(x.sum())
+            for future in [autograd.backward_async(context, [loss]) for loss in losses]:
+                future.wait()
+            for mine, layer in zip(local, layers, strict=True):
+                assert torch.allclose(layer.rpc_sync().gradient(context), mine.inner.weight.grad, atol=1e-5)
