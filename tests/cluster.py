@@ -34,14 +34,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def agents(count: int, **options: Any) -> Iterator[list[Worker]]:
+def agents(count: int, dynamic: bool = False, **options: Any) -> Iterator[list[Worker]]:
     """A group of `count` workers in this process; closed without ceremony."""
     generation = next(_generation)
     with tempfile.TemporaryDirectory() as folder:
 
         def begin(rank: int) -> Worker:
             own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options})
-            meet = partial(open_store, f"file://{folder}/store", rank, count)
+            meet = partial(open_store, f"file://{folder}/store", rank, None if dynamic else count)
             return start(f"w{rank}", meet, own, generation, current.enter)
 
         with ThreadPoolExecutor(count) as pool:

@@ -190,13 +190,19 @@ class Agent:
         if pending.timeout:
             with self._lock:
                 self._deadlines.remove(pending, pending.timeout)
-        with self.streams.aside():
-            try:
-                value = self._open(pending)
-            except Exception as error:
-                outcome.set_exception(error.with_traceback(None))
-            else:
-                outcome.set_result(value)
+        if self.streams.used:
+            with self.streams.aside():
+                self._tell(outcome, pending)
+        else:
+            self._tell(outcome, pending)
+
+    def _tell(self, outcome: Outcome, pending: Pending) -> None:
+        try:
+            value = self._open(pending)
+        except Exception as error:
+            outcome.set_exception(error.with_traceback(None))
+        else:
+            outcome.set_result(value)
 
     def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any, creation: Any = None) -> dict[str, Any]:
         self._started += 1

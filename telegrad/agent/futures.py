@@ -71,7 +71,7 @@ class Future(torch.futures.Future[T]):
         """End with a value. Where values may lie on devices, torch looks for its tensors, by pickling it."""
         if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
             result = _Covered(result)  # type: ignore[assignment]
-        super().set_result(result)
+        torch._C.Future.set_result(self, result)
 
     def set_exception(self, result: T) -> None:
         """End with an error, which each wait raises anew.

@@ -1,0 +1,132 @@
+"""Device maps: what is wrong with them, and where they lead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from telegrad import errors, rpc
+from telegrad.devices.maps import Devices, faults, turned
+from telegrad.devices.routes import for_answers, for_calls, for_gradients
+from telegrad.rpc.options import TelegradOptions, TensorPipeRpcBackendOptions
+from telegrad.wire.tensors import HOST
+from tests.accelerator.apart import apart
+from tests.cluster import agents
+from tests.devices.kinds import SIM, group, places
+
+TWO = Devices(2)
+
+
+def with_map(map_, to="b", count=2, allowed=()):
+    return Devices(count, {to: map_}, allowed)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (TWO, TWO, None),
+        (with_map({"cuda:0": "cuda:1", "cuda:1": "cuda:0", "cpu": "cpu"}), TWO, None),
+        (with_map({"cpu": "cuda:1", "cuda:0": "cpu"}), TWO, None),
+        (with_map({"cuda:0": "cuda:0"}, to="a"), TWO, None),
+        (with_map({"cuda:0": "cuda:0"}, to="z"), TWO, "invalid target node names in its device maps: z. .* a, b"),
+        (with_map({"cuda:2": "cuda:0"}), TWO, "source devices with invalid indices in its device map for b: cuda:2"),
+        (with_map({"cuda:0": "cuda:2"}), TWO, "target devices with invalid indices in its device map for b: cuda:2"),
+        (with_map({"cuda:0": "cuda:0"}), Devices(0), "target devices with invalid indices.*Worker b has 0"),
+        (with_map({"cuda:0": "cuda:1", "cuda:1": "cuda:1"}), TWO, "duplicated target devices in its device map for b"),
+        (with_map({"cuda:0": "cuda:0"}, allowed=("cuda:1",)), TWO, "unexpected source devices in its device map for b"),
+        (
+            with_map({"cuda:0": "cuda:1"}),
+            Devices(2, {}, ("cuda:0",)),
+            "unexpected target devices.*worker b allows cuda:0",
+        ),
+    ],
+)
+def test_faults(a, b, expected):
+    found = list(faults({"a": a, "b": b}))
+    if expected is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert pytest.raises(AssertionError, match=f"^Node a has {expected}").matches(AssertionError(found[0]))
+
+
+def test_of_a_part_of_a_group_names_that_are_not_there_are_no_fault():
+    assert list(faults({"a": with_map({"cuda:0": "cuda:0"}, to="z")}, whole=False)) == []
+
+
+def test_which_devices_calls_can_touch():
+    mine = Devices(4, {"b": {"cuda:0": "cuda:1", "cpu": "cuda:2"}}, ("cuda:3",))
+    others = [Devices(4, {"a": {"cuda:1": "cuda:2", "cuda:0": "cpu"}, "c": {"cuda:0": "cuda:1"}})]
+    assert mine.uses_of("a", others) == {"cuda:0", "cuda:2", "cuda:3"}
+
+
+def test_the_way_back():
+    assert turned({"cuda:0": "cuda:1", "cuda:1": "cpu"}) == {"cuda:1": "cuda:0", "cpu": "cuda:1"}
+
+
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def test_routes_of_calls_and_answers():
+    calls = for_calls("b", {"cuda:0": "cuda:1"})
+    assert (calls(FIRST), calls(CPU), calls.keeps_host) == (1, HOST, True)
+    with pytest.raises(errors.DeviceError, match=r"set_device_map\('b', {'cuda:1': 'cuda:1'}\)"):
+        calls(SECOND)
+    answers = for_answers("a", {"cuda:0": "cuda:1", "cuda:1": "cpu"})
+    assert (answers(SECOND), answers(CPU), answers.keeps_host) == (0, 1, False)
+    with pytest.raises(errors.DeviceError, match=r"Response device mapping is not available for cuda:0.*'a'"):
+        answers(FIRST)
+
+
+def test_routes_of_gradients_lead_back_to_where_tensors_came_from():
+    back = for_gradients({"cuda:0": "cuda:0"}, {"cuda:1": "cuda:0"})
+    assert (back(FIRST), back(SECOND), back(CPU)) == (1, HOST, HOST)
+    assert for_gradients({"cuda:0": "cuda:1"}, {})(FIRST) == 1
+
+
+def test_options_take_devices_in_any_spelling():
+    options = TensorPipeRpcBackendOptions(device_maps={"b": {"cuda:0": torch.device("cuda:1")}}, devices=["cuda"])
+    options.set_device_map("b", {"cuda:1": "cuda:0"})
+    assert options.device_maps == {"b": {FIRST: SECOND, SECOND: FIRST}}
+    assert options.devices == [FIRST]
+    assert TelegradOptions(device_maps={"b": {0: 1}}).device_maps["b"] == {FIRST: SECOND}
+    assert options.published().maps == {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}}
+
+
+def test_one_device_goes_to_one():
+    options = TelegradOptions()
+    options.set_device_map("b", {0: 1})
+    options.set_device_map("b", {0: 1})
+    with pytest.raises(ValueError, match=r"only supports 1-to-1 mapping: cuda:0 goes to cuda:1 of worker 'b'"):
+        options.set_device_map("b", {0: 0})
+    with pytest.raises(RuntimeError, match="must not be negative"):
+        options.set_device_map("b", {-1: 0})
+
+
+def test_a_map_without_devices_is_refused_where_the_workers_meet():
+    maps = {"w1": {"cuda:0": "cuda:0"}}
+    with pytest.raises(errors.DeviceError, match=r"source devices.*has 0 acc"), agents(2, device_maps=maps):
+        pass
+
+
+@pytest.mark.parametrize("kind", [SIM])
+@apart
+def test_all_workers_are_told_of_a_wrong_map(kind):
+    here, there = places(kind)
+    wrong = [({"w1": {here: there, there: there}}, "duplicated"), ({"none": {here: there}}, "invalid target")]
+    for maps, fault in wrong:
+        with pytest.raises(ValueError, match=f"Node w0 has {fault}"), agents(2, device_maps=maps):
+            pass
+
+
+@pytest.mark.parametrize("kind", [SIM])
+@apart
+def test_in_a_dynamic_group_a_map_is_checked_at_the_first_call(kind):
+    here, _ = places(kind)
+    with group(kind, dynamic=True) as (first, _):
+        connections = first.agent._connections
+        connections._me = connections._me._replace(devices=with_map({str(here): f"{kind}:7"}, to="w1"))
+        with pytest.raises(errors.DeviceError, match="target devices with invalid indices"):
+            rpc.rpc_sync("w1", torch.add, (1, 1))
+    with group(kind, dynamic=True, device_maps={"w1": {here: here}}):
+        assert rpc.rpc_sync("w1", torch.add, (torch.ones(1, device=here), 1)).tolist() == [2.0]
