@@ -19,7 +19,7 @@ from benchmarks.processes import Child, Failed, answer_all, free_port
 TELEGRAD, TORCH = "telegrad.rpc", "torch.distributed.rpc"
 START_PATIENCE = 60.0
 _CLOSE_PATIENCE = 10.0
-_TRANSPORTS = {"host": None, "tcp": ["uv"]}  # the reference's names; Telegrad takes them as hints
+_TRANSPORTS = {"host": None, "tcp": ["uv"], "cuda": None}  # the reference's names; Telegrad takes them as hints
 
 
 class Group:
@@ -77,8 +77,9 @@ class Group:
 def join(library: str, rank: int, size: int, way: str, port: int) -> Any:
     """Join a group of this host; the library's `rpc` module."""
     rpc = importlib.import_module(library)
+    maps = {f"worker{other}": {0: 0} for other in range(size)} if way == "cuda" else None
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}", _transports=_TRANSPORTS[way], rpc_timeout=300
+        init_method=f"tcp://127.0.0.1:{port}", _transports=_TRANSPORTS[way], rpc_timeout=300, device_maps=maps
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     return rpc

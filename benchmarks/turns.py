@@ -96,7 +96,7 @@ def measure_limits(names: Iterable[str], into: dict[str, list[float]]) -> None:
 
 
 def take_all(rows: list[Row], rounds: int, limits: dict[str, list[float]]) -> list[Result]:
-    """All rows, those of the same workers together."""
+    """All rows, those of the same workers together; with each, the limits of the host that it is compared with."""
     results = []
     for way, workers in dict.fromkeys((way, row.workers) for row in rows for way in row.ways):
         sides = [Workers(library, way, workers) for library in (TELEGRAD, TORCH)]
@@ -104,7 +104,7 @@ def take_all(rows: list[Row], rounds: int, limits: dict[str, list[float]]) -> li
             for row in rows:
                 if way in row.ways and row.workers == workers:
                     print(f"\r{way}: {row.name:45}", end="", file=sys.stderr, flush=True)
-                    needed = [target.limit for target in row.targets if isinstance(target, OfLimit)]
+                    needed = [each.limit for each in row.targets if isinstance(each, OfLimit) and each.limit in LIMITS]
                     figures, failures = take_turns(row, sides, rounds, partial(measure_limits, needed, limits))
                     about = (row.name, way, row.unit, row.higher_is_better)
                     results.append(Result(*about, figures[0], figures[1], row.targets, failures[0], failures[1]))

@@ -1,0 +1,86 @@
+"""Workers in processes of their own; on a GPU that is where they share its memory."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import telegrad.autograd as autograd
+from telegrad import rpc
+from telegrad.devices import sharing
+from telegrad.rpc import current
+from tests import accelerator
+from tests.cluster import free_port, init, processes, run_all
+from tests.devices.kinds import CUDA, SIM, Sharer, places
+
+LARGE = 40_000_001  # bytes
+ROUNDS = 5
+
+
+def begin(rank, kind, port, transport, share=False):
+    if kind == "sim":
+        accelerator.load()
+        sharing.SHARERS.update({"sim": Sharer()} if share else {})
+    logging.getLogger("telegrad").setLevel(logging.INFO)
+    here, there = places(kind)
+    maps = {f"worker{other}": {here: there, there: here} for other in range(2)}
+    init(rank, 2, port, transport=transport, device_maps=maps)
+
+
+def add(x, y):
+    return x + y
+
+
+def exchange(kind):
+    here, _ = places(kind)
+    for round_ in range(ROUNDS):
+        x = torch.full((1000,), float(round_), device=here)
+        assert rpc.rpc_sync("worker1", add, (x, x)).sum().item() == 2000 * round_
+        large = torch.arange(LARGE, device=here).to(torch.uint8)
+        back = rpc.rpc_sync("worker1", add, (large, 1))
+        large += 1
+        assert torch.equal(back, large)
+        y = torch.ones(3, device=here, requires_grad=True)
+        with autograd.context() as context:
+            autograd.backward(context, [rpc.rpc_sync("worker1", torch.mul, (y, y)).sum()])
+            assert autograd.get_gradients(context)[y].tolist() == [2.0] * 3
+    kept = rpc.remote("worker1", add, (x, 1))
+    assert kept.to_here().sum().item() == 1000 * ROUNDS
+
+
+def ways():
+    """What was found out about sharing, by the connections of this worker."""
+    peers = current.agent()._connections._peers.values()
+    return [peer.link._outgoing._shares_devices for peer in peers]
+
+
+def lent():
+    return current.agent()._connections._pool.lent
+
+
+def end(rank, kind):
+    rpc.shutdown()
+    return accelerator.violations() if kind == "sim" else []
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("kind", [SIM, CUDA])
+def test_two_processes(kind, transport):
+    with processes(2) as made:
+        run_all(made, begin, kind, free_port(), transport)
+        made[0].run(exchange, kind)
+        assert made[0].run(ways) == [kind == "cuda" and transport == "unix"]
+        assert run_all(made, end, kind) == [[], []]
+
+
+@pytest.mark.parametrize("kind", [SIM])
+def test_where_the_other_end_cannot_open_a_block(kind):
+    """What is offered to another process, that of the simulated accelerator, cannot be opened: all goes by the host."""
+    with processes(2) as made:
+        run_all(made, begin, kind, free_port(), "unix", True)
+        made[0].run(exchange, kind)
+        assert made[0].run(ways) == [False]
+        assert made[0].run(lent) == 0
+        assert run_all(made, end, kind) == [[], []]

@@ -1,0 +1,114 @@
+"""What is asked of CUDA to share memory between processes, and how many blocks are lent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from benchmarks.cuda import bandwidth
+from telegrad import errors, rpc
+from telegrad.devices import sharing
+from telegrad.devices.streams import Streams
+from telegrad.transport.memory import KEEP, MOST_LENT, SharedPool
+from telegrad.wire.tensors import Bound
+from tests import accelerator
+from tests.accelerator.apart import apart
+from tests.devices.kinds import SIM, Sharer, group, replaced
+
+SHARED = (b"handle", 512, 64, b"counter", 3, b"event", True)  # as torch tells of a storage, without its device
+
+
+class Gpu:
+    """The parts of torch.cuda that are used, as two processes see it: what one exports the other one opens."""
+
+    def __init__(self, uuids):
+        self.opened = []
+        self.uuids = uuids
+
+    def device_count(self):
+        return len(self.uuids)
+
+    def get_device_properties(self, index):
+        return SimpleNamespace(uuid=self.uuids[index])
+
+    def device(self, index):
+        return torch.no_grad()
+
+    Event = SimpleNamespace(from_ipc_handle=lambda device, handle: (str(device), handle))
+
+
+class Storage:
+    @staticmethod
+    def _new_shared_cuda(index, *shared):
+        Storage.opened = index, *shared
+        return torch.ones(512, dtype=torch.uint8).untyped_storage()
+
+
+def test_what_one_process_exports_another_opens(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", Gpu(["first", "second"]))
+    block = SimpleNamespace(
+        device=torch.device("cuda:1"),
+        untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (1, *SHARED)),
+    )
+    events = [SimpleNamespace(ipc_handle=lambda name=name: name) for name in (b"filled", b"emptied")]
+    exported = sharing.Cuda().export(block, events)
+
+    monkeypatch.setattr(torch, "cuda", Gpu(["second"]))  # CUDA_VISIBLE_DEVICES may differ
+    monkeypatch.setattr(torch, "UntypedStorage", Storage)
+    monkeypatch.setattr(sharing, "device", lambda index: torch.device("cpu"))
+    opened, events = sharing.Cuda().open(exported)
+    assert Storage.opened == (0, *SHARED)
+    assert opened.numel() == 512
+    assert events == (("cpu", b"filled"), ("cpu", b"emptied"))
+
+    monkeypatch.setattr(torch, "cuda", Gpu(["third"]))
+    with pytest.raises(errors.DeviceError, match="the GPU second is not visible to this worker"):
+        sharing.Cuda().open(exported)
+
+
+@pytest.mark.parametrize("kind", [SIM])
+@apart
+def test_blocks_are_bounded_reused_and_let_go(kind):
+    with replaced(sharing.SHARERS, {"sim": Sharer()}):
+        pool = SharedPool(1 << 30)
+        limit = Sharer().limit(0)
+        first = pool.take_on(0, limit // 2)
+        assert first.capacity >= limit // 2
+        assert pool.take_on(0, limit) is None
+        assert pool.take_on(1, limit) is not None  # each device has its own bound
+        pool.give_back([first.number])
+        assert pool.take_on(0, limit // 2) is first
+        pool.give_back([first.number])
+        assert pool.trim(first.idle_since + KEEP) == [first.number]
+        assert not pool._bytes[0]
+        blocks = [pool.take_on(0, 1) for _ in range(2 * MOST_LENT)]
+        assert pool.lent == MOST_LENT == len([block for block in blocks if block is not None]) + 1
+        pool.close()
+        assert pool.take_on(0, 1) is None
+
+
+@pytest.mark.parametrize("kind", [SIM])
+@apart
+def test_a_block_is_filled_anew_only_once_it_was_emptied(kind):
+    """Without waiting on the host: the events of a block order its uses."""
+    with replaced(sharing.SHARERS, {"sim": Sharer()}):
+        streams = Streams()
+        block = sharing.DeviceBlock(1, 1024, 0)
+        there = sharing.open_block(block.handle())
+        for number in range(5):
+            block.fill(Bound(torch.full((100,), number, dtype=torch.uint8, device="sim:0"), 1))
+            arrived = there.take(100, 1, streams)
+            streams.arrivals(1).synchronize()
+            assert arrived.blob.tolist() == [number] * 100
+        assert accelerator.violations() == []
+
+
+@pytest.mark.parametrize("kind", [SIM])
+@apart
+def test_the_benchmark_runs(kind):
+    with group(kind), patch("benchmarks.cuda.OTHER", "w1"):
+        for direction in ("to", "from", "echo"):
+            assert bandwidth(rpc, 4096, direction, "sim:0") > 0
