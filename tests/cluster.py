@@ -34,13 +34,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def agents(count: int, dynamic: bool = False, **options: Any) -> Iterator[list[Worker]]:
-    """A group of `count` workers in this process; closed without ceremony."""
+def agents(
+    count: int, dynamic: bool = False, of_rank: Callable[[int], dict[str, Any]] = lambda _: {}, **options: Any
+) -> Iterator[list[Worker]]:
+    """A group of `count` workers in this process; closed without ceremony. `of_rank` gives the options of one alone."""
     generation = next(_generation)
     with tempfile.TemporaryDirectory() as folder:
 
         def begin(rank: int) -> Worker:
-            own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options})
+            own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options, **of_rank(rank)})
             meet = partial(open_store, f"file://{folder}/store", rank, None if dynamic else count)
             return start(f"w{rank}", meet, own, generation, current.enter)
 

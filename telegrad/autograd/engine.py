@@ -16,7 +16,7 @@ from telegrad.agent.members import Identity
 from telegrad.autograd import byhand, replicas
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import total
-from telegrad.autograd.graph import Origin, RecvNode, Send, edge_of, run_backward
+from telegrad.autograd.graph import Origin, RecvNode, Send, device_of, edge_of, run_backward
 from telegrad.autograd.passes import Order
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node, Schedule, Step
 from telegrad.devices.streams import Streams
@@ -132,6 +132,8 @@ class LocalPass:
             for edge, gradient in zip(self._edges[entry], parts, strict=False):
                 if gradient is None:
                     continue
+                if self._streams.used:  # it may have come another way than the tensor went
+                    gradient = gradient.to(device_of(edge))
                 if isinstance(edge, Tensor):
                     self._context.gradients.add(edge, gradient, self._order.create)
                 else:

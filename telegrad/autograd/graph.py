@@ -78,6 +78,15 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     return GradientEdge(made_by, tensor.output_nr)
 
 
+def device_of(edge: GradientEdge | Tensor) -> torch.device:
+    """Where the gradient of an edge is expected."""
+    if isinstance(edge, Tensor):
+        return edge.device
+    variable: Any = getattr(edge.node, "variable", None)
+    found: torch.device = (edge.node._input_metadata[edge.output_nr] if variable is None else variable).device
+    return found
+
+
 def run_backward(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], retain: bool, create: bool
 ) -> Sequence[Tensor | None]:

@@ -68,6 +68,19 @@ def test_a_gradient_finds_a_leaf_of_the_host_on_its_way_back(kind):
             assert autograd.get_gradients(context)[x].tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@on_devices
+def test_maps_that_do_not_agree(kind, transport):
+    """A gradient may then come to another device than that of its tensor, or to the host; it is moved."""
+    here, there = places(kind)
+    of_rank = [{"w1": {here: there}}, {"w0": {here: here}}]
+    with group(kind, transport=transport, of_rank=lambda rank: {"device_maps": of_rank[rank]}):
+        x = torch.arange(3.0, device=here, requires_grad=True)
+        with autograd.context() as context:
+            autograd.backward(context, [rpc.rpc_sync("w1", square, (x,)).sum()])
+            assert autograd.get_gradients(context)[x].tolist() == [0.0, 2.0, 4.0]
+
+
 class Layer(nn.Module):
     def __init__(self, device):
         super().__init__()
