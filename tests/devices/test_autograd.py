@@ -9,6 +9,7 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad import rpc
 from telegrad.devices.streams import on
+from telegrad.rpc import current
 from tests.autograd import programs
 from tests.devices.kinds import group, on_devices, places
 
@@ -55,6 +56,32 @@ def test_a_gradient_comes_to_the_device_of_its_leaf(kind, way):
                         assert gradients[x].device == here
                         assert gradients[x].tolist() == [0.0, 12.0, 24.0]
                         assert gradients[y].tolist() == [0.0, 3.0, 12.0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_devices
+def test_gradients_for_a_thread_of_another_worker(kind, way):
+    """Once the pass has ended they are there, also for who did not run it."""
+    here, there = places(kind)
+    with group(kind, **way) as workers:
+        leaf = torch.ones(3, device=there, requires_grad=True)
+        kept.clear()
+        kept.append(leaf)
+        for _ in range(20):
+            with autograd.context() as context:
+                autograd.backward(
+                    context, [rpc.rpc_sync("w1", times_what_is_kept, (torch.ones(3, device=here),)).sum()]
+                )
+                current.enter(workers[1].agent)
+                assert (autograd.get_gradients(context)[leaf] * 2).tolist() == [2.0] * 3
+                current.enter(workers[0].agent)
+
+
+kept = []
+
+
+def times_what_is_kept(x):
+    return x * kept[0]
 
 
 @on_devices

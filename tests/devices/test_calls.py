@@ -214,6 +214,11 @@ async def awaited(x):
     return await rpc.rpc_async("w2", slow_add, (x, x)) + 1
 
 
+async def parted(x):
+    """Elements that are far apart are brought together to be sent."""
+    return (x * 2)[::1000]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
 def test_functions_that_go_on_later(kind, way):
@@ -224,6 +229,7 @@ def test_functions_that_go_on_later(kind, way):
                 x = torch.full((3,), 2.0, device=here)
                 assert rpc.rpc_sync("w1", function, (x,)).tolist() == [5.0] * 3
                 assert rpc.rpc_async("w1", function, (x,)).wait().tolist() == [5.0] * 3
+        assert rpc.rpc_sync("w1", parted, (torch.ones(5000, device=here),)).tolist() == [2.0] * 5
 
 
 @on_devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch
 from benchmarks.cuda import bandwidth
 from telegrad import errors, rpc
 from telegrad.devices import sharing
+from telegrad.devices.ferry import Ferry
 from telegrad.devices.streams import Streams
 from telegrad.transport.memory import KEEP, MOST_LENT, SharedPool
 from telegrad.wire.tensors import Bound
@@ -104,6 +106,19 @@ def test_a_block_is_filled_anew_only_once_it_was_emptied(kind):
             streams.arrivals(1).synchronize()
             assert arrived.blob.tolist() == [number] * 100
         assert accelerator.violations() == []
+
+
+@pytest.mark.parametrize("kind", [SIM])
+@apart
+def test_what_is_on_its_way_to_the_host_when_its_connection_ends(kind):
+    """Its memory is not used anew while the device still copies it."""
+    ferry = Ferry(Streams())
+    departure = ferry.depart(Bound(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
+    assert not departure.over
+    del departure
+    gc.collect()
+    assert accelerator.violations() == []
+    assert not ferry.depart(Bound(torch.ones(5, dtype=torch.uint8, device="sim:0"), 0)).ready
 
 
 @pytest.mark.parametrize("kind", [SIM])
