@@ -170,9 +170,9 @@ class Server:
 
     def _answer(self, caller: Caller, call: Frame, result: Any, function: Any = None) -> Parts:
         """What to send."""
+        self.streams.publish()  # whoever hears of the end may go on with what the function has left here
         destination = destination_of(call)
         if destination is not None:
-            self.streams.publish()
             destination.fulfil(result)
             return {"kind": RESULT, "id": call.id, "flags": CARRIES, "body": load(_NOTHING, destination.receipt())}
         flags = 0
@@ -197,6 +197,7 @@ class Server:
         self._note_failure(caller, call, error)
 
     def _failure(self, call: Frame, error: BaseException) -> Parts:
+        self.streams.publish()
         flags, body = 0, describe(error, self._name)
         destination = destination_of(call)
         if destination is not None:
