@@ -306,6 +306,10 @@ class Agent:
         """Who has that name or rank; looked up once only."""
         return self._connections.peer(to).identity
 
+    def maps_devices_to(self, name: str) -> bool:
+        """Whether this worker has a device map to that one."""
+        return bool(self.settings.devices.maps.get(name))
+
     # Control messages of the rooms above
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:

@@ -170,7 +170,7 @@ class Server:
 
     def _answer(self, caller: Caller, call: Frame, result: Any, function: Any = None) -> Parts:
         """What to send."""
-        self.streams.publish()  # before anybody hears that it is done
+        self.streams.publish()  # whoever hears of the end may go on with what the function has left here
         destination = destination_of(call)
         if destination is not None:
             destination.fulfil(result)

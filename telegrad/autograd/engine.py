@@ -78,6 +78,7 @@ class LocalPass:
         self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients that have not been used
         self._coming: dict[Identity, int] = {}  # how many messages' gradients the current step will bring, if several
         self._unshipped: set[Origin] = set()
+        self._received_on: set[torch.Stream] = set()  # where the Recvs of the current step ran
         self._replicated = replicas.replicated()
         self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
         self._marked: set[int] = set()  # sends that can still receive
@@ -218,6 +219,7 @@ class LocalPass:
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """A Recv runs, on whatever thread the engine has for it."""
+        self._received_on.update(self._streams.current())
         self._unshipped.discard(origin)
         left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
         self._outlet.add(origin.sender, origin.number, gradients, left > 0)
@@ -244,6 +246,8 @@ class LocalPass:
             return
         given = run_backward(roots, gradients, wanted, self._order.retain, self._order.create)
         self._streams.keep(given)  # nodes run on the streams of the forward pass
+        self._streams.follow(self._received_on)  # what hooks made there; the engine sees to all other nodes
+        self._received_on.clear()
         for leaf, gradient in zip(step.leaves, given, strict=False):
             if gradient is not None:
                 shared = _holders(gradient) > UNSHARED

@@ -71,11 +71,10 @@ class RemoteModule(remote_module.RemoteModule):
     def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool) -> None:
         super()._represent(module, kind, device, training)
         members = vars(self)
-        members["is_device_map_set"] = False
         members["is_scriptable"] = False
         members["_kind"] = members.pop("_kind")  # last
-        members["forward_async"] = partial(run_async, module, device)
-        members["forward"] = partial(run, module, device)
+        members["forward_async"] = partial(run_async, module, device, self.is_device_map_set)
+        members["forward"] = partial(run, module, device, self.is_device_map_set)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What `torch.jit.script` makes a script module of."""
@@ -104,15 +103,15 @@ for _method in _REFUSED:
 _RemoteModule = RemoteModule
 
 
-def run(module: RRef[nn.Module], device: str, *args: Any, **kwargs: Any) -> Any:
-    return run_async(module, device, *args, **kwargs).wait()
+def run(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwargs: Any) -> Any:
+    return run_async(module, device, has_map, *args, **kwargs).wait()
 
 
-def run_async(module: RRef[nn.Module], device: str, *args: Any, **kwargs: Any) -> Future[Any]:
+def run_async(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwargs: Any) -> Future[Any]:
     if device == "cpu":
         future: Future[Any] = module.rpc_async()(*args, **kwargs)
         return future
-    return rpc_async(module.owner(), remote_module._run_on_device, (module, device, args, kwargs))
+    return rpc_async(module.owner(), remote_module.run_on_device, (module, device, has_map, args, kwargs))
 
 
 REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]

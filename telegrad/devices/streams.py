@@ -139,6 +139,17 @@ class Streams:
             if isinstance(value, Tensor) and value.device.index in self.used:
                 _keep_for(value, _accelerator.current_stream(value.device))
 
+    def current(self) -> list[torch.Stream]:
+        """Where this thread's work goes now."""
+        return [_accelerator.current_stream(index) for index in self.used]
+
+    def follow(self, streams: Iterable[torch.Stream]) -> None:
+        """What this thread asks for from here on comes after what was asked for on these streams."""
+        for stream in streams:
+            own = _accelerator.current_stream(stream.device_index)
+            if own != stream:
+                own.wait_stream(stream)
+
     def join(self) -> None:
         """What this thread asks for from here on comes after what was published."""
         for index in self.used:

@@ -41,6 +41,9 @@ class RemoteModule(nn.Module):
     `remote_device` is a worker, with a device or without: `"trainer0"`, `"trainer0/cpu"`, `"ps0/cuda:0"`,
     `"rank:1/cpu"`. The module is made there by `module_cls(*args, **kwargs)`. The handle can be sent to other workers.
 
+    To a module on an accelerator, arguments on accelerators travel along the device map; what did not arrive on its
+    device is moved there. Results and state come back along the map or, without a map to that worker, on the CPU.
+
     What is done to the handle as a whole is done to the module: `train`, `eval`, `to` and its like, `apply`,
     `requires_grad_`, `zero_grad`, `state_dict`, `load_state_dict`. Hooks of the handle run on the worker that calls it.
 
@@ -82,6 +85,7 @@ class RemoteModule(nn.Module):
         self.module_rref = module
         self.on = module.owner_name()
         self.device = device
+        self.is_device_map_set = module._keeper.agent.maps_devices_to(self.on)
         self.training = training
         self._kind = kind
 
@@ -101,7 +105,7 @@ class RemoteModule(nn.Module):
         return self._run_moving_async(*args, **kwargs).wait()
 
     def _run_moving_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        return rpc_async(self.on, _run_on_device, (self.module_rref, self.device, args, kwargs))
+        return rpc_async(self.on, run_on_device, (self.module_rref, self.device, self.is_device_map_set, args, kwargs))
 
     def _signed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         if self._signature is None:
@@ -153,7 +157,7 @@ class RemoteModule(nn.Module):
             raise UsageError("the state of a RemoteModule is a copy: there are no variables of this worker to keep")
         if destination is not None and _apart.get():
             return destination
-        state = self.module_rref.rpc_sync().state_dict(prefix=prefix)
+        state = rpc_sync(self.on, _state_of, (self.module_rref, prefix, self.is_device_map_set))
         if destination is None:
             return state
         destination.update(state)
@@ -287,11 +291,24 @@ def _device_of(module: nn.Module) -> torch.device | None:
     return None if held is None else held.device
 
 
-def _run_on_device(module: RRef[nn.Module], device: str, args: Any, kwargs: Any) -> Any:
-    """What comes from the CPU goes to the module's device, and back."""
-    there = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-    result = module.local_value()(*there[0], **there[1])
-    return tree_map_only(Tensor, lambda tensor: tensor.to("cpu"), result)
+def run_on_device(module: RRef[nn.Module], device: str, has_map: bool, args: Any, kwargs: Any) -> Any:
+    """Run a module on an accelerator for a caller who has a device map to this worker, or has none."""
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    result = module.local_value()(*args, **kwargs)
+    return result if has_map else on_host(result)
+
+
+def on_host(value: Any) -> Any:
+    """A value with copies on the CPU of its tensors that lie on accelerators."""
+    return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.cpu(), value)
+
+
+def _state_of(module: RRef[nn.Module], prefix: str, has_map: bool) -> dict[str, Any]:
+    state: dict[str, Any] = module.local_value().state_dict(prefix=prefix)
+    if not has_map:
+        for name, value in state.items():
+            state[name] = on_host(value)
+    return state
 
 
 def _parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import Gradients
+from telegrad.nn.remote_module import on_host
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.guards import guards_of, holding
 from telegrad.rpc import current
@@ -115,10 +116,12 @@ class LocalOptimizer:
 
     # Its state, by the names of the parameters
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self, has_map: bool = True) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps; on the CPU for a caller who has no device map to this worker."""
         assert self._optimizer is not None
         state = self._optimizer.state_dict()["state"]
-        return {name: state[index] for index, name in enumerate(self.names) if index in state}
+        named = {name: state[index] for index, name in enumerate(self.names) if index in state}
+        return named if has_map else on_host(named)
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of this worker's parameters."""

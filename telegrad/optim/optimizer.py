@@ -12,7 +12,7 @@ from telegrad.agent.futures import Future
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.nn.tree import Branch, Model, branches
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, hyperparameters
-from telegrad.rpc import RRef, rpc_async
+from telegrad.rpc import RRef, current, rpc_async
 from telegrad.rpc.together import together
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ class DistributedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the whole state, by the names of the parameters; of the same form on any number of workers."""
-        states = together(self.locals, lambda _, local: local.rpc_async().state())
+        has_map = current.agent().maps_devices_to
+        states = together(self.locals, lambda worker, local: local.rpc_async().state(has_map(worker)))
         return {
             "state": {name: state for own in states.values() for name, state in own.items()},
             "param_groups": self.state_groups(),

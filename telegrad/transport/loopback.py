@@ -72,7 +72,9 @@ def _copied(blob: Blob) -> Tensor | Arrived:
     if isinstance(blob, Tensor):
         return blob.clone()
     if blob.ready is not None:
-        torch.accelerator.current_stream(blob.blob.device).wait_event(blob.ready)
+        current = torch.accelerator.current_stream(blob.blob.device)
+        current.wait_event(blob.ready)
+        blob.blob.record_stream(current)
     return copied(blob.blob, blob.device)
 
 

@@ -147,3 +147,22 @@ def test_several_passes_through_remote_layers(kind, way):
                 future.wait()
             for mine, layer in zip(local, layers, strict=True):
                 assert torch.allclose(layer.rpc_sync().gradient(context), mine.inner.weight.grad, atol=1e-5)
+
+
+def leaf(device):
+    return torch.ones(3, device=device, requires_grad=True)
+
+
+@on_devices
+def test_what_hooks_make_of_the_gradients_of_received_tensors(kind):
+    """They run on the stream on which those arrived."""
+    _, there = places(kind)
+    with group(kind):
+        for _ in range(3):
+            seen = []
+            with autograd.context() as context:
+                received = rpc.rpc_async("w1", leaf, (there,)).wait()
+                received.register_hook(lambda gradient: seen.append(gradient * 3))  # noqa: B023 - called at once
+                received.grad_fn.register_hook(lambda _, given: seen.append(given[0] * 4))  # noqa: B023
+                autograd.backward(context, [(received * 2).sum()])
+                assert [each.tolist() for each in seen] == [[6.0] * 3, [8.0] * 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -193,6 +194,26 @@ def test_a_device_without_a_map(kind):
             assert rpc.rpc_sync(to, add, (torch.ones(2), 1)).tolist() == [2.0, 2.0]
 
 
+board = {}
+
+
+def write_down(x, fails):
+    board[0] = x * 2
+    if fails:
+        raise KeyError("written all the same")
+
+
+@on_devices
+def test_what_a_function_leaves_behind_is_there_after_its_answer(kind):
+    here, _ = places(kind)
+    with group(kind, crossed=False):
+        for number in range(60):
+            x = torch.full((3,), float(number), device=here)
+            with contextlib.suppress(KeyError):
+                rpc.rpc_sync("w1", write_down, (x, bool(number % 2)))
+            assert torch.equal((board[0] + x).cpu(), torch.full((3,), 3.0 * number))
+
+
 def fail(x):
     raise ValueError(x.sum().item(), x)
 
@@ -290,8 +311,8 @@ def test_a_value_of_this_worker(kind):
 def test_a_first_call_that_waits_for_its_connection(kind):
     """What is sent while the connection is being made is as it was at the call."""
     here, _ = places(kind)
-    for transport in ("unix", "tcp"):
+    for transport, to in (("unix", "w1"), ("tcp", "w1"), ("unix", "w0")):
         with group(kind, transport=transport):
-            x = torch.ones(3, device=here)
-            first = rpc.rpc_async("w1", add, (x, 1))
+            with on(torch.Stream(here)):
+                first = rpc.rpc_async(to, add, (torch.ones(3, device=here), 1))
             assert first.wait().tolist() == [2.0] * 3
