@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
 from telegrad import rpc
+from telegrad.devices.streams import on
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import current
@@ -192,7 +193,7 @@ OPTIMIZERS = {
 def test_steps_as_on_the_host(kind, name, hogwild):
     here, there = places(kind)
     make, options = OPTIMIZERS[name]
-    with group(kind, 3):
+    with group(kind, 3, share=hogwild):
         spread, model = Tower(here, there, 3), whole()
         optimizer = DistributedOptimizer.for_module(make, spread, hogwild=hogwild, **options)
         reference = make(model.parameters(), **options)
@@ -252,10 +253,11 @@ def test_clipping(kind, limit):
 
 def train_alone(worker, module, optimizer, start):
     current.enter(worker.agent)
-    for seed in range(4):
-        with autograd.context() as context:
-            autograd.backward(context, loss_of(module, data(seed, start)))
-            optimizer.step(context)
+    with on(torch.Stream(start)):
+        for seed in range(4):
+            with autograd.context() as context:
+                autograd.backward(context, loss_of(module, data(seed, start)))
+                optimizer.step(context)
 
 
 @on_devices
