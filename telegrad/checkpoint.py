@@ -137,7 +137,8 @@ class Saver:
                 part.update(_state_of(share.branch))
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(state, is_coordinator=False)
-        self._writer = FileSystemWriter(path)
+        # Copies that torch makes ahead are waited for on the current accelerator alone; there may be several.
+        self._writer = FileSystemWriter(path, per_thread_copy_ahead=0)
         self._writer.set_up_storage_writer(False)
 
     def plan(self) -> SavePlan:

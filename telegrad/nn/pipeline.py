@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from telegrad.agent.futures import Future
 from telegrad.autograd import backward_async
 from telegrad.errors import UsageError
-from telegrad.nn.remote_module import RemoteModule
+from telegrad.nn.remote_module import RemoteModule, device_of, moved
 from telegrad.nn.schedule import Forward, Schedule, Step
 from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
 from telegrad.rpc.turns import Turns
@@ -30,13 +30,18 @@ class Stage:
 
     def __init__(self, module: RRef[nn.Module], following: RRef[Stage] | None) -> None:
         self._module = module.local_value()
+        self._device = device_of(self._module)
         self._following = following
         self._turns = Turns()
         self._batches: dict[str, Batch] = {}
 
     def run(self, value: Any) -> Any:
         with self._turns.taken():
-            return self._module(value)
+            return self._module(self._near(value))
+
+    def _near(self, value: Any) -> Any:
+        """On the module's accelerator, if it has one: devices of workers need not lead to one another as stages do."""
+        return value if self._device is None or self._device.type in ("cpu", "meta") else moved(self._device, value)
 
     @functions.async_execution
     def advance(self, batch: str, number: int, value: Any) -> torch.futures.Future[Tensor]:
@@ -52,7 +57,7 @@ class Stage:
 
     def open(self, batch: str, targets: list[Any], loss: Loss, weights: list[float]) -> None:
         """A batch is going to come, of which these are the targets of the micro-batches."""
-        self._batches[batch] = Batch(targets, loss, weights)
+        self._batches[batch] = Batch(self._near(targets), loss, weights)
 
     def root(self, batch: str, numbers: Sequence[int]) -> Tensor:
         """Where backward begins for some micro-batches."""
@@ -84,7 +89,8 @@ class Pipeline(nn.Module):
 
     A stage is a `RemoteModule`, a reference to a module, or a module of this worker; it takes what the one before it
     gives. A batch is split along its first dimension into `chunks` micro-batches, so that all stages work at once.
-    What passes between two stages goes straight from worker to worker.
+    What passes between two stages goes straight from worker to worker; between stages on accelerators along the device
+    map of the one for the other. There, what did not arrive on the device of a stage is moved to it.
 
     `pipeline(inputs)` gives the outputs, for a loss and a backward pass of one's own. `forward_backward` does all of a
     training step but the optimizer's, in the order of `schedule`: "1f1b", which keeps the activations of as many

@@ -277,7 +277,7 @@ def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any
         raise ValueError(f"{reference!r} is a reference to an instance of {type(module)}, not of <class nn.Module>")
     if device is not None:
         module.to(device)
-    return _about(reference, module, str(device or _device_of(module) or "cpu"))
+    return _about(reference, module, str(device or device_of(module) or "cpu"))
 
 
 def _about(reference: RRef[nn.Module], module: nn.Module, device: str) -> tuple[Any, ...]:
@@ -285,7 +285,7 @@ def _about(reference: RRef[nn.Module], module: nn.Module, device: str) -> tuple[
     return reference, type(module).__name__, device, module.training
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
+def device_of(module: nn.Module) -> torch.device | None:
     """Where its tensors are, if it has any."""
     held = next(itertools.chain(module.parameters(), module.buffers()), None)
     return None if held is None else held.device
@@ -293,9 +293,14 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 def run_on_device(module: RRef[nn.Module], device: str, has_map: bool, args: Any, kwargs: Any) -> Any:
     """Run a module on an accelerator for a caller who has a device map to this worker, or has none."""
-    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    args, kwargs = moved(device, (args, kwargs))
     result = module.local_value()(*args, **kwargs)
     return result if has_map else on_host(result)
+
+
+def moved(device: str | torch.device, value: Any) -> Any:
+    """A value with its tensors on a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def on_host(value: Any) -> Any:
@@ -317,7 +322,7 @@ def _parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Param
 
 def _apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> str:
     there = module.local_value()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-    return str(_device_of(there) or fn(torch.empty(0)).device)
+    return str(device_of(there) or fn(torch.empty(0)).device)
 
 
 def _call(module: RRef[nn.Module], method: str, args: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
@@ -37,7 +37,7 @@ def clip_grad_norm_(
     def on_all(function: Callable[..., Any], argument: float) -> dict[str, Any]:
         return together(by_worker, lambda worker, own: rpc_async(worker, function, (own, context_id, argument)))
 
-    norms = [norm for norm in on_all(_norm, norm_type).values() if norm is not None]
+    norms = [norm.cpu() for norm in on_all(_norm, norm_type).values() if norm is not None]  # a map may lead elsewhere
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -51,8 +51,9 @@ def clip_grad_norm_(
 
 
 def _norm(own: list[RRef[Any]], context_id: int, norm_type: float) -> Tensor | None:
-    norms = [torch.linalg.vector_norm(_values(each), norm_type).cpu() for each in _gradients(own, context_id)]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else None
+    """On the CPU: the host waits for it once."""
+    gradients = _gradients(own, context_id)
+    return nn.utils.get_total_norm(map(_values, gradients), norm_type).cpu() if gradients else None
 
 
 def _scale(own: list[RRef[Any]], context_id: int, factor: float) -> None:
