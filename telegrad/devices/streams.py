@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.wire.tensors import HOST, Blob, Bound
+from telegrad.wire.tensors import HOST, Blob, Bound, keep_for
 
 _accelerator = torch.accelerator
 
@@ -137,7 +137,7 @@ class Streams:
         """The memory of tensors is not used anew before what this thread asks for with them is done."""
         for value in values if self.used else ():
             if isinstance(value, Tensor) and value.device.index in self.used:
-                _keep_for(value, _accelerator.current_stream(value.device))
+                keep_for(value, _accelerator.current_stream(value.device))
 
     def current(self) -> list[torch.Stream]:
         """Where this thread's work goes now."""
@@ -172,24 +172,6 @@ def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
         for stream in before:
             _accelerator.set_stream(stream)
         _accelerator.set_device_index(device_index)
-
-
-def _keep_for(tensor: Tensor, stream: torch.Stream) -> None:
-    """The memory of `tensor` is not used anew before `stream` has done what it was asked for until then."""
-    if tensor.layout is torch.strided:
-        tensor.record_stream(stream)
-    elif tensor.layout is torch.sparse_coo:
-        for part in (tensor._indices(), tensor._values()):
-            part.record_stream(stream)
-    else:
-        for part in (*_plain_indices(tensor), tensor.values()):
-            part.record_stream(stream)
-
-
-def _plain_indices(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices()
-    return tensor.ccol_indices(), tensor.row_indices()
 
 
 def settle(blobs: Sequence[Any]) -> Sequence[Tensor]:

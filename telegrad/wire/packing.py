@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import CannotEncode, CodecError, DeviceError
-from telegrad.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, nothing
+from telegrad.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, keep_for, nothing
 
 SMALL = 4096  # fewer bytes than these travel inside the description
 ALIGNED = 16  # the largest element: a shared part begins at a multiple, so that any type can view it
@@ -146,7 +146,7 @@ class _Leaves:
 
     def _add(self, leaf: Tensor, target: int) -> int:
         if not leaf.is_cpu and not leaf.is_meta:  # it may have been made on another stream than it is sent on
-            leaf.record_stream(torch.accelerator.current_stream(leaf.device))
+            keep_for(leaf, torch.accelerator.current_stream(leaf.device))
         self.tensors.append(leaf)
         self.targets.append(target)
         return len(self.tensors) - 1

@@ -8,6 +8,7 @@ What lies on an accelerator, or shall arrive on one, is carried as a blob howeve
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -68,3 +69,24 @@ def nothing(name: str, device: torch.device = CPU) -> Tensor:
         with torch.inference_mode(False):
             like = _empty[name] = torch.empty(0, dtype=DTYPES[name], device=CPU)
     return torch.empty_like(like)
+
+
+def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
+    """The memory of a tensor is not used anew before `stream` has done what it was asked for until then."""
+    for part in _parts_of(tensor):
+        with torch.no_grad():
+            # A view without the bits of the other: `record_stream` of torch destroys memory where they are set.
+            bare = part.conj() if part.is_complex() and part.is_conj() else part
+            bare = torch._neg_view(bare) if bare.is_neg() else bare
+        bare.record_stream(stream)
+
+
+def _parts_of(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors that have the memory of one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
