@@ -65,14 +65,19 @@ def train(state, steps):
     losses = []
     for _ in range(steps):
         inputs = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(state["step"]))
-        with autograd.context() as context:
-            loss = (state["model"](inputs) - inputs.sum(1, keepdim=True)).square().mean()
-            autograd.backward(context, loss)
-            state["optimizer"].step(context)
-        state["scheduler"].step()
-        state["step"] += 1
-        losses.append(loss.item())
+        losses.append(step(state, lambda model, x=inputs: (model(x) - x.sum(1, keepdim=True)).square().mean()))
     return losses
+
+
+def step(state, loss_of):
+    """One step on what `loss_of(model)` gives."""
+    with autograd.context() as context:
+        loss = loss_of(state["model"])
+        autograd.backward(context, loss)
+        state["optimizer"].step(context)
+    state["scheduler"].step()
+    state["step"] += 1
+    return loss.item()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from telegrad.devices.pinned import PIECE, Piece, Pinned
-from telegrad.devices.streams import Arrived, Streams, device, on
+from telegrad.devices.streams import Arrived, Streams, device, on, read_on
 from telegrad.wire.tensors import Bound, memory
 
 AHEAD = 4  # pieces of one blob that are copied before they are sent
@@ -29,11 +29,7 @@ class Departure:
 
     def __init__(self, pinned: Pinned, stream: torch.Stream, bound: Bound) -> None:
         blob = bound.blob
-        if bound.ready is None:
-            stream.wait_stream(torch.accelerator.current_stream(blob.device))
-        else:
-            stream.wait_event(bound.ready)
-        blob.record_stream(stream)
+        read_on(stream, bound)
         self.source = blob.device.index
         self._pinned = pinned
         self._stream = stream

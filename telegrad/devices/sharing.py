@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from telegrad.devices.streams import Arrived, Streams, device, kind, on
+from telegrad.devices.streams import Arrived, Streams, device, kind, on, read_on
 from telegrad.errors import DeviceError
 from telegrad.wire.tensors import Bound
 
@@ -124,10 +124,8 @@ class DeviceBlock:
         if self._used:
             self._sharer.wait(emptied, index)
         current = torch.accelerator.current_stream(index)
-        if bound.ready is not None:
-            current.wait_event(bound.ready)
-        for each in (self.memory, bound.blob):  # neither may be used anew before the copy is made
-            each.record_stream(current)
+        read_on(current, bound)
+        self.memory.record_stream(current)
         with torch.inference_mode(False), torch.no_grad():
             self.memory[: bound.numel()].copy_(bound.blob, non_blocking=True)
         self._sharer.record(filled, index)

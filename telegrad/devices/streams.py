@@ -96,26 +96,21 @@ class Streams:
         inner = [self.work(index) for index in self.used]
         with on(*inner) as outer:
             for own, stream in zip(inner, outer, strict=True):
-                self._follow(own, stream)
+                for early in self._around(own, stream):
+                    own.wait_stream(early)
             try:
                 yield
             finally:
                 for own, stream in zip(inner, outer, strict=True):
-                    self._precede(own, stream)
+                    for late in self._around(own, stream):
+                        late.wait_stream(own)
 
-    def _follow(self, own: torch.Stream, outer: torch.Stream) -> None:
-        if outer != own:  # else this is a turn inside of a turn
-            default = self._defaults[own.device_index]
-            own.wait_stream(default)
-            if outer != default:
-                own.wait_stream(outer)
-
-    def _precede(self, own: torch.Stream, outer: torch.Stream) -> None:
-        if outer != own:
-            default = self._defaults[own.device_index]
-            default.wait_stream(own)
-            if outer != default:
-                outer.wait_stream(own)
+    def _around(self, own: torch.Stream, outer: torch.Stream) -> tuple[torch.Stream, ...]:
+        """The streams that a turn comes after when it begins, and before when it ends."""
+        default = self._defaults[own.device_index]
+        if outer == own:  # a turn inside of a turn
+            return ()
+        return (default,) if outer == default else (default, outer)
 
     def aside(self) -> AbstractContextManager[Any]:
         """Inside, this thread takes in what has come: after its arrival alone."""
@@ -124,9 +119,7 @@ class Streams:
     def publish(self) -> None:
         """What this thread has asked for comes before what others begin from here on."""
         for index in self.used:
-            own, default = _accelerator.current_stream(index), self._defaults[index]
-            if own != default:
-                default.wait_stream(own)
+            _order(_accelerator.current_stream(index), self._defaults[index])
 
     def adopt(self, *values: Any) -> None:
         """This thread goes on with what others have made: after what was published, and its memory lasts as long."""
@@ -146,16 +139,27 @@ class Streams:
     def follow(self, streams: Iterable[torch.Stream]) -> None:
         """What this thread asks for from here on comes after what was asked for on these streams."""
         for stream in streams:
-            own = _accelerator.current_stream(stream.device_index)
-            if own != stream:
-                own.wait_stream(stream)
+            _order(stream, _accelerator.current_stream(stream.device_index))
 
     def join(self) -> None:
         """What this thread asks for from here on comes after what was published."""
         for index in self.used:
-            own, default = _accelerator.current_stream(index), self._defaults[index]
-            if own != default:
-                own.wait_stream(default)
+            _order(self._defaults[index], _accelerator.current_stream(index))
+
+
+def _order(first: torch.Stream, then: torch.Stream) -> None:
+    """What the second is asked for from here on comes after what the first was asked for."""
+    if first != then:
+        then.wait_stream(first)
+
+
+def read_on(stream: torch.Stream, bound: Bound) -> None:
+    """`stream` is about to read a blob: after what made it, and its memory lasts as long."""
+    if bound.ready is None:
+        _order(_accelerator.current_stream(bound.blob.device), stream)
+    else:
+        stream.wait_event(bound.ready)
+    bound.blob.record_stream(stream)
 
 
 @contextmanager
@@ -200,13 +204,15 @@ def _set_apart(bound: Bound) -> Bound:
     return Bound(copy, bound.device, _accelerator.current_stream(copy.device).record_event())
 
 
-def copied(blob: Tensor, index: int) -> Tensor | Arrived:
-    """A copy for somebody else on an accelerator, or the host; asked for on this thread's current stream."""
+def copied(bound: Bound) -> Tensor | Arrived:
+    """A copy for somebody else, where the blob is bound for; asked for on this thread's current stream."""
+    if not bound.blob.is_cpu:
+        read_on(_accelerator.current_stream(bound.blob.device), bound)
     with torch.inference_mode(False), torch.no_grad():
-        if index == HOST:
-            return blob.to("cpu", copy=True)
-        made = blob.to(device(index), copy=True, non_blocking=not blob.is_cpu)
-        return Arrived(made, _accelerator.current_stream(index).record_event())
+        if bound.device == HOST:
+            return bound.blob.to("cpu", copy=True)
+        made = bound.blob.to(device(bound.device), copy=True, non_blocking=not bound.blob.is_cpu)
+        return Arrived(made, _accelerator.current_stream(bound.device).record_event())
 
 
 def _default_stream(index: int) -> torch.Stream:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-import torch
-from torch import Tensor
-
-from telegrad.devices.streams import Arrived, copied
+from telegrad.devices.streams import copied
 from telegrad.errors import PeerError, PeerLost
 from telegrad.wire.failures import fresh
 from telegrad.wire.messages import Frame
-from telegrad.wire.tensors import Blob
+from telegrad.wire.tensors import Blob, Bound
 
 
 class LoopEnd:
@@ -48,7 +45,15 @@ class LoopEnd:
         """Deliver a frame; there is no `later`."""
         if self.closed is not None:
             raise fresh(self.closed)
-        frame = Frame(kind, flags, id, head, meta, body, [_copied(blob) for blob in blobs])
+        frame = Frame(
+            kind,
+            flags,
+            id,
+            head,
+            meta,
+            body,
+            [copied(blob) if isinstance(blob, Bound) else blob.clone() for blob in blobs],
+        )
         self.other._on_frames(self.other, [frame])
 
     def release(self) -> None:
@@ -66,16 +71,6 @@ class LoopEnd:
     def fail(self, error: BaseException) -> None:
         """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
         self.close(PeerLost(f"a message of worker {self.peer!r} to itself failed ({error or type(error).__name__})"))
-
-
-def _copied(blob: Blob) -> Tensor | Arrived:
-    if isinstance(blob, Tensor):
-        return blob.clone()
-    if blob.ready is not None:
-        current = torch.accelerator.current_stream(blob.blob.device)
-        current.wait_event(blob.ready)
-        blob.blob.record_stream(current)
-    return copied(blob.blob, blob.device)
 
 
 def loop(caller: LoopEnd, callee: LoopEnd) -> None:

@@ -21,6 +21,7 @@ from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import current
 from tests.cluster import in_threads
 from tests.devices.kinds import group, on_devices, on_host_and_devices, places
+from tests.test_checkpoint import step
 
 WIDTH = 4
 MAPS = [pytest.param(True, id="map"), pytest.param(False, id="no map")]
@@ -312,16 +313,7 @@ def training(here, there, owners):
 
 
 def train(state, device):
-    losses = []
-    for _ in range(3):
-        with autograd.context() as context:
-            loss = loss_of(state["model"], data(state["step"], device))
-            autograd.backward(context, loss)
-            state["optimizer"].step(context)
-        state["scheduler"].step()
-        state["step"] += 1
-        losses.append(loss.item())
-    return losses
+    return [step(state, lambda model: loss_of(model, data(state["step"], device))) for _ in range(3)]
 
 
 @on_host_and_devices
