@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from telegrad.agent.futures import may_lie_on
 from telegrad.agent.members import Identity, Member
@@ -21,7 +24,8 @@ from telegrad.devices.streams import Streams
 from telegrad.errors import DeviceError, PeerError, PeerLost, ShutDown, UnknownWorker
 from telegrad.transport.connect import Wish, connect
 from telegrad.transport.freight import Stores
-from telegrad.transport.handshake import Claim
+from telegrad.transport.handshake import Claim, Strand
+from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
 from telegrad.transport.listener import Listener
 from telegrad.transport.loopback import LoopEnd, loop
@@ -75,7 +79,7 @@ class Connections:
         self.ferry = Ferry(Streams(may_lie_on))
         self._lock = threading.Lock()  # guards _peers, _accepted and closed
         self._peers: dict[str, Peer] = {}  # by incarnation
-        self._accepted: set[Link] = set()
+        self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self.closed = False
         self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
         self.listener = Listener(
@@ -137,20 +141,14 @@ class Connections:
     def _connect(self, peer: Peer, member: Member) -> AnyLink:
         if member.incarnation == self._me.incarnation:
             return self._loop(peer)
-        sock, shared, leftover = connect(
-            Wish(
-                member.name,
-                member.incarnation,
-                member.unix if member.host == self._me.host else "",
-                member.tcp,
-            ),
-            self._key,
-            self._claim_to(member.name),
-            self._settings.tls,
-            self._settings.transport,
-            self._settings.connect_timeout,
-            self._settings.silence,
+        wish = Wish(
+            member.name,
+            member.incarnation,
+            member.unix if member.host == self._me.host else "",
+            member.tcp,
+            Strand(secrets.token_hex(8)),
         )
+        sock, shared, leftover = self._reach(wish)
         link = Link(
             sock,
             member.name,
@@ -160,9 +158,36 @@ class Connections:
             peer.on_closed,
             prompt=False,
             given_back=peer.expect,
+            widen=None if shared else partial(self._begin_widen, wish),
         )
         link.feed(leftover)
         return link
+
+    def _reach(self, wish: Wish) -> tuple[socket.socket, bool, bytes]:
+        settings = self._settings
+        return connect(
+            wish,
+            self._key,
+            self._claim_to(wish.name),
+            settings.tls,
+            settings.transport,
+            settings.connect_timeout,
+            settings.silence,
+        )
+
+    def _begin_widen(self, wish: Wish, link: Link, sends: bool) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: one stream does, too
+            threading.Thread(target=self._widen, args=(wish, link, sends), name="telegrad-connect", daemon=True).start()
+
+    def _widen(self, wish: Wish, link: Link, sends: bool) -> None:
+        """Make further streams for one direction of a connection."""
+        strand = Strand(wish.strand.connection, 1 if sends else -1)
+        try:
+            for _ in range(LANES):
+                sock, _, heard = self._reach(wish._replace(unix="", strand=strand))
+                link.join(sends, sock, heard)
+        except Exception as error:
+            log.info("telegrad: worker %r and this one have one stream for large tensors: %s", wish.name, error)
 
     def _stores(self, shared: bool) -> Stores:
         return Stores(self._arena, self._pool if shared else None, self.ferry)
@@ -184,8 +209,11 @@ class Connections:
 
     # To here
 
-    def _accept(self, sock: Any, claim: Claim, shared: bool, leftover: bytes) -> None:
+    def _accept(self, sock: socket.socket, claim: Claim, strand: Strand, shared: bool, leftover: bytes) -> None:
         """A worker has connected and has proved who it is."""
+        if strand.lane:
+            self._join(sock, claim, strand, leftover)
+            return
         who = Identity(claim.name, claim.id, claim.incarnation)
         caller = Caller(who, claim.program == self._me.program != "", claim.map)
         link = Link(
@@ -200,12 +228,22 @@ class Connections:
         caller.link = link
         with self._lock:
             closed = self.closed
-            self._accepted.add(link)
+            self._accepted[link] = who.incarnation, strand.connection
         if closed:
             link.close(ShutDown(f"worker {self._me.name!r} shut down"))
             return
         link.feed(leftover)
         self._reactor.poller.watch(link, read=True)
+
+    def _join(self, sock: socket.socket, claim: Claim, strand: Strand, heard: bytes) -> None:
+        """A further stream of a connection has come."""
+        with self._lock:
+            wanted = claim.incarnation, strand.connection
+            link = next((link for link, connection in self._accepted.items() if connection == wanted), None)
+        if link is None:
+            sock.close()  # it has ended
+        else:
+            link.join(strand.lane < 0, sock, heard)
 
     def accepted_from(self, names: Iterable[str]) -> list[Link]:
         """The connections that these workers have made."""
@@ -217,7 +255,7 @@ class Connections:
 
     def _caller_gone(self, link: Link, who: Identity, reason: PeerError) -> None:
         with self._lock:
-            self._accepted.discard(link)
+            self._accepted.pop(link, None)
         self.tell_lost(who, reason)
 
     # Both

@@ -249,7 +249,7 @@ class Peer:
         start = perf_counter()
         until = start + SPIN if self._prompt else 0.0
         try:
-            while not pending.done and link.closed is None:
+            while not (pending.done or link.held) and link.closed is None:
                 if link.read():
                     continue
                 if perf_counter() < until:

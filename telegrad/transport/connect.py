@@ -9,7 +9,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation
-from telegrad.transport.handshake import Claim, Initiator
+from telegrad.transport.handshake import ITSELF, Claim, Initiator, Strand
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, client_context
 
@@ -21,6 +21,7 @@ class Wish(NamedTuple):
     incarnation: str
     unix: str
     tcp: tuple[str, int]
+    strand: Strand = ITSELF
 
 
 def connect(
@@ -40,7 +41,8 @@ def connect(
     """
     sock, shared = _reach(wish, tls, transport, timeout, silence)
     try:
-        return sock, shared, _shake_hands(sock, Initiator(key, mine, wish.incarnation), monotonic() + timeout)
+        end = Initiator(key, mine, wish.incarnation, strand=wish.strand)
+        return sock, shared, _shake_hands(sock, end, monotonic() + timeout)
     except (HandshakeError, PeerUnreachable) as error:
         sock.close()
         raise type(error)(f"worker {wish.name!r}: {error}") from error.__cause__

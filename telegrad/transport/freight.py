@@ -4,6 +4,8 @@
     device to device  between processes of one host by a lent block of the device, where they can share; else as below
     all others        through page-locked memory of the host, in pieces, in the stream
 
+What goes from host to host in the stream of a connection by TCP goes in several, where it is very large (`lanes`).
+
 Whether both ends can share memory of their devices is found out by trying: with the first tensor that could go so, a
 block is offered. Until the other end has opened it, and where it cannot, tensors go through the stream.
 """
@@ -20,8 +22,9 @@ from telegrad.devices.ferry import Departure, Ferry
 from telegrad.devices.sharing import DeviceBlock
 from telegrad.devices.streams import Arrived
 from telegrad.errors import ProtocolViolation
+from telegrad.transport.lanes import Lanes
 from telegrad.transport.memory import AnyBlock, Arena, Block, SharedMaps, SharedPool
-from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, encode
+from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, encode
 from telegrad.wire.tensors import HOST, Blob, Bound, memory
 
 SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is shared
@@ -57,8 +60,9 @@ class Placed(NamedTuple):
 class Outgoing:
     """What leaves. `place` is for any thread, all else for one that holds the connection's lock."""
 
-    def __init__(self, peer: str, stores: Stores) -> None:
+    def __init__(self, peer: str, stores: Stores, lanes: Lanes) -> None:
         self._peer = peer
+        self._lanes = lanes
         self._pool = stores.pool
         self._ferry = stores.ferry
         self._known: set[int] = set()  # blocks that the peer can find
@@ -95,11 +99,14 @@ class Outgoing:
             self.reclaim([block.number])
             raise
 
-    def load(self, placed: list[Placed]) -> tuple[bytes, list[int], list[Chunk]]:
-        """The table of a frame, the descriptors that go with it, and what must go before."""
-        table, fds, before = b"", [], []
+    def load(self, placed: list[Placed]) -> tuple[bytes, list[int], list[Chunk], list[Chunk | Departure]]:
+        """The table of a frame, the descriptors that go with it, and what must go before and behind it."""
+        table, fds, before, behind = b"", [], [], []
         for size, device, block, streamed in placed:
-            table += ENTRY.pack(IN_STREAM if block is None else block.number, size, device)
+            striped = device == HOST and block is None and self._lanes.serve(size)
+            table += ENTRY.pack(STRIPED if striped else IN_STREAM if block is None else block.number, size, device)
+            if size and streamed is not None:
+                behind.append(self._stream(streamed, striped))
             if block is not None:
                 self._lent.add(block.number)
                 if block.number not in self._known:
@@ -110,7 +117,14 @@ class Outgoing:
                         before.append(Chunk(encode(LEND, block.number, body=block.handle())))
             elif isinstance(streamed, Departure) and self._shares_devices is None:
                 before.extend(self._offer(streamed.source))
-        return table, fds, before
+        return table, fds, before, behind
+
+    def _stream(self, streamed: Tensor | Departure, striped: bool) -> Chunk | Departure:
+        """What goes into the outbox."""
+        if isinstance(streamed, Departure):
+            return streamed
+        whole = memory(streamed)
+        return Chunk(self._lanes.carry(whole, streamed) if striped else whole, (), streamed)
 
     def _offer(self, index: int) -> Iterator[Chunk]:
         """The first block of a device."""
@@ -164,17 +178,22 @@ class Outgoing:
 class Incoming:
     """What comes; for the thread that reads."""
 
-    def __init__(self, stores: Stores) -> None:
+    def __init__(self, stores: Stores, lanes: Lanes) -> None:
         self._arena = stores.arena
         self._ferry = stores.ferry
+        self._lanes = lanes
         self.maps = SharedMaps(stores.ferry.streams)
         self._tried = False
 
-    def allocate(self, size: int, device: int) -> tuple[Tensor | Arrived, Iterator[memoryview]]:
+    def allocate(self, size: int, device: int, striped: bool) -> tuple[Tensor | Arrived, Iterator[memoryview]]:
         """Where a blob in the stream shall land."""
-        if device != HOST:
+        if device != HOST and not striped:
             return self._ferry.land(size, device)
         blob, room = self._arena.allocate(size)
+        if striped:
+            room = self._lanes.carry(room, blob)
+        else:
+            self._lanes.serve(size)  # the next one, if so
         return blob, iter((room,))
 
     def attach(self, number: int, size: int, device: int) -> Tensor | Arrived:
@@ -195,8 +214,3 @@ class Incoming:
                 raise ProtocolViolation(f"block {number} cannot be opened, though the first could: {error}") from error
             return str(error).partition("\n")[0] or type(error).__name__
         return "" if first else None
-
-
-def chunk_of(streamed: Tensor | Departure) -> Chunk | Departure:
-    """What goes into the outbox."""
-    return streamed if isinstance(streamed, Departure) else Chunk(memory(streamed), (), streamed)

@@ -3,7 +3,7 @@
     initiator                                   acceptor
       | -- HELLO  version, nonce ----------------> |
       | <- CHALLENGE version, nonce -------------- |
-      | -- PROOF  claim, whom it wants, mac -----> |      the mac covers all that was said, and the role
+      | -- PROOF  claim, whom, strand, mac ------> |      the mac covers all that was said, and the role
       | <- PROOF  claim, mac --------------------- |
 
 A claim (who I am) is believed only with its mac. Fresh nonces from both sides make a recording worthless, the roles in
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAGIC = b"TGRD"
 LONGEST = 2048
 NONCE = 32
@@ -49,6 +49,16 @@ class Claim(NamedTuple):
     incarnation: str
     program: str
     map: tuple[tuple[str, str], ...] = ()  # from its devices to those of the worker to whom it says this
+
+
+class Strand(NamedTuple):
+    """Which stream of which connection this is."""
+
+    connection: str = ""
+    lane: int = 0  # 0: the connection itself; a further stream for what the initiator sends, 1, or receives, -1
+
+
+ITSELF = Strand()
 
 
 class _End:
@@ -151,9 +161,12 @@ class _End:
 class Initiator(_End):
     """The end that connected, to reach the worker of this incarnation."""
 
-    def __init__(self, key: bytes, mine: Claim, wanted: str, nonce: bytes | None = None) -> None:
+    def __init__(
+        self, key: bytes, mine: Claim, wanted: str, nonce: bytes | None = None, strand: Strand = ITSELF
+    ) -> None:
         super().__init__(key, mine, nonce)
         self._wanted = wanted
+        self._strand = strand
         self._state = _CHALLENGE
 
     def start(self) -> bytes:
@@ -167,7 +180,7 @@ class Initiator(_End):
         if kind == _CHALLENGE:
             self._open(kind, body)
             self._state = _PROOF
-            return self._prove(b"initiator", [*self._mine, self._wanted])
+            return self._prove(b"initiator", [*self._mine, self._wanted, *self._strand])
         self.peer, _ = self._check(b"acceptor", body)
         self.done = True
         return b""
@@ -178,6 +191,7 @@ class Acceptor(_End):
 
     def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None) -> None:
         super().__init__(key, mine, nonce)
+        self.strand = ITSELF
         self._state = _HELLO
 
     def _awaits(self) -> bytes:
@@ -188,8 +202,13 @@ class Acceptor(_End):
             self._open(kind, body)
             self._state = _PROOF
             return self._say(_CHALLENGE, self._opening())
-        claim, wanted = self._check(b"initiator", body)
-        if wanted != [self._mine.incarnation]:
+        claim, more = self._check(b"initiator", body)
+        match more:
+            case [str() as wanted, str() as connection, -1 | 0 | 1 as lane]:
+                self.strand = Strand(connection, lane)
+            case _:
+                raise self._refuse("stranger", "it holds the key, but does not say what it wants")
+        if wanted != self._mine.incarnation:
             raise self._refuse("other", f"worker {claim.name!r} looks for a worker that is not here any more")
         self.peer = claim
         self.done = True

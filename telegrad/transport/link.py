@@ -15,13 +15,15 @@ import select
 import socket
 import ssl
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
-from telegrad.devices.ferry import Departure
 from telegrad.errors import PeerError, PeerLost, ShutDown
-from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores, chunk_of
+from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores
+from telegrad.transport.lanes import Lanes
 from telegrad.transport.poller import Poller
+from telegrad.transport.sockets import NOT_NOW
+from telegrad.transport.writer import Writer
 from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
@@ -37,11 +39,8 @@ from telegrad.wire.messages import (
 from telegrad.wire.tensors import Blob
 
 READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
-BUFFERS_AT_ONCE = 32
 FDS_AT_ONCE = 64
-GATHERS = hasattr(socket.socket, "sendmsg")  # several buffers in one write; not on Windows
 _ANCILLARY = socket.CMSG_SPACE(FDS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
-_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Link:
@@ -57,11 +56,12 @@ class Link:
         on_closed: Callable[[Link, PeerError], None],
         prompt: bool,
         given_back: Callable[[], None] = lambda: None,
+        widen: Callable[[Link, bool], None] | None = None,
     ) -> None:
         """`on_frames` runs on the reading thread.
 
         `prompt`: the other end waits for answers, so that its next frame follows soon. `given_back` is called each
-        time after a thread gave up reading.
+        time after a thread gave up reading. `widen` shall make further streams, for what is sent or for what comes.
         """
         sock.setblocking(False)
         self.peer = peer
@@ -74,17 +74,23 @@ class Link:
         self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # TLS state is one for both sides
         self._poller = poller
         self._shares = stores.pool is not None  # and so descriptors may come
-        self._ferry = stores.ferry
         self._on_frames = on_frames
         self._on_closed = on_closed
-        self._incoming = Incoming(stores)
+        self._lanes = {
+            sends: Lanes(sends, self._lane_failed, partial(widen, self, sends) if widen is not None else None)
+            for sends in (False, True)
+        }
+        self._incoming = Incoming(stores, self._lanes[False])
         self._maps = self._incoming.maps
-        self._reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open)
+        self._reader = FrameReader(
+            self._incoming.allocate, self._incoming.attach, self._open, self._lanes[False].is_idle
+        )
         self._lock = threading.Lock()  # guards all below, and writing to the socket
-        self._outgoing = Outgoing(peer, stores)
-        self._outbox: deque[Chunk | Departure] = deque()
-        self._write_waits = False
-        self._watched: Departure | None = None  # what is to be sent next, while its device still copies
+        self._outgoing = Outgoing(peer, stores, self._lanes[True])
+        self._writer = Writer(
+            sock, self._tls_lock, stores.ferry, lambda write: poller.watch(self, write=write), self._resume
+        )
+        self._outbox = self._writer.outbox
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -128,8 +134,8 @@ class Link:
                 except OSError:
                     pass  # the write that follows meets it again
             self._outbox.append(Chunk(data))
-            if not later and not self._write_waits:
-                self._flush()
+            if not later and not self._writer.waits:
+                self._writer.flush()
 
     def _send_with_blobs(
         self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Iterable[Blob]
@@ -152,15 +158,15 @@ class Link:
                 raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
-            table, fds, before = self._outgoing.load(placed)
+            table, fds, before, behind = self._outgoing.load(placed)
             self._outbox.extend(before)
             data = encode(kind, id_, flags=flags, head=head, meta=meta, table=table, body=body)
             for at in range(FDS_AT_ONCE, len(fds), FDS_AT_ONCE):  # more than one write may carry go ahead
                 self._outbox.append(Chunk(encode(RELEASE), tuple(fds[at : at + FDS_AT_ONCE])))
             self._outbox.append(Chunk(data, tuple(fds[:FDS_AT_ONCE])))
-            self._outbox.extend(chunk_of(each.streamed) for each in placed if each.streamed is not None and each.size)
-            if not self._write_waits:
-                self._flush()
+            self._outbox.extend(behind)
+            if not self._writer.waits:
+                self._writer.flush()
 
     def _queue_release(self) -> None:
         numbers: list[int] = []
@@ -179,8 +185,8 @@ class Link:
             with self._lock:
                 if self.closed is None:
                     self._queue_release()
-                    if not self._write_waits:
-                        self._flush()
+                    if not self._writer.waits:
+                        self._writer.flush()
 
     def retire(self, numbers: list[int]) -> None:
         """Tell the peer which blocks this worker gave up."""
@@ -188,84 +194,22 @@ class Link:
             known = self._outgoing.forget(numbers)
             if known and self.closed is None:
                 self._outbox.append(Chunk(encode(RETIRE, body=pack_numbers(known))))
-                if not self._write_waits:
-                    self._flush()
+                if not self._writer.waits:
+                    self._writer.flush()
 
     def on_writable(self) -> None:
         with self._lock:
             if self.closed is None:
-                self._flush()
-
-    def _flush(self) -> None:
-        """With the lock held: write what the socket takes; leave the rest to the poller, or to who watches devices."""
-        outbox = self._outbox
-        waits = False
-        try:
-            while outbox and self._has_next():
-                sent = self._write()
-                while sent:
-                    chunk = outbox[0]
-                    assert isinstance(chunk, Chunk)
-                    if sent < len(chunk.data):
-                        outbox[0] = Chunk(memoryview(chunk.data)[sent:], (), chunk.keeper)
-                        break
-                    sent -= len(chunk.data)
-                    outbox.popleft()
-        except _NOT_NOW:
-            waits = True
-        except OSError:
-            outbox.clear()  # the reading side meets the same end and reports it
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-        if waits != self._write_waits:
-            self._write_waits = waits
-            self._poller.watch(self, write=waits)
-
-    def _has_next(self) -> bool:
-        """Whether the first in the outbox can be sent; of what a device copies, its next piece becomes the first."""
-        first = self._outbox[0]
-        if not isinstance(first, Departure):
-            return True
-        if first is self._watched and not first.ready:
-            return False
-        piece = first.next()
-        if piece is not None:
-            self._outbox.appendleft(Chunk(piece[0], (), piece[1]))
-            return True
-        if first.over:
-            self._outbox.popleft()
-            return bool(self._outbox) and self._has_next()
-        self._watched = first
-        self._ferry.watch(first, self._resume)
-        return False
+                self._writer.flush()
 
     def _resume(self) -> None:
-        """A piece has been copied, or a device has failed."""
+        """A device has copied what is to be sent next, or has failed."""
         try:
             with self._lock:
-                self._watched = None
-                if self.closed is None and not self._write_waits:
-                    self._flush()
+                if self.closed is None:
+                    self._writer.resume()
         except Exception as error:
             self.fail(error)
-
-    def _write(self) -> int:
-        first = self._outbox[0]
-        assert isinstance(first, Chunk)
-        if self._tls:
-            with self._tls_lock:
-                return self._sock.send(first.data)
-        if not GATHERS or (len(self._outbox) == 1 and not first.fds):
-            return self._sock.send(first.data)
-        buffers = [first.data]
-        for chunk in itertools.islice(self._outbox, 1, BUFFERS_AT_ONCE):
-            if isinstance(chunk, Departure) or chunk.fds:
-                break
-            buffers.append(chunk.data)
-        if first.fds:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.fds))
-            return self._sock.sendmsg(buffers, [rights])
-        return self._sock.sendmsg(buffers)
 
     # Receiving
 
@@ -289,14 +233,42 @@ class Link:
             self.stop_reading()
 
     def stop_reading(self) -> None:
-        """Give `reading` back, and say so: who wanted it meanwhile does not try again."""
+        """Give `reading` back, and say so: who wanted it meanwhile does not try again.
+
+        Where the next frame waits for further streams, it goes to the thread there that brings the last of it.
+        """
+        while self._reader.held and self.closed is None:
+            watched = self._poller.reads(self)
+            self._poller.watch(self, read=False)
+            if self._lanes[False].afterwards(partial(self._go_on, watched)):
+                return
+            self._read_on(watched)
         self.reading.release()
         self._given_back()
         if self.closed is not None:
             self._finish()
 
+    def _go_on(self, watched: bool) -> None:
+        self._read_on(watched)
+        self.stop_reading()
+
+    def _read_on(self, watched: bool) -> None:
+        """Nothing is awaited from further streams any more, or the connection has ended."""
+        self.read()
+        if watched:
+            self._poller.watch(self, read=True)
+            if self.closed is not None:
+                self._poller.forget(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether who reads has nothing to wait for here: `stop_reading` is due."""
+        return self._reader.held
+
     def wait_readable(self, timeout: float | None) -> None:
         """With `reading` held: sleep until bytes come, the connection ends, or the time is over."""
+        if self._reader.held:
+            return
         if hasattr(select, "poll"):
             poll = select.poll()
             poll.register(self._sock, select.POLLIN)
@@ -308,12 +280,16 @@ class Link:
         """With `reading` held: take what has come and hand the frames on; whether there was anything."""
         if self.closed is not None:
             return False
+        if self._reader.held:
+            self._take(0)
         came = False
         for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS keeps bytes that no poller sees
+            if self._reader.held or self.closed is not None:
+                return came
             buffer = self._reader.buffer()
             try:
                 count = self._read(buffer)
-            except _NOT_NOW:
+            except NOT_NOW:
                 return came
             except OSError as error:
                 self.close(self._lost(f"the connection broke ({error})"))
@@ -323,8 +299,6 @@ class Link:
                 return came
             came = True
             self._take(count)
-            if self.closed is not None:
-                return came
             if count < len(buffer) and not self._tls:
                 return True
         return came
@@ -398,10 +372,19 @@ class Link:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         self._poller.forget(self)
+        for lanes in self._lanes.values():
+            lanes.close()
         if self.reading.acquire(blocking=False):  # else its holder finishes
             self.reading.release()
             self._finish()
         self._on_closed(self, reason)
+
+    def join(self, sends: bool, sock: socket.socket, heard: bytes) -> None:
+        """Take in a further stream, of which the other end has the other end, and said `heard` on it."""
+        self._lanes[sends].add(sock, heard)
+
+    def _lane_failed(self, error: Exception) -> None:
+        self.close(self._lost(f"the connection broke ({error})"))
 
     def fail(self, error: BaseException) -> None:
         """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
@@ -410,9 +393,12 @@ class Link:
     def abandon(self) -> None:
         """In a forked child: close the descriptor without a word to the peer, who talks with the parent."""
         self._sock.close()
+        for lanes in self._lanes.values():
+            lanes.abandon()
 
     def _finish(self) -> None:
         """Give the descriptor back; only once nobody reads."""
         with self._lock:
             self._maps.close()
+            self._poller.forget(self)  # where who closes it has not come to that yet
             self._sock.close()

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation
-from telegrad.transport.handshake import Acceptor, Claim
+from telegrad.transport.handshake import Acceptor, Claim, Strand
 from telegrad.transport.poller import Poller
-from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
+from telegrad.transport.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, server_context
 
 PATIENCE = 5.0  # seconds that a handshake may take
 MOST_STRANGERS = 256  # connections in their handshake at once; for a further one the oldest must go
 BACKLOG = 512
 
-Accepted = Callable[[socket.socket, Claim, bool, bytes], None]
+Accepted = Callable[[socket.socket, Claim, Strand, bool, bytes], None]
 
 log = logging.getLogger("telegrad")
-_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Listener:
@@ -87,9 +86,10 @@ class Listener:
 
     def known(self, stranger: _Stranger) -> None:
         """It has proved who it is."""
-        assert stranger.end.peer is not None
+        end = stranger.end
+        assert end.peer is not None
         if self._dismiss(stranger):
-            self._accepted(stranger.sock, stranger.end.peer, stranger.shared, stranger.end.leftover)
+            self._accepted(stranger.sock, end.peer, end.strand, stranger.shared, end.leftover)
 
     def turn_away(self, stranger: _Stranger, why: Exception) -> None:
         """It is not of the group: one line in the log, and the door."""
@@ -157,7 +157,7 @@ class _Door:
     def on_readable(self) -> bool:
         try:
             sock, address = self.sock.accept()
-        except _NOT_NOW:
+        except NOT_NOW:
             return False
         except OSError as error:
             if self.sock.fileno() >= 0:
@@ -205,7 +205,7 @@ class _Stranger:
             answer = self.end.receive(data)
             if answer:
                 self.sock.send(answer)  # fits the empty buffer of a new connection
-        except _NOT_NOW:
+        except NOT_NOW:
             return False
         except (HandshakeError, PeerUnreachable, OSError, ValueError) as error:
             self._listener.turn_away(self, error)

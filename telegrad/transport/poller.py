@@ -106,6 +106,11 @@ class Poller:
             else:
                 del self._interest[source]
 
+    def reads(self, source: Source) -> bool:
+        """Whether it is waited for that this source can be read."""
+        with self._lock:
+            return bool(self._interest.get(source, (0, 0))[1] & READ)
+
     def forget(self, source: Source) -> None:
         """Wait for nothing of this source; to be called before its descriptor is closed."""
         self.watch(source, read=False, write=False)

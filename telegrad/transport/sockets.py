@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import sys
 
 HAS_UNIX = hasattr(socket, "AF_UNIX") and sys.platform == "linux"  # with names that are on no file system
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 BUFFER = 1 << 20  # of a Unix socket: large enough that blobs below the sharing threshold pass in one go
 
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from telegrad.errors import ProtocolViolation
-from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, PREFIX, Frame
+from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, PREFIX, STRIPED, Frame
 
 SCRATCH = 1 << 16
 
-# size, device -> a blob, and the parts of its memory to write into, one after the other
-Allocate = Callable[[int, int], tuple[Any, Iterator[memoryview]]]
+# size, device, striped -> a blob, and the parts of its memory to write into, one after the other
+Allocate = Callable[[int, int, bool], tuple[Any, Iterator[memoryview]]]
 Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob that lies there
 Lend = Callable[[int, bytes], None]  # number of a block of an accelerator, how to open it
 
@@ -24,7 +24,12 @@ Lend = Callable[[int, bytes], None]  # number of a block of an accelerator, how 
 class FrameReader:
     """One direction of one connection. Not thread-safe: one reader at a time."""
 
-    def __init__(self, allocate: Allocate, attach: Attach, lend: Lend) -> None:
+    def __init__(
+        self, allocate: Allocate, attach: Attach, lend: Lend, arrived: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`arrived`: whether nothing is awaited from further streams."""
+        self.held = False  # the next frame waits for those; there is no room to read into meanwhile
+        self._arrived = arrived
         self._allocate = allocate
         self._attach = attach
         self._lend = lend
@@ -38,7 +43,7 @@ class FrameReader:
         self._parts: Iterator[memoryview] = iter(())  # of the blob that is being received
 
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Where the next bytes belong; never empty, unless `held`."""
         if self._target is not None:
             return self._target[self._filled :]
         return self._scratch[self._end :]
@@ -110,16 +115,19 @@ class FrameReader:
                 if not self._land(memory):
                     return None
             if not self._entries:
+                self.held = not self._arrived()
+                if self.held:
+                    return None
                 self._frame = None
                 return frame
             self._begin_blob(frame, *self._entries.pop())
 
     def _begin_blob(self, frame: Frame, block: int, size: int, device: int) -> None:
-        if block != IN_STREAM:
+        if block not in (IN_STREAM, STRIPED):
             frame.blobs.append(self._attach(block, size, device))
             return
         try:
-            blob, self._parts = self._allocate(size, device)
+            blob, self._parts = self._allocate(size, device, block == STRIPED)
         except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
             raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
         frame.blobs.append(blob)

@@ -32,8 +32,9 @@ CARRIES = 4
 RECORDED = 8
 
 PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
-ENTRY = struct.Struct("<QQi")  # of the table: number of the lent block (IN_STREAM for none), bytes, on which device
+ENTRY = struct.Struct("<QQi")  # of the table: number of the lent block, or one of the two below, bytes, on which device
 IN_STREAM = 0
+STRIPED = 2**64 - 1  # in the stream its first stripe, the others in further streams
 
 
 class Frame(NamedTuple):

@@ -36,7 +36,7 @@ import telegrad.rpc as rpc
 from telegrad.transport import link, memory
 from telegrad.rpc import current
 
-assert not link.GATHERS and not memory.SHARING
+assert not writer.GATHERS and not memory.SHARING
 
 def double(x):
     return 2 * x

@@ -16,6 +16,7 @@ from telegrad.transport import listener
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.tls import TlsFiles
 from tests.cluster import agents
+from tests.transport.test_tls import Authority
 
 HTTP = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303")
@@ -99,38 +100,8 @@ def test_many_idle_strangers_do_not_keep_others_out(worker):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """Two authorities, and a certificate of each."""
-    return [make_certificates(tmp_path_factory.mktemp("ca")) for _ in range(2)]
-
-
-def make_certificates(folder):
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    def issue(subject, issuer, key, signer, is_authority):
-        now = datetime.datetime.now(datetime.timezone.utc)
-        return (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)]))
-            .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-            .sign(signer, hashes.SHA256())
-        )
-
-    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    pem = serialization.Encoding.PEM
-    (folder / "ca.pem").write_bytes(issue("ca", "ca", authority_key, authority_key, True).public_bytes(pem))
-    (folder / "cert.pem").write_bytes(issue("worker", "ca", key, authority_key, False).public_bytes(pem))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return TlsFiles(str(folder / "cert.pem"), str(folder / "key.pem"), str(folder / "ca.pem"))
+    folder = tmp_path_factory.mktemp("tls")
+    return [Authority(folder, name).files("worker") for name in ("ours", "theirs")]
 
 
 def test_tls_between_workers(certificates):

@@ -74,7 +74,8 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
     """The frames in `stream`, which comes in pieces of these sizes, over and over; and whether it was refused."""
     promised = 0
 
-    def allocate(size, device):
+    def allocate(size, device, striped):
+        assert not striped
         nonlocal promised
         memory = limited(size)
         promised += size

@@ -65,7 +65,7 @@ def test_the_samples_are_read():
 
 def announce(size):
     """A reader that was told of a body of `size` bytes, none of which has come."""
-    reader = FrameReader(lambda size, device: (None, cut(limited(size), device)), attach, lambda *_: None)
+    reader = FrameReader(lambda size, device, _: (None, cut(limited(size), device)), attach, lambda *_: None)
     prefix = PREFIX.pack(CALL, 0, 0, 0, 0, size, 1)
     reader.buffer()[: len(prefix)] = prefix
     assert reader.advance(len(prefix)) == []

@@ -20,7 +20,7 @@ from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.link import Link
 from telegrad.transport.memory import Arena
 from telegrad.transport.poller import Poller
-from telegrad.wire.messages import CALL, CARRIES, ENTRY, IN_STREAM, PREFIX, RELEASE, RETIRE, encode
+from telegrad.wire.messages import CALL, CARRIES, ENTRY, IN_STREAM, PREFIX, RELEASE, RETIRE, STRIPED, encode
 from telegrad.wire.tensors import HOST
 from tests.cluster import agents
 from tests.strangers.door import knock, wait_closed
@@ -64,6 +64,8 @@ broken = st.one_of(st.binary(max_size=100), st.just(NO_FRAME))
 @given(st.lists(sound, max_size=3).map(b"".join), broken)
 @example(b"", encode(CALL, 1, table=ENTRY.pack(7, 9, HOST)))
 @example(b"", encode(CALL, 1, table=ENTRY.pack(IN_STREAM, 2**64 - 1, HOST)))
+@example(b"", encode(CALL, 1, table=ENTRY.pack(STRIPED, 9, HOST)))
+@example(b"", encode(CALL, 1, table=ENTRY.pack(STRIPED, 9, 0)))
 def test_what_is_no_frame_closes_the_link_or_is_waited_for(before, stream):
     closed, frames = hear(before + stream)
     assert closed is None or isinstance(closed, PeerLost) or "shut down" in str(closed)

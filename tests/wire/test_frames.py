@@ -12,7 +12,8 @@ from tests.strangers.streams import cut
 MANY = 2000
 
 
-def allocate(size, device):
+def allocate(size, device, striped):
+    assert not striped
     memory = bytearray(size)
     return memory, cut(memory, device)
 

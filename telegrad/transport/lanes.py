@@ -1,0 +1,169 @@
+"""Several streams for one very large tensor.
+
+One stream of TCP is no faster than what one processor moves, and many networks bound each stream, too. So a connection
+to another host that has carried a tensor of STRIPE_FROM bytes gets LANES further streams for that direction, and from
+then on such tensors are cut into stripes. The first goes through the connection itself, so that frames keep their
+order; each other goes by a lane, which has a thread at either end. Stripes have no header: the table of the frame that
+they belong to says which come.
+
+The end that connected makes the lanes. The end that receives says READY on each; only then the other may use them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from telegrad.errors import ProtocolViolation
+
+STRIPE_FROM = 8 << 20
+LANES = 3
+READY = b"!"
+_ALIGN = 4096
+
+log = logging.getLogger("telegrad")
+
+
+class Lanes:
+    """Those of one direction, at one end."""
+
+    def __init__(self, sends: bool, failed: Callable[[Exception], None], make: Callable[[], None] | None) -> None:
+        """`make` is called once, when there is use for lanes, at the end that makes them."""
+        self.ready = False  # stripes may be sent
+        self._sends = sends
+        self._failed = failed
+        self._make = make
+        self._lock = threading.Lock()  # guards all below, and the order of stripes
+        self._socks: list[socket.socket] = []
+        self._stripes: list[SimpleQueue[tuple[memoryview, Any] | None]] = []
+        self._greeted = 0
+        self._under_way = 0
+        self._then: Callable[[], None] | None = None  # to be called when nothing is under way
+        self._closed = False
+
+    def serve(self, size: int) -> bool:
+        """Whether a tensor of that size travels in stripes."""
+        if size < STRIPE_FROM:
+            return False
+        if self._make is not None:
+            make, self._make = self._make, None
+            make()
+        return self.ready
+
+    def add(self, sock: socket.socket, heard: bytes) -> None:
+        """Take in a further stream, on which the other end has said `heard` already."""
+        sock.setblocking(True)
+        stripes: SimpleQueue[tuple[memoryview, Any] | None] = SimpleQueue()
+        with self._lock:
+            refused = self._closed or len(self._socks) == LANES
+            if not refused:
+                self._socks.append(sock)
+                self._stripes.append(stripes)
+        if refused:
+            sock.close()
+            return
+        move = _send if self._sends else _receive
+        lane = threading.Thread(target=self._run, args=(move, sock, heard, stripes), name="telegrad-lane", daemon=True)
+        try:
+            lane.start()
+        except (RuntimeError, MemoryError):  # there is no thread left; and so no stripes
+            sock.close()
+
+    def carry(self, memory: memoryview, keeper: Any) -> memoryview:
+        """Have lanes move all stripes of `memory` but the first, which is returned."""
+        step = -(-len(memory) // (LANES + 1))
+        step += -step % _ALIGN
+        with self._lock:
+            if len(self._stripes) < LANES:
+                raise ProtocolViolation("a tensor was announced in stripes, and there are no streams for them")
+            self._under_way += LANES
+            for number, stripes in enumerate(self._stripes, 1):
+                stripes.put((memory[number * step : (number + 1) * step], keeper))
+        return memory[:step]
+
+    def afterwards(self, then: Callable[[], None]) -> bool:
+        """Have `then` called as soon as nothing is under way, or all is at its end; False where nothing is."""
+        with self._lock:
+            if not self._under_way or self._closed:
+                return False
+            self._then = then
+            return True
+
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way
+
+    def _run(
+        self,
+        move: Callable[[socket.socket, memoryview], None],
+        sock: socket.socket,
+        heard: bytes,
+        stripes: SimpleQueue[tuple[memoryview, Any] | None],
+    ) -> None:
+        with contextlib.closing(sock):
+            try:
+                if not self._greet(sock, heard):
+                    return
+                while (stripe := stripes.get()) is not None:
+                    move(sock, stripe[0])
+                    del stripe  # and the memory, before waiting for more
+                    self._moved()
+            except Exception as error:
+                self._failed(error)
+
+    def _greet(self, sock: socket.socket, heard: bytes) -> bool:
+        """Whether the other end has this stream, too; that it has not harms nobody, while it is not used."""
+        with contextlib.suppress(OSError):
+            if not self._sends:
+                sock.sendall(READY)
+                return True
+            if heard or sock.recv(len(READY)):
+                with self._lock:
+                    self._greeted += 1
+                    self.ready = self._greeted == LANES
+                return True
+        return False
+
+    def _moved(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way:
+                return
+            then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def close(self) -> None:
+        """End the streams; their threads follow."""
+        with self._lock:
+            self._closed = True
+            then, self._then = self._then, None
+        for stripes in self._stripes:
+            stripes.put(None)
+        for sock in self._socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        if then is not None:
+            then()
+
+    def abandon(self) -> None:
+        """Close the descriptors, and nothing else."""
+        for sock in self._socks:
+            sock.close()
+
+
+def _send(sock: socket.socket, stripe: memoryview) -> None:
+    sock.sendall(stripe)  # of the socket's own class: TLS has another
+
+
+def _receive(sock: socket.socket, stripe: memoryview) -> None:
+    while stripe:
+        count = sock.recv_into(stripe)
+        if not count:
+            raise ConnectionError("one of its streams ended")
+        stripe = stripe[count:]

@@ -1,0 +1,109 @@
+"""Writes an outbox to a socket: as much as it takes now, the rest when it can be written again."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from telegrad.devices.ferry import Departure, Ferry
+from telegrad.transport.freight import Chunk
+from telegrad.transport.sockets import NOT_NOW
+
+BUFFERS_AT_ONCE = 32
+GATHERS = hasattr(socket.socket, "sendmsg")  # several buffers in one write; not on Windows
+
+
+class Writer:
+    """For one thread at a time: who holds the lock of the connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        tls_lock: AbstractContextManager[object],
+        ferry: Ferry,
+        watch: Callable[[bool], None],
+        resume: Callable[[], None],
+    ) -> None:
+        """`watch`: whether to be called again when the socket can be written. `resume` must lead to a flush, too."""
+        self.outbox: deque[Chunk | Departure] = deque()
+        self.waits = False  # for the socket
+        self._sock = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._tls_lock = tls_lock
+        self._ferry = ferry
+        self._watch = watch
+        self._resume = resume
+        self._watched: Departure | None = None  # what is to be sent next, while its device still copies
+
+    def flush(self) -> None:
+        """Write what the socket takes; leave the rest to the poller, or to who watches devices."""
+        outbox = self.outbox
+        waits = False
+        try:
+            while outbox and self._has_next():
+                sent = self._write()
+                while sent:
+                    chunk = outbox[0]
+                    assert isinstance(chunk, Chunk)
+                    if sent < len(chunk.data):
+                        outbox[0] = Chunk(memoryview(chunk.data)[sent:], (), chunk.keeper)
+                        break
+                    sent -= len(chunk.data)
+                    outbox.popleft()
+        except NOT_NOW:
+            waits = True
+        except OSError:
+            outbox.clear()  # the reading side meets the same end and reports it
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        if waits != self.waits:
+            self.waits = waits
+            self._watch(waits)
+
+    def _has_next(self) -> bool:
+        """Whether the first in the outbox can be sent; of what a device copies, its next piece becomes the first."""
+        first = self.outbox[0]
+        if not isinstance(first, Departure):
+            return True
+        if first is self._watched and not first.ready:
+            return False
+        piece = first.next()
+        if piece is not None:
+            self.outbox.appendleft(Chunk(piece[0], (), piece[1]))
+            return True
+        if first.over:
+            self.outbox.popleft()
+            return bool(self.outbox) and self._has_next()
+        self._watched = first
+        self._ferry.watch(first, self._resume)
+        return False
+
+    def resume(self) -> None:
+        """A piece has been copied, or a device has failed."""
+        self._watched = None
+        if not self.waits:
+            self.flush()
+
+    def _write(self) -> int:
+        first = self.outbox[0]
+        assert isinstance(first, Chunk)
+        if self._tls:
+            with self._tls_lock:
+                return self._sock.send(first.data)
+        if not GATHERS or (len(self.outbox) == 1 and not first.fds):
+            return self._sock.send(first.data)
+        buffers = [first.data]
+        for chunk in itertools.islice(self.outbox, 1, BUFFERS_AT_ONCE):
+            if isinstance(chunk, Departure) or chunk.fds:
+                break
+            buffers.append(chunk.data)
+        if first.fds:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.fds))
+            return self._sock.sendmsg(buffers, [rights])
+        return self._sock.sendmsg(buffers)

@@ -1,0 +1,215 @@
+"""Very large tensors between hosts go in several streams, and nobody can tell but by the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import socket
+import sys
+import threading
+from time import monotonic
+
+import pytest
+import torch
+
+from telegrad.agent.connections import Connections
+from telegrad.errors import PeerLost
+from telegrad.transport import connect, lanes, listener
+from telegrad.transport.lanes import LANES
+from telegrad.transport.sockets import tune_tcp
+from tests.cluster import agents, group, in_threads, run_all
+from tests.transport.test_lanes import wait_until
+from tests.transport.test_tls import Authority
+
+LARGE = 100_000  # bytes, for these tests
+SLOW = 20_000_000  # bytes per second
+SO_MAX_PACING_RATE = 47  # Linux's number; Python has no name for it
+order: list[int] = []
+
+
+def echo(tensor):
+    return tensor
+
+
+def make(size):
+    return torch.arange(size, dtype=torch.uint8)
+
+
+def total(*tensors):
+    return sum(int(tensor.sum()) for tensor in tensors)
+
+
+def note(number, *_):
+    order.append(number)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(lanes, "STRIPE_FROM", LARGE)
+    order.clear()
+
+
+@pytest.fixture(params=["plain", "tls"])
+def pair(request, tmp_path):
+    tls = Authority(tmp_path, "ours").files("worker") if request.param == "tls" else None
+    with agents(2, transport="tcp", tls=tls, num_worker_threads=1) as workers:
+        yield workers
+
+
+def links(worker):
+    """The connection that a worker has made, and the one that it has accepted."""
+    connections = worker.agent._connections
+    return [*(peer.link for peer in connections._peers.values()), *connections._accepted]
+
+
+def widen(a, b):
+    """Have the connection from one to the other carry stripes both ways."""
+    tensor = torch.ones(LARGE, dtype=torch.uint8)
+    assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
+    wait_until(lambda: links(a)[0]._lanes[True].ready and links(b)[0]._lanes[True].ready)
+
+
+def carried(worker, monkeypatch):
+    """The sizes of what goes in stripes from now on, as this worker's connections are asked."""
+    sizes = []
+    for each in {lane for link in links(worker) for lane in link._lanes.values()}:
+        carry = each.carry
+        monkeypatch.setattr(
+            each, "carry", lambda memory, keeper, carry=carry: sizes.append(len(memory)) or carry(memory, keeper)
+        )
+    return sizes
+
+
+def test_both_ways_in_stripes(pair, monkeypatch):
+    a, b = pair
+    widen(a, b)
+    sizes = carried(a, monkeypatch)
+    for size in (LARGE - 1, LARGE, LARGE + 1, 4_000_003):
+        tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
+        assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
+    assert sizes == [size for size in (LARGE, LARGE + 1, 4_000_003) for _ in ("there", "back")]
+
+
+def test_several_in_one_message(pair):
+    a, b = pair
+    widen(a, b)
+    tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (LARGE, 10, 3 * LARGE, 0, 2 * LARGE)]
+    back = a.agent.call("w1", echo, (tensors,), None)
+    assert all(torch.equal(came, sent) for came, sent in zip(back, tensors, strict=True))
+
+
+def test_calls_keep_their_order(pair):
+    a, b = pair
+    widen(a, b)
+    tensor = torch.ones(40 * LARGE, dtype=torch.uint8)
+    futures = [a.agent.call_async("w1", note, (i, tensor) if i % 3 == 0 else (i,), None) for i in range(60)]
+    for future in futures:
+        future.wait()
+    assert order == list(range(60))
+
+
+def test_from_many_threads_among_small_calls(pair):
+    a, b = pair
+    widen(a, b)
+
+    def work(seed):
+        choice = random.Random(seed)
+        for _ in range(40):
+            size = choice.choice([3, 1000, LARGE, 5 * LARGE, 1_500_000])
+            if choice.random() < 0.5:
+                assert torch.equal(a.agent.call("w1", make, (size,), None), make(size))
+            else:
+                futures = [a.agent.call_async("w1", total, (make(size), make(7)), None) for _ in range(4)]
+                assert {future.wait() for future in futures} == {total(make(size), make(7))}
+
+    in_threads(*[lambda seed=seed: work(seed) for seed in range(4)])
+
+
+@pytest.mark.parametrize("end", ["sender's", "receiver's"])
+def test_a_stream_that_breaks_fails_the_calls_and_the_next_connects_anew(pair, end):
+    a, b = pair
+    widen(a, b)
+    broken = links(a)[0]._lanes[True] if end == "sender's" else links(b)[0]._lanes[False]
+    large = torch.ones(64 << 20, dtype=torch.uint8)
+    carry = broken.carry
+
+    def carry_and_break(*args):
+        with contextlib.suppress(OSError):
+            broken._socks[1].shutdown(2)
+        return carry(*args)
+
+    broken.carry = carry_and_break
+    start = monotonic()
+    with pytest.raises(PeerLost, match="'w1' was lost"):
+        a.agent.call("w1", total, (large,), None)
+    assert monotonic() - start < 10
+    assert a.agent.call("w1", total, (large,), None) == 64 << 20
+
+
+def test_streams_that_cannot_be_made_are_done_without(pair, monkeypatch):
+    a = pair[0]
+    begun = []
+    begin = Connections._begin_widen
+    monkeypatch.setattr(Connections, "_begin_widen", lambda *args: begun.append(args[-1]) or begin(*args))
+    monkeypatch.setattr(Connections, "_join", lambda self, sock, *_: sock.close())
+    tensor = torch.ones(LARGE, dtype=torch.uint8)
+    for _ in range(20):
+        assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
+    assert begun == [True, False]  # once for each direction
+    assert not links(a)[0]._lanes[True].ready
+
+
+def test_why_there_is_one_stream_only_is_logged(pair, monkeypatch, caplog):
+    a, _ = pair
+    a.agent.call("w1", total, (torch.ones(1),), None)
+    monkeypatch.setattr(Connections, "_reach", lambda *_: (_ for _ in ()).throw(OSError("no way")))
+    with caplog.at_level(logging.INFO, "telegrad"):
+        tensor = torch.ones(LARGE, dtype=torch.uint8)
+        assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
+        wait_until(lambda: len(caplog.messages) == 2)
+    assert set(caplog.messages) == {"telegrad: worker 'w1' and this one have one stream for large tensors: no way"}
+
+
+def lane_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "telegrad-lane"]
+
+
+def test_their_threads_end_with_the_group(tmp_path):
+    before = len(lane_threads())
+    with agents(2, transport="tcp") as (a, b):
+        widen(a, b)
+        assert len(lane_threads()) == before + 4 * LANES
+    wait_until(lambda: len(lane_threads()) == before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sockets that can be told to be slow")
+def test_where_each_stream_is_slow_four_are_four_times_as_fast(monkeypatch):
+    def tune_and_slow_down(sock, silence):
+        tune_tcp(sock, silence)
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW)
+
+    for module in (connect, listener):
+        monkeypatch.setattr(module, "tune_tcp", tune_and_slow_down)
+    with agents(2, transport="tcp") as (a, b):
+        widen(a, b)
+        tensor = torch.ones(SLOW, dtype=torch.uint8)  # one stream takes a second for it
+        start = monotonic()
+        assert a.agent.call("w1", total, (tensor,), None) == SLOW
+        assert monotonic() - start < 0.5
+
+
+def talk(rank, size):
+    from telegrad import rpc
+
+    lanes.STRIPE_FROM = LARGE
+    to = f"worker{1 - rank}"
+    for _ in range(30):
+        assert rpc.rpc_sync(to, total, (make(size),)) == total(make(size))
+        assert torch.equal(rpc.rpc_sync(to, make, (size,)), make(size))
+    return len(lane_threads()) // 2  # of the connection that it made, and of the one to it
+
+
+def test_two_processes_both_ways_at_once():
+    with group(2, transport="tcp") as workers:
+        assert run_all(workers, talk, 3_000_000) == [2 * LANES] * 2

@@ -1,0 +1,160 @@
+"""Stripes: what is cut at one end comes together at the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+
+import pytest
+
+from telegrad.errors import ProtocolViolation
+from telegrad.transport.lanes import LANES, READY, STRIPE_FROM, Lanes
+
+PATIENCE = 20
+
+
+class Direction:
+    """Both ends, joined by streams; the first stripe is copied here."""
+
+    def __init__(self):
+        self.failed = threading.Event()
+        self.made = []
+        self.sending = Lanes(True, self._fail, lambda: self.made.append("lanes"))
+        self.receiving = Lanes(False, self._fail, None)
+        self.pairs = []
+
+    def _fail(self, error):
+        self.error = error
+        self.failed.set()
+
+    def join(self):
+        here, there = socket.socketpair()
+        self.pairs.append((here, there))
+        self.receiving.add(there, b"")
+        self.sending.add(here, b"")
+
+    def widen(self):
+        for _ in range(LANES):
+            self.join()
+        wait_until(lambda: self.sending.ready)
+
+    def pass_on(self, data):
+        """What arrives when this is sent."""
+        came = bytearray(len(data))
+        theirs = self.receiving.carry(memoryview(came), None)
+        ours = self.sending.carry(memoryview(data), None)
+        assert len(ours) == len(theirs)
+        theirs[:] = ours
+        return came
+
+    def close(self):
+        self.sending.close()
+        self.receiving.close()
+
+
+def wait_until(condition):
+    tick = threading.Event()
+    for _ in range(PATIENCE * 1000):
+        if condition():
+            return
+        tick.wait(0.001)
+    raise AssertionError("it never came true")
+
+
+def settle(lanes):
+    done = threading.Event()
+    if lanes.afterwards(done.set):
+        assert done.wait(PATIENCE)
+
+
+@pytest.fixture
+def direction():
+    with contextlib.closing(Direction()) as made:
+        yield made
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4 * 4096, 4 * 4096 + 1, 123_457, (1 << 22) + 3])
+def test_what_is_cut_comes_together(direction, size):
+    direction.widen()
+    data = os.urandom(size)
+    came = direction.pass_on(data)
+    settle(direction.receiving)
+    assert came == data
+    assert direction.receiving.is_idle()
+
+
+def test_many_follow_each_other_in_order(direction):
+    direction.widen()
+    sent = [os.urandom(size) for size in range(1, 200_000, 7919)]
+    came = [direction.pass_on(data) for data in sent]
+    settle(direction.receiving)
+    assert came == sent
+
+
+def test_streams_are_made_once_and_for_what_is_large_only(direction):
+    assert not direction.sending.serve(STRIPE_FROM - 1)
+    assert not direction.made
+    assert not direction.sending.serve(STRIPE_FROM)
+    assert not direction.sending.serve(STRIPE_FROM)
+    assert direction.made == ["lanes"]
+
+
+def test_nothing_is_cut_until_all_streams_have_been_answered(direction):
+    for _ in range(LANES - 1):
+        direction.join()
+    here, there = socket.socketpair()
+    direction.sending.add(here, b"")
+    wait_until(lambda: direction.sending._greeted == LANES - 1)
+    assert not direction.sending.serve(STRIPE_FROM)
+    there.sendall(READY)
+    wait_until(lambda: direction.sending.serve(STRIPE_FROM))
+    there.close()
+
+
+def test_a_stream_that_nobody_answers_harms_nothing(direction):
+    here, there = socket.socketpair()
+    direction.sending.add(here, b"")
+    there.close()
+    wait_until(lambda: here.fileno() < 0)
+    assert not direction.failed.is_set()
+    assert not direction.sending.ready
+
+
+def test_stripes_without_streams_are_refused(direction):
+    direction.join()
+    with pytest.raises(ProtocolViolation, match="no streams"):
+        direction.receiving.carry(memoryview(bytearray(STRIPE_FROM)), None)
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["sender's", "receiver's"])
+def test_a_stream_that_ends_amid_a_stripe_is_told(direction, end):
+    direction.widen()
+    size = 64 << 20  # more than fits between the two
+    receiving = direction.receiving if end == 0 else direction.sending
+    receiving.carry(memoryview(bytearray(size)), None)
+    direction.pairs[1][end].shutdown(socket.SHUT_RDWR)
+    assert direction.failed.wait(PATIENCE)
+    assert isinstance(direction.error, OSError)
+
+
+def test_who_waits_for_the_rest_is_called_at_the_end_of_all(direction):
+    direction.widen()
+    direction.receiving.carry(memoryview(bytearray(100_000)), None)
+    called = threading.Event()
+    assert direction.receiving.afterwards(called.set)
+    direction.receiving.close()
+    assert called.is_set()
+    assert not direction.receiving.afterwards(called.clear)
+
+
+def test_streams_that_come_too_late_or_are_too_many_are_closed(direction):
+    direction.widen()
+    for closed in (False, True):
+        if closed:
+            direction.receiving.close()
+        here, there = socket.socketpair()
+        direction.receiving.add(there, b"")
+        assert there.fileno() < 0
+        here.close()
