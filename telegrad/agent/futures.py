@@ -48,10 +48,12 @@ class Helper(Protocol):
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await."""
 
+    __slots__ = ("call",)  # in a dictionary it would be one more object for the garbage collector to visit
+
     quick = False
-    call: Helper | None = None  # while the call is under way
 
     def __init__(self, *, devices: Any = None) -> None:
+        self.call: Helper | None = None  # while the call is under way
         if devices is None:
             torch._C.Future.__init__(self, _devices)  # what torch's own comes to, without looking at each device
         else:

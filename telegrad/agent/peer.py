@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -236,11 +236,22 @@ class Peer:
                     self._read(link, pending)
                 finally:
                     link.stop_reading()
-            elif link is None and not self._connecting and not pending.done:
-                pending.told.acquire(timeout=0.01)  # between the end of a connection and the word of it
-            elif pending.told.acquire(timeout=min(remaining, LONGEST_WAIT)):
-                pending.told.release()
+                continue
+            told = self._told(pending)
+            if pending.done:  # before there was anybody to be told
+                break
+            if link is None and not self._connecting:
+                remaining = 0.01  # between the end of a connection and the word of it
+            if told.acquire(timeout=min(remaining, LONGEST_WAIT)):
+                told.release()
         return True
+
+    def _told(self, pending: Pending) -> threading.Lock:
+        with self._lock:
+            if pending.told is None:
+                pending.told = threading.Lock()
+                pending.told.acquire()
+            return pending.told
 
     def _read(self, link: Link, pending: Pending) -> None:
         if self._armed:
@@ -296,7 +307,7 @@ class Peer:
 
     # What the connection brings
 
-    def on_frames(self, link: AnyLink, frames: list[Frame]) -> None:
+    def on_frames(self, link: AnyLink, frames: Iterable[Frame]) -> None:
         for frame in frames:
             if frame.flags & CARRIES:  # also where the caller gave up
                 frame = self._take_cargo(frame)
@@ -314,7 +325,8 @@ class Peer:
                 self.complete(pending)
             else:
                 self._reactor.submit(Work(self.complete, pending, INSTANT))
-        pending.told.release()
+        if pending.told is not None:
+            pending.told.release()
 
     def on_closed(self, link: AnyLink, reason: PeerError) -> None:
         with self._lock:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Pending:
     """A call that was not answered yet.
 
-    Many may be in flight, and the garbage collector visits each object of each: so it is one object, and its future.
+    Many may be in flight, and the garbage collector visits each object of each: so it is one object, and its future,
+    and a lock only where a thread waits for another to tell it.
     """
 
     __slots__ = (
@@ -54,8 +55,7 @@ class Pending:
         self.done = False
         self.awaited = False  # the thread that reads the connection waits for this very call
         self.left = False  # and so completing the future was left to it
-        self.told = threading.Lock()  # held until the call is done
-        self.told.acquire()
+        self.told: threading.Lock | None = None  # held until the call is done; made by who waits
 
     def help(self) -> None:
         """Wait until the future is done, reading the answer by this thread where it can."""

@@ -108,7 +108,7 @@ class Server:
     def idle(self) -> bool:
         return not self._running and self._reactor.idle
 
-    def on_frames(self, caller: Caller, frames: list[Frame]) -> None:
+    def on_frames(self, caller: Caller, frames: Iterable[Frame]) -> None:
         for frame in frames:
             if frame.flags & CARRIES:
                 frame = self._take_cargo(frame, caller.identity)

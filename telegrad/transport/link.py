@@ -15,7 +15,7 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from telegrad.errors import PeerError, PeerLost, ShutDown
@@ -52,7 +52,7 @@ class Link:
         peer: str,
         poller: Poller,
         stores: Stores,
-        on_frames: Callable[[Link, list[Frame]], None],
+        on_frames: Callable[[Link, Iterable[Frame]], None],
         on_closed: Callable[[Link, PeerError], None],
         prompt: bool,
         given_back: Callable[[], None] = lambda: None,
@@ -76,6 +76,7 @@ class Link:
         self._shares = stores.pool is not None  # and so descriptors may come
         self._on_frames = on_frames
         self._on_closed = on_closed
+        self._over = False  # the peer has said that nothing more follows
         self._lanes = {
             sends: Lanes(sends, self._lane_failed, partial(widen, self, sends) if widen is not None else None)
             for sends in (False, True)
@@ -319,11 +320,11 @@ class Link:
     def _take(self, count: int) -> None:
         """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""
         try:
-            frames = self._reader.advance(count)
-            if frames:
-                self._deliver(frames)
+            self._on_frames(self, self._wanted(count))
         except Exception as error:
             self.close(self._lost(f"it sent what is no frame ({error})"))
+        if self._over:
+            self.close(ShutDown(f"worker {self.peer!r} shut down; calls in flight to it may or may not have run"))
 
     def _open(self, number: int, handle: bytes) -> None:
         """The peer will lend a block of an accelerator."""
@@ -331,9 +332,9 @@ class Link:
         if said is not None:
             self.send(OPENED, number, body=said.encode())
 
-    def _deliver(self, frames: list[Frame]) -> None:
-        wanted = []
-        for frame in frames:
+    def _wanted(self, count: int) -> Iterator[Frame]:
+        """Those frames that are not for this connection itself."""
+        for frame in self._reader.advance(count):
             if frame.kind == RELEASE:
                 with self._lock:
                     numbers = self._outgoing.returned(unpack_numbers(frame.body))
@@ -343,15 +344,10 @@ class Link:
             elif frame.kind == OPENED:
                 with self._lock:
                     self._outgoing.opened(bytes(frame.body).decode())
+            elif frame.kind == BYE:
+                self._over = True
             else:
-                wanted.append(frame)
-        over = bool(wanted) and wanted[-1].kind == BYE
-        if over:
-            wanted.pop()
-        if wanted:
-            self._on_frames(self, wanted)
-        if over:
-            self.close(ShutDown(f"worker {self.peer!r} shut down; calls in flight to it may or may not have run"))
+                yield frame
 
     # The end
 

@@ -20,7 +20,7 @@ class LoopEnd:
     def __init__(
         self,
         peer: str,
-        on_frames: Callable[[LoopEnd, list[Frame]], None],
+        on_frames: Callable[[LoopEnd, Iterable[Frame]], None],
         on_closed: Callable[[LoopEnd, PeerError], None],
     ) -> None:
         self.peer = peer

@@ -39,6 +39,7 @@ class FrameReader:
         self._filled = 0
         self._large: memoryview | None = None  # the parts of one frame when they do not fit the scratch
         self._frame: Frame | None = None  # complete but for its blobs
+        self._none: list[Any] = []  # the blobs of all frames without any
         self._entries: list[tuple[int, int, int]] = []  # of the table, for the blobs still to come
         self._parts: Iterator[memoryview] = iter(())  # of the blob that is being received
 
@@ -48,23 +49,24 @@ class FrameReader:
             return self._target[self._filled :]
         return self._scratch[self._end :]
 
-    def advance(self, count: int) -> list[Frame]:
-        """Take note of `count` bytes written to `buffer()`; the frames that they complete."""
+    def advance(self, count: int) -> Iterator[Frame]:
+        """Take note of `count` bytes written to `buffer()`; the frames that they complete, to be taken to the end.
+
+        They are made one by one: thousands at once would set off the garbage collector.
+        """
         if self._target is None:
             self._end += count
         else:
             self._filled += count
             if self._filled < len(self._target):
-                return []
+                return
             self._target = None
-        frames = []
         while (frame := self._next()) is not None:
             if frame.kind == LEND:  # the next frame may be in need of it
                 self._lend(frame.id, bytes(frame.body))
             else:
-                frames.append(frame)
+                yield frame
         self._compact()
-        return frames
 
     def _next(self) -> Frame | None:
         if self._frame is not None:
@@ -99,7 +101,7 @@ class FrameReader:
             bytes(source[start + PREFIX.size : at_meta]),
             bytes(source[at_meta:at_table]),
             bytes(text) if source is self._scratch else text,
-            [],
+            [] if blobs else self._none,
         )
         if blobs:
             self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]

@@ -33,7 +33,7 @@ sockets.HAS_UNIX = False
 
 import torch
 import telegrad.rpc as rpc
-from telegrad.transport import link, memory
+from telegrad.transport import memory, writer
 from telegrad.rpc import current
 
 assert not writer.GATHERS and not memory.SHARING

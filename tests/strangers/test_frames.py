@@ -68,7 +68,7 @@ def announce(size):
     reader = FrameReader(lambda size, device, _: (None, cut(limited(size), device)), attach, lambda *_: None)
     prefix = PREFIX.pack(CALL, 0, 0, 0, 0, size, 1)
     reader.buffer()[: len(prefix)] = prefix
-    assert reader.advance(len(prefix)) == []
+    assert list(reader.advance(len(prefix))) == []
     return reader
 
 
