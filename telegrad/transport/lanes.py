@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from telegrad.errors import ProtocolViolation
+from telegrad.transport.sockets import shut
 
 STRIPE_FROM = 8 << 20
 LANES = 3
@@ -146,8 +147,7 @@ class Lanes:
         for stripes in self._stripes:
             stripes.put(None)
         for sock in self._socks:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            shut(sock)
         if then is not None:
             then()
 

@@ -22,7 +22,7 @@ from telegrad.errors import PeerError, PeerLost, ShutDown
 from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores
 from telegrad.transport.lanes import Lanes
 from telegrad.transport.poller import Poller
-from telegrad.transport.sockets import NOT_NOW
+from telegrad.transport.sockets import NOT_NOW, shut
 from telegrad.transport.writer import Writer
 from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
@@ -365,8 +365,7 @@ class Link:
             self.closed = reason
             self._outbox.clear()
             self._outgoing.abandon()
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            shut(self._sock)
         self._poller.forget(self)
         for lanes in self._lanes.values():
             lanes.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import sys
@@ -13,6 +14,15 @@ BUFFER = 1 << 20  # of a Unix socket: large enough that blobs below the sharing 
 
 def unix_address(name: str) -> str:
     return f"\0{name}"
+
+
+def shut(sock: socket.socket) -> None:
+    """End both directions, whoever uses them just now.
+
+    The method of a TLS socket ends TLS first, and another thread could then send or take in plain bytes.
+    """
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def tune_unix(sock: socket.socket) -> None:

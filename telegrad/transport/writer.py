@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import itertools
 import socket
 import ssl
@@ -13,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from telegrad.devices.ferry import Departure, Ferry
 from telegrad.transport.freight import Chunk
-from telegrad.transport.sockets import NOT_NOW
+from telegrad.transport.sockets import NOT_NOW, shut
 
 BUFFERS_AT_ONCE = 32
 GATHERS = hasattr(socket.socket, "sendmsg")  # several buffers in one write; not on Windows
@@ -60,8 +59,7 @@ class Writer:
             waits = True
         except OSError:
             outbox.clear()  # the reading side meets the same end and reports it
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            shut(self._sock)
         if waits != self.waits:
             self.waits = waits
             self._watch(waits)

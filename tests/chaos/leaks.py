@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import telegrad.rpc as rpc
+from telegrad.agent.agent import Agent
 from telegrad.rpc import current
 from telegrad.transport import memory
+from telegrad.transport.link import Link
 
 PATIENCE = 30.0
 GLANCE = 0.02
@@ -60,18 +62,32 @@ def left(before: Holding, dead: int) -> dict[str, int]:
     gc.collect()
     now = holding()
     agent = current.agent()
+    lanes = _lanes(agent)
     found = {
         **rpc.debug_info(),
         **(now.others - before.others),
         "contexts": len(current.conductor().contexts),
         "calls in flight": int(not agent.idle),
-        "sockets": now.sockets - (before.sockets - 2 * dead),
+        "sockets": now.sockets - lanes - (before.sockets - 2 * dead),
         "memory files": now.memory_files,
         "maps of memory files": now.maps,
-        "threads": now.threads - before.threads - POOL,
+        "threads": now.threads - lanes - before.threads - POOL,
         "connecting threads": sum(thread.name == TRANSIENT for thread in threading.enumerate()),
     }
     return {name: count for name, count in found.items() if count > 0}
+
+
+def _lanes(agent: Agent) -> int:
+    """The further streams of those connections that live; each has a socket and a thread."""
+    connections = agent._connections
+    links = [*connections._accepted, *(peer.link for peer in connections._peers.values())]
+    return sum(
+        sock.fileno() >= 0
+        for link in links
+        if isinstance(link, Link)
+        for lanes in link._lanes.values()
+        for sock in lanes._socks
+    )
 
 
 def wait_for_nothing_left(before: Holding, dead: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.transport import lanes
 from tests.chaos import functions, leaks
 from tests.chaos.board import Board
 from tests.chaos.load import Load, Tally
@@ -17,6 +18,7 @@ from tests.chaos.proxy import Address, stand_behind_proxy
 from tests.cluster import init
 
 GLANCE = 0.02
+STRIPE_FROM = 1 << 18  # bytes; the large tensors of the load are smaller than those of the world
 
 _before: leaks.Holding  # the worker joined
 _meshed: leaks.Holding  # once all were connected with all
@@ -29,6 +31,7 @@ def join(rank: int, count: int, port: int, transport: str, timeout: float, proxy
     _board = Board(board, count)
     torch.set_num_threads(1)
     leaks.keep_briefly()
+    lanes.STRIPE_FROM = STRIPE_FROM
     gc.collect()
     _before = leaks.holding()
     if proxy is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cryptography import x509
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from telegrad.errors import UsageError
+from telegrad.transport.sockets import shut
 from telegrad.transport.tls import TlsFiles, client_context, server_context
 
 DAY = datetime.timedelta(days=1)
@@ -184,3 +187,14 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(ours):
     files = ours.files("locked", encryption=BestAvailableEncryption(b"secret"))
     with pytest.raises(UsageError, match="passphrase"):
         client_context(files)
+
+
+def test_who_ends_a_connection_does_not_end_tls_first(ours):
+    here, there = socket.socketpair()
+    with ThreadPoolExecutor(1) as other:
+        accepted = other.submit(server_context(ours.files("b")).wrap_socket, there, server_side=True)
+        with client_context(ours.files("a")).wrap_socket(here) as mine, accepted.result():
+            shut(mine)
+            assert mine.version()
+            with pytest.raises((ConnectionError, ssl.SSLError)):
+                mine.sendall(b"in plain")
