@@ -157,6 +157,9 @@ class Lanes:
             sock.close()
 
 
+NO_LANES = Lanes(False, lambda _: None, None)  # of each connection that shares memory with its other end
+
+
 def _send(sock: socket.socket, stripe: memoryview) -> None:
     sock.sendall(stripe)  # of the socket's own class: TLS has another
 

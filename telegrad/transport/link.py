@@ -20,7 +20,7 @@ from functools import partial
 
 from telegrad.errors import PeerError, PeerLost, ShutDown
 from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores
-from telegrad.transport.lanes import Lanes
+from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
 from telegrad.transport.sockets import NOT_NOW, shut
 from telegrad.transport.writer import Writer
@@ -77,10 +77,7 @@ class Link:
         self._on_frames = on_frames
         self._on_closed = on_closed
         self._over = False  # the peer has said that nothing more follows
-        self._lanes = {
-            sends: Lanes(sends, self._lane_failed, partial(widen, self, sends) if widen is not None else None)
-            for sends in (False, True)
-        }
+        self._lanes = (NO_LANES, NO_LANES) if self._shares else self._make_lanes(widen)  # to receive by, to send by
         self._incoming = Incoming(stores, self._lanes[False])
         self._maps = self._incoming.maps
         self._reader = FrameReader(
@@ -92,6 +89,13 @@ class Link:
             sock, self._tls_lock, stores.ferry, lambda write: poller.watch(self, write=write), self._resume
         )
         self._outbox = self._writer.outbox
+
+    def _make_lanes(self, widen: Callable[[Link, bool], None] | None) -> tuple[Lanes, Lanes]:
+        receiving, sending = (
+            Lanes(sends, self._lane_failed, partial(widen, self, sends) if widen is not None else None)
+            for sends in (False, True)
+        )
+        return receiving, sending
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -367,7 +371,7 @@ class Link:
             self._outgoing.abandon()
             shut(self._sock)
         self._poller.forget(self)
-        for lanes in self._lanes.values():
+        for lanes in self._lanes:
             lanes.close()
         if self.reading.acquire(blocking=False):  # else its holder finishes
             self.reading.release()
@@ -388,7 +392,7 @@ class Link:
     def abandon(self) -> None:
         """In a forked child: close the descriptor without a word to the peer, who talks with the parent."""
         self._sock.close()
-        for lanes in self._lanes.values():
+        for lanes in self._lanes:
             lanes.abandon()
 
     def _finish(self) -> None:

@@ -82,11 +82,7 @@ def _lanes(agent: Agent) -> int:
     connections = agent._connections
     links = [*connections._accepted, *(peer.link for peer in connections._peers.values())]
     return sum(
-        sock.fileno() >= 0
-        for link in links
-        if isinstance(link, Link)
-        for lanes in link._lanes.values()
-        for sock in lanes._socks
+        sock.fileno() >= 0 for link in links if isinstance(link, Link) for lanes in link._lanes for sock in lanes._socks
     )
 
 

@@ -73,7 +73,7 @@ def widen(a, b):
 def carried(worker, monkeypatch):
     """The sizes of what goes in stripes from now on, as this worker's connections are asked."""
     sizes = []
-    for each in {lane for link in links(worker) for lane in link._lanes.values()}:
+    for each in {lane for link in links(worker) for lane in link._lanes}:
         carry = each.carry
         monkeypatch.setattr(
             each, "carry", lambda memory, keeper, carry=carry: sizes.append(len(memory)) or carry(memory, keeper)
