@@ -146,7 +146,8 @@ class Keeper:
         creation = self._creations.get(handle._id)
         error = creation.error if creation is not None else None
         fault = handle._fault or self._machine.fault(handle._id)
-        if error is not None and not (fault and isinstance(error, PeerError)):  # what became of its owner says more
+        says_more = fault in (OWNER_DIED, DELETED) and isinstance(error, PeerError)
+        if error is not None and not says_more:
             raise _failed(error)
         if fault:
             raise self._error_for(fault, handle)

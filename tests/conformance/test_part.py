@@ -34,6 +34,7 @@ PART = {
     "TensorPipeDdpUnderDistAutogradTest": "backward_no_ddp",
     "TensorPipeParameterServerTest": "batch_updating_parameter_server",
     "TensorPipeReinforcementLearningRpcTest": "rl_rpc",
+    "FaultyFaultyAgentRpcTest": "remote_message_dropped_pickle",
 }
 TESTS = [f"{suite}.test_{name}" for suite, names in PART.items() for name in names.split()]
 
