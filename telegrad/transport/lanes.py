@@ -12,7 +12,6 @@ The end that connected makes the lanes. The end that receives says READY on each
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -26,8 +25,6 @@ STRIPE_FROM = 8 << 20
 LANES = 3
 READY = b"!"
 _ALIGN = 4096
-
-log = logging.getLogger("telegrad")
 
 
 class Lanes:
