@@ -11,6 +11,7 @@ from time import monotonic, perf_counter, sleep
 from telegrad.agent.reactor import Reactor
 
 WATCH_EVERY = 5e-3
+LONGEST_PAUSE = 1.0  # between ticks
 QUIET_AFTER = 40  # looks without new work, then the watch sleeps
 
 log = logging.getLogger("telegrad")
@@ -23,6 +24,7 @@ class Clock:
         self._tick = tick
         self._alarm = threading.Lock()  # held while the thread may sleep; released to wake it
         self._alarm.acquire()
+        self._lock = threading.Lock()  # guards changes of _due
         self._due = 0.0
         self._looking = False  # every few milliseconds anyway
         self._closed = False
@@ -39,7 +41,8 @@ class Clock:
     def before(self, when: float, rough: bool = False) -> None:
         """Have `tick` called at `when` at the latest; where a `rough` time will do, without waking for that alone."""
         if when < self._due:
-            self._due = when
+            with self._lock:
+                self._due = min(self._due, when)
             if not (rough and self._looking):
                 self.wake()
 
@@ -61,8 +64,11 @@ class Clock:
         while not self._closed:
             now = monotonic()
             if now >= self._due:
-                self._due = now + 1.0  # so that `before` can bring it forward while the tick runs
-                self._due = min(self._due, self._safe_tick(now))
+                with self._lock:
+                    self._due = now + LONGEST_PAUSE  # so that `before` can bring it forward while the tick runs
+                upcoming = self._safe_tick(now)
+                with self._lock:
+                    self._due = min(self._due, upcoming)
             reactor.unstick(perf_counter())
             quiet = quiet + 1 if reactor.runs == runs else 0
             runs = reactor.runs
@@ -76,4 +82,4 @@ class Clock:
             return self._tick(now)
         except Exception:
             log.exception("telegrad: the agent's tick failed")
-            return now + 1.0
+            return now + LONGEST_PAUSE
