@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument(
         "--kinds", default="", help=f"of faults, by commas, of {','.join(KINDS)}; else the seed decides"
     )
-    parser.add_argument("--soak", action="store_true", help="no faults: watch memory, descriptors and threads instead")
+    parser.add_argument("--soak", action="store_true", help="no faults: watch memory meanwhile, and what is left")
     chosen = parser.parse_args()
     seed = chosen.seed
     if seed is None:
