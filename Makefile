@@ -40,6 +40,7 @@ conformance: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -q telegrad  # as pip does for what it copies; else each start compiles it where none may be written
 	touch $@
 
 # A peer that cannot be installed leaves its log, from which the table tells why.
