@@ -1,12 +1,18 @@
-"""Has something done when a module has just been imported, before whoever imports it goes on."""
+"""Has something done when a module has just been imported, before whoever imports it goes on.
+
+A module can also be put off: it is there at once, with what the act gives it, and its own code runs when it is asked
+for anything else. It is then imported once more, as any other is, so that the locks of Python's imports hold for it.
+"""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -15,6 +21,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.acts: dict[str, Callable[[ModuleType], None]] = {}
         self.ready: dict[str, ModuleType] = {}
+        self.late: dict[str, _Late] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,7 +36,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(fullname, path, target) if finder is not self else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, act)
+                    late = self.late.get(fullname)
+                    spec.loader = _Loader(spec.loader, act) if late is None else _LateLoader(spec.loader, act, late)
                 return spec
         return None
 
@@ -50,6 +58,56 @@ class _Loader(importlib.abc.Loader):
         spec.loader = module.__loader__ = self._loader  # as if nobody had stood between
         self._loader.exec_module(module)
         self._act(module)
+
+
+class _Late:
+    """A module whose own code has not run yet."""
+
+    def __init__(self) -> None:
+        self.module: ModuleType | None = None  # once it was asked for
+        self._lock = threading.Lock()  # guards _asleep
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Run the module's code, or wait for whoever does."""
+        assert self.module is not None
+        name = self.module.__name__
+        with self._lock:
+            if self._asleep:
+                del sys.modules[name]  # so that it is imported, by whoever comes first now
+                self._asleep = False
+        importlib.import_module(name)
+
+    def __call__(self, name: str) -> Any:
+        """What the module has under a name that it did not have so far: its `__getattr__`."""
+        assert self.module is not None
+        if not name.startswith("__") or name == "__all__":  # others are asked of modules by who only looks around
+            self.wake()
+            if name in vars(self.module):
+                return vars(self.module)[name]
+        raise AttributeError(f"module {self.module.__name__!r} has no attribute {name!r}")
+
+
+class _LateLoader(_Loader):
+    """As `_Loader`, but the first time only what comes after the work is done."""
+
+    def __init__(self, loader: importlib.abc.Loader, act: Callable[[ModuleType], None], late: _Late) -> None:
+        super().__init__(loader, act)
+        self._late = late
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._late.module or super().create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._late.module is None:
+            self._late.module = module
+            self._act(module)
+            vars(module)["__getattr__"] = self._late
+            return
+        del _finder.late[module.__name__]
+        super().exec_module(module)
+        if vars(module).get("__getattr__") is self._late:
+            del vars(module)["__getattr__"]
 
 
 class _Ready(importlib.abc.Loader):
@@ -75,6 +133,20 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     _stand_first()
 
 
+def put_off_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """As `after_import`, but a module that is not imported yet runs its own code only when that is needed."""
+    if name not in sys.modules:
+        _finder.late[name] = _Late()
+    after_import(name, act)
+
+
+def catch_up(name: str) -> None:
+    """Have a module that was put off, and asked for, run its own code now."""
+    late = _finder.late.get(name)
+    if late is not None and late.module is not None:
+        late.wake()
+
+
 def serve_import(name: str, module: ModuleType) -> None:
     """Have imports of that name find `module`."""
     _finder.ready[name] = module
@@ -90,5 +162,6 @@ def forget_import(name: str) -> None:
     """Have nothing to do with imports of that name any longer."""
     _finder.acts.pop(name, None)
     _finder.ready.pop(name, None)
+    _finder.late.pop(name, None)
     if not _finder.acts and not _finder.ready and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

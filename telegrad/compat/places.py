@@ -29,6 +29,7 @@ MODULES = {
     "torch.distributed.nn.api.remote_module": f"{_OURS}.remote_module",
     "torch.distributed.optim.optimizer": f"{_OURS}.optimizer",
 }
+_DEAR = ("torch.distributed.optim",)  # imports half of torch, of which DistributedOptimizer needs nothing
 _LEGACY_PROFILER = ("ProfilerConfig", "_enable_profiler_legacy", "_parse_legacy_records")
 
 
@@ -54,4 +55,4 @@ def substitution() -> Substitution:
     ]
     if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, and TorchScript has no references
         exports.append(Export("torch.jit.annotations", "is_rref", lambda annotation: False))
-    return Substitution(modules, exports)
+    return Substitution(modules, exports, put_off=_DEAR)

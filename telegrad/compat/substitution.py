@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from telegrad.compat.imports import after_import, forget_import, serve_import
+from telegrad.compat.imports import after_import, catch_up, forget_import, put_off_import, serve_import
 
 _ABSENT: Any = object()
 
@@ -31,11 +31,13 @@ class Export(NamedTuple):
 class Substitution:
     """What was put in the place of what."""
 
-    def __init__(self, modules: Mapping[str, ModuleType], exports: Iterable[Export]) -> None:
+    def __init__(
+        self, modules: Mapping[str, ModuleType], exports: Iterable[Export], put_off: Container[str] = ()
+    ) -> None:
         """Take effect.
 
         `modules` are the new ones, by the names of the old ones, each behind its parent. What is not imported yet
-        changes when it is.
+        changes when it is. Modules that are `put_off` run their code when more of them is needed than their exports.
         """
         self._modules = dict(modules)
         self._old = {name: sys.modules.get(name) for name in modules}
@@ -48,7 +50,7 @@ class Substitution:
             if self._old[name] is not None:
                 _put(name, module)
         for place in self._exports:
-            after_import(place, self._enter)
+            (put_off_import if place in put_off else after_import)(place, self._enter)
             if place in sys.modules:
                 self._enter(sys.modules[place])
         _rebind(self._pairs())
@@ -67,6 +69,8 @@ class Substitution:
 
     def undo(self) -> None:
         """Put everything back."""
+        for place in self._exports:
+            catch_up(place)
         for name in (*self._modules, *self._exports):
             forget_import(name)
         for name, ours in self._modules.items():

@@ -1,0 +1,115 @@
+"""Modules that are put off: there at once, run when they are needed. Made for the test, in this process."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from telegrad.compat.imports import catch_up, forget_import, put_off_import
+from tests.cluster import in_threads
+
+SOURCE = """
+import builtins
+builtins.runs_of_dear = getattr(builtins, "runs_of_dear", 0) + 1
+import dear.part
+from dear.part import PART
+given = "its own"
+other = 2
+"""
+
+
+@pytest.fixture
+def dear(tmp_path, monkeypatch):
+    """A package that counts how often its code runs, put off."""
+    (tmp_path / "dear").mkdir()
+    (tmp_path / "dear" / "__init__.py").write_text(SOURCE)
+    (tmp_path / "dear" / "part.py").write_text("PART = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("builtins.runs_of_dear", 0, raising=False)
+    put_off_import("dear", lambda module: setattr(module, "given", "ours"))
+    yield importlib.import_module("dear")
+    forget_import("dear")
+    for name in [name for name in sys.modules if name.startswith("dear")]:
+        del sys.modules[name]
+
+
+def runs():
+    import builtins
+
+    return builtins.runs_of_dear
+
+
+def test_what_is_given_needs_no_run(dear):
+    from dear import given
+
+    assert given == "ours"
+    assert runs() == 0
+
+
+def test_a_part_of_a_package_needs_no_run(dear):
+    import dear.part
+
+    assert dear.part.PART == 1
+    assert runs() == 0
+
+
+def test_anything_else_runs_it_once_and_what_is_given_stays(dear):
+    assert dear.other == 2
+    assert dear.PART == 1
+    assert dear.given == "ours"
+    assert runs() == 1
+    assert sys.modules["dear"] is dear
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dear.nothing
+
+
+def test_all_names_run_it(dear):
+    names = {}
+    exec("from dear import *", names)
+    assert names["other"] == 2
+    assert names["given"] == "ours"
+
+
+def test_who_looks_around_does_not_run_it(dear):
+    assert not hasattr(dear, "__wrapped__")
+    assert dear.__name__ == "dear"
+    assert runs() == 0
+
+
+def test_many_threads_at_once_run_it_once(dear):
+    start = threading.Barrier(8)
+
+    def ask():
+        start.wait()
+        return dear.other, importlib.import_module("dear") is dear
+
+    assert in_threads(*[ask] * 8) == [(2, True)] * 8
+    assert runs() == 1
+
+
+def test_it_catches_up_when_told(dear):
+    catch_up("dear")
+    assert vars(dear)["other"] == 2
+    assert "__getattr__" not in vars(dear)
+
+
+def test_the_distributed_optimizer_does_not_import_what_it_does_not_use():
+    program = """
+import sys
+from telegrad import compat
+compat.install()
+from torch.distributed.optim import DistributedOptimizer
+assert DistributedOptimizer.__module__.startswith("telegrad.")
+assert "torch.distributed.fsdp" not in sys.modules
+from torch.distributed.optim import PostLocalSGDOptimizer
+import torch.distributed.optim as all_
+assert all_.PostLocalSGDOptimizer is PostLocalSGDOptimizer
+assert all_.DistributedOptimizer is DistributedOptimizer
+compat.uninstall()
+assert all_.DistributedOptimizer.__module__.startswith("torch.")
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=50)
