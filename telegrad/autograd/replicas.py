@@ -24,6 +24,7 @@ Node = Any
 
 _seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that there are
 _watching = not torch.distributed.is_available()  # or there is nothing to watch for
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers; see `_outlive`
 showing = threading.RLock()  # guards `.grad` of leaves, where it is used to show a gradient of a context
 
 
@@ -45,7 +46,23 @@ def _notice(module: Any, *_: Any) -> None:
 def replicated() -> set[int]:
     """The ids of the parameters of such modules."""
     watch()
-    return {id(parameter) for module in list(_seen) for parameter in module.parameters()} if _seen else set()
+    if not _seen:
+        return set()
+    modules = list(_seen)
+    for module in modules:
+        _outlive(module)
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def _outlive(module: DistributedDataParallel) -> None:
+    """Have the process group of a module live longer than its reducer, and die by Python's hand, which lets others run.
+
+    A reducer that is the last to hold it would end it while it holds the interpreter: it joins the group's threads, and
+    these wait for the interpreter if they have a tensor of Python's to give back.
+    """
+    reducer = vars(module).get("reducer")  # there is none yet while the module is made
+    if reducer is not None:
+        _groups[reducer] = module.process_group
 
 
 def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:

@@ -1,7 +1,10 @@
 """Turns the compatibility mode on and off, and hands it down to the processes that this one starts.
 
-A forked child has it as its parent has. Any other Python process reads PYTHONPATH, where `boot/sitecustomize.py` waits
-until that process imports torch.
+The mode may be on before torch is imported: then it takes effect at the end of that import. A forked child has it as
+its parent has. Any other Python process reads PYTHONPATH, where `boot/sitecustomize.py` turns it on at the start.
+
+Who imports torch comes here at its end, and holds the lock of that import, which others wait for. So the lock of this
+file is never held while modules of Telegrad are imported, and torch is imported before them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from telegrad.compat.imports import after_import, forget_import
@@ -24,21 +28,33 @@ VARIABLE = "PYTHONPATH"
 
 log = logging.getLogger("telegrad")
 
-_lock = threading.Lock()  # guards _substitution
-_substitution: Substitution | None = None
+_lock = threading.RLock()  # guards what follows, and the environment variable
+_on = False
+_substitution: Substitution | None = None  # what the mode stands for; none before torch is imported
+
+if hasattr(os, "register_at_fork"):  # a child shall have the mode, or not have it
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def install() -> None:
     """Have `torch.distributed.rpc` and what belongs to it be Telegrad's, here and in all processes started from now on.
 
-    Names that were imported before are changed too. Does nothing where it is so already. Once the process has joined a
-    group, it is too late.
+    Names that were imported before are changed too. Where torch is not imported yet, all this is done when it is. Does
+    nothing where the mode is on already. Once the process has joined a group, it is too late.
 
     Raises:
-        UsageError: this process is a worker of a group.
+        UsageError: this process is a worker of a group, or torch was built without `torch.distributed`.
     """
-    if _substitute():
-        os.environ[VARIABLE] = os.pathsep.join([BOOT, *_other_paths()])
+    with _lock:
+        was_on = _on
+        _turn_on()
+    if "torch" in sys.modules or threading.active_count() > 1:  # another thread may have begun to import it
+        try:
+            _take_effect()
+        except UsageError:
+            uninstall()
+            raise
+    if not was_on:
         log.info("telegrad %s serves torch.distributed.rpc in this process and those that it starts", VERSION)
 
 
@@ -48,16 +64,41 @@ def uninstall() -> None:
     Raises:
         UsageError: this process is a worker of a group.
     """
-    global _substitution
+    global _on, _substitution
     with _lock:
         if _substitution is not None:
             _check_free()
             _substitution.undo()
-            _substitution = None
-    if VARIABLE in os.environ:
-        os.environ[VARIABLE] = os.pathsep.join(_other_paths())
-        if not os.environ[VARIABLE]:
-            del os.environ[VARIABLE]
+        forget_import("torch")
+        _on, _substitution = False, None
+        _set_paths(_other_paths())
+
+
+def installed() -> bool:
+    """Whether the compatibility mode is on in this process."""
+    return _on
+
+
+def _turn_on() -> None:
+    global _on
+    if not _on:
+        _check_free()
+        _on = True
+        after_import("torch", lambda _: _take_effect())
+    _set_paths([BOOT, *_other_paths()])
+
+
+def _take_effect() -> None:
+    """What `install` does once torch is imported; whoever imports it at this moment is waited for."""
+    global _substitution
+    import_module("torch")
+    substitution = import_module("telegrad.compat.places").substitution()
+    with _lock:
+        if _on and _substitution is None:
+            _check_free()
+            forget_import("torch")
+            _substitution = substitution
+            substitution.take_effect()
 
 
 def _other_paths() -> list[str]:
@@ -65,43 +106,19 @@ def _other_paths() -> list[str]:
     return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
 
 
+def _set_paths(paths: list[str]) -> None:
+    if paths:
+        os.environ[VARIABLE] = os.pathsep.join(paths)
+    else:
+        os.environ.pop(VARIABLE, None)
+
+
 def _check_free() -> None:
     """What is called in a group must be what has joined it."""
     ours = sys.modules.get("telegrad.rpc.current")
     theirs = sys.modules.get("torch.distributed.rpc")
-    if (ours and ours.worker) or (hasattr(theirs, "rpc_sync") and theirs._is_current_rpc_agent_set()):  # type: ignore[union-attr]
+    if getattr(ours, "worker", None) or (hasattr(theirs, "rpc_sync") and theirs._is_current_rpc_agent_set()):  # type: ignore[union-attr]
         raise UsageError(
             "this process is in a group already: turn the compatibility mode on or off outside of it, "
             "before init_rpc or after shutdown"
         )
-
-
-def installed() -> bool:
-    """Whether the compatibility mode is on in this process."""
-    return _substitution is not None
-
-
-def inherit() -> None:
-    """In a process that was started by one in the mode: turn it on as soon as torch is imported."""
-    if "torch" in sys.modules:
-        _substitute()
-    else:
-        after_import("torch", lambda _: _inherited())
-
-
-def _inherited() -> None:
-    forget_import("torch")
-    _substitute()
-
-
-def _substitute() -> bool:
-    """Whether it was not so before."""
-    global _substitution
-    with _lock:
-        if _substitution is not None:
-            return False
-        _check_free()
-        from telegrad.compat.places import substitution
-
-        _substitution = substitution()
-        return True

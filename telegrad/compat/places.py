@@ -28,13 +28,16 @@ MODULES = {
     "torch.distributed.autograd": f"{_OURS}.autograd",
     "torch.distributed.nn.api.remote_module": f"{_OURS}.remote_module",
     "torch.distributed.optim.optimizer": f"{_OURS}.optimizer",
+    "torch._C._distributed_rpc": f"{_OURS}.c_rpc",
+    "torch._C._distributed_rpc_testing": f"{_OURS}.c_rpc_testing",
+    "torch._C._distributed_autograd": f"{_OURS}.c_autograd",
 }
 _DEAR = ("torch.distributed.optim",)  # imports half of torch, of which DistributedOptimizer needs nothing
 _LEGACY_PROFILER = ("ProfilerConfig", "_enable_profiler_legacy", "_parse_legacy_records")
 
 
 def substitution() -> Substitution:
-    """Put them there.
+    """What puts them there.
 
     Raises:
         UsageError: torch was built without `torch.distributed`.

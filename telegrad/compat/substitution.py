@@ -29,28 +29,32 @@ class Export(NamedTuple):
 
 
 class Substitution:
-    """What was put in the place of what."""
+    """What is put in the place of what."""
 
     def __init__(
         self, modules: Mapping[str, ModuleType], exports: Iterable[Export], put_off: Container[str] = ()
     ) -> None:
-        """Take effect.
+        """`modules` are the new ones, by the names of the old ones, each behind its parent.
 
-        `modules` are the new ones, by the names of the old ones, each behind its parent. What is not imported yet
-        changes when it is. Modules that are `put_off` run their code when more of them is needed than their exports.
+        Modules that are `put_off` run their code when more of them is needed than their exports.
         """
+        self._put_off = put_off
         self._modules = dict(modules)
-        self._old = {name: sys.modules.get(name) for name in modules}
+        self._old: dict[str, ModuleType | None] = {}
         self._exports: dict[str, list[Export]] = {}  # by the module that stays
         self._before: dict[str, dict[str, Any]] = {}  # what modules that stay had under these names
         for export in exports:
             self._exports.setdefault(export.place, []).append(export)
-        for name, module in modules.items():
+
+    def take_effect(self) -> None:
+        """Put everything in its place. What is not imported yet changes when it is."""
+        self._old = {name: sys.modules.get(name) for name in self._modules}
+        for name, module in self._modules.items():
             serve_import(name, module)
-            if self._old[name] is not None:
+            if self._old[name] is not None or _is_made_by_its_parent(name):
                 _put(name, module)
         for place in self._exports:
-            (put_off_import if place in put_off else after_import)(place, self._enter)
+            (put_off_import if place in self._put_off else after_import)(place, self._enter)
             if place in sys.modules:
                 self._enter(sys.modules[place])
         _rebind(self._pairs())
@@ -101,6 +105,12 @@ def _put(name: str, module: ModuleType | None) -> None:
         vars(parent).pop(leaf, None)
 
 
+def _is_made_by_its_parent(name: str) -> bool:
+    """Whether no import looks for a module, since its parent is there and is no package."""
+    parent = sys.modules.get(name.rpartition(".")[0])
+    return parent is not None and not hasattr(parent, "__path__")
+
+
 def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
@@ -111,7 +121,7 @@ def _imported(name: str) -> ModuleType | None:
 def _pairs_of(old: ModuleType | None, new: ModuleType) -> list[tuple[Any, Any]]:
     if old is None:
         return []
-    family = old.__name__.split(".")[:3]
+    family = _family(old.__name__)
     pairs: list[tuple[Any, Any]] = [(old, new)]
     for name, value in vars(new).items():
         other = vars(old).get(name)
@@ -124,8 +134,12 @@ def _is_of(value: Any, family: list[str]) -> bool:
     """Whether a value belongs to a package, and is not one that it only imports."""
     if isinstance(value, ModuleType) or not callable(value):
         return False
-    home = (getattr(value, "__module__", None) or "").replace("torch._C._distributed_", "torch.distributed.")
-    return home.split(".")[:3] == family
+    return _family(getattr(value, "__module__", None) or "") == family
+
+
+def _family(module: str) -> list[str]:
+    """The package of a module; the parts in C belong to it."""
+    return module.replace("torch._C._distributed_", "torch.distributed.").split(".")[:3]
 
 
 def _rebind(pairs: list[tuple[Any, Any]]) -> None:
@@ -135,7 +149,7 @@ def _rebind(pairs: list[tuple[Any, Any]]) -> None:
     for name, module in list(sys.modules.items()):
         if (
             not isinstance(module, ModuleType)
-            or name.startswith(("torch._C", "telegrad"))
+            or f"{name}.".startswith(("torch._C.", "telegrad."))
             or id(vars(module)) in spared
         ):
             continue

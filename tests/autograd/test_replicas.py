@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed
@@ -114,4 +116,26 @@ def two_forwards(rank):
 def test_without_synchronisation(trainers):
     for rank, trainer in enumerate(trainers):
         trainer.begin(two_forwards, rank)
+    assert all(trainer.end(PATIENCE) for trainer in trainers)
+
+
+def end_of_a_group(rank):
+    """The module dies while its group's thread has a tensor of Python's, and the interpreter goes to nobody in time."""
+    group_of_its_own = torch.distributed.new_group()
+    net = DistributedDataParallel(network(), process_group=group_of_its_own)
+    with autograd.context() as context:
+        autograd.backward(context, net(batch(rank)).sum())
+    sys.setswitchinterval(PATIENCE)
+    try:
+        torch.distributed.all_reduce(torch.zeros(1 << 24), group=group_of_its_own, async_op=True)  # 64 MB: on its way
+        torch.distributed.destroy_process_group(group_of_its_own)
+        del group_of_its_own, net
+    finally:
+        sys.setswitchinterval(5e-3)
+    return True
+
+
+def test_a_process_group_that_dies_with_its_module(trainers):
+    for rank, trainer in enumerate(trainers):
+        trainer.begin(end_of_a_group, rank)
     assert all(trainer.end(PATIENCE) for trainer in trainers)

@@ -1,4 +1,4 @@
-"""The compatibility mode in child processes, whatever starts them, and around programs."""
+"""The compatibility mode around programs, and in what they start; `test_matrix.py` has all ways of starting."""
 
 from __future__ import annotations
 
@@ -42,32 +42,6 @@ def run(tmp_path, program, *command, env=None):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_multiprocessing(tmp_path, method):
-    program = f"""
-    if __name__ == "__main__":
-        import multiprocessing
-        context = multiprocessing.get_context({method!r})
-        workers = [context.Process(target=meet, args=(rank, sys.argv[1])) for rank in range(2)]
-        for each in workers:
-            each.start()
-        for each in workers:
-            each.join()
-        sys.exit(max(each.exitcode for each in workers))
-    """
-    assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == SERVED
-
-
-def test_torch_multiprocessing_spawn_after_install_in_the_program(tmp_path):
-    program = """
-    if __name__ == "__main__":
-        import telegrad.compat, torch.multiprocessing
-        telegrad.compat.install()
-        torch.multiprocessing.spawn(meet, (sys.argv[1],), nprocs=2)
-    """
-    assert run(tmp_path, program, "SCRIPT")[0] == SERVED
 
 
 def test_torchrun(tmp_path):

@@ -37,6 +37,11 @@ FORMS = {
     "from torch.distributed.rpc import functions": "functions.async_execution",
     "import torch.distributed.autograd as dist_autograd": "dist_autograd.backward",
     "from torch.distributed.autograd import context": "context",
+    "from torch._C._distributed_rpc import PyRRef": "PyRRef",
+    "from torch._C._distributed_rpc import _is_current_rpc_agent_set as is_set": "is_set",
+    "import torch._C._distributed_rpc as in_c": "in_c._get_current_rpc_agent",
+    "import torch._C": "torch._C._distributed_rpc.WorkerInfo",
+    "from torch._C._distributed_autograd import _current_context": "_current_context",
 }
 LATE_FORMS = {  # of what `import torch` does not import
     "from torch.distributed.optim import DistributedOptimizer": "DistributedOptimizer",
@@ -116,6 +121,74 @@ def test_says_so_once(run):
         compat.install()
         assert len(said) == 1 and "serves torch.distributed.rpc" in said[0], said
     """)
+
+
+def test_what_is_in_c_is_of_the_group_that_this_process_is_in(run, tmp_path):
+    """No name leads past Telegrad; those that it has no use for say so."""
+    run(f"""
+        names = dir(torch._C._distributed_rpc), dir(torch._C._distributed_autograd)
+        torchs_own = {{id(value) for name in names[0] for value in [getattr(torch._C._distributed_rpc, name)]}}
+        torchs_own |= {{id(value) for name in names[1] for value in [getattr(torch._C._distributed_autograd, name)]}}
+        compat.install()
+        import torch.distributed.autograd as dist_autograd
+        import torch.distributed.rpc as rpc
+        from torch._C._distributed_autograd import _current_context
+        from torch._C._distributed_rpc import PyRRef, _get_current_rpc_agent, _is_current_rpc_agent_set
+        for module, inside in zip((torch._C._distributed_rpc, torch._C._distributed_autograd), names):
+            for name in inside:
+                value = getattr(module, name, None)
+                assert not callable(value) or id(value) not in torchs_own, name
+        assert not _is_current_rpc_agent_set()
+        options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
+        rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+        assert _is_current_rpc_agent_set() and _get_current_rpc_agent().get_worker_info().name == "only"
+        assert isinstance(rpc.RRef(1), PyRRef) and isinstance(rpc.remote("only", int), PyRRef)
+        with dist_autograd.context() as context:
+            assert _current_context()._context_id() == context
+        states = rpc.AllGatherStates()  # for a gathering of the program's own
+        assert states.gathered_objects == {{}} and not states.proceed_signal.is_set()
+        assert rpc.method_factory("owner_name", "Its owner.")(rpc.RRef(1)) == "only"
+        rpc.shutdown()
+        try:
+            torch._C._distributed_rpc._invoke_rpc_builtin
+        except AttributeError as error:
+            assert "migration" in str(error)
+        else:
+            raise AssertionError
+    """)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["installed before", "installed meanwhile"])
+def test_two_threads_at_once(run, early):
+    """One imports torch while the other installs; then one comes to the other's lock, whatever it waits for."""
+    run(
+        """
+        import threading
+
+        def install():
+            while "torch" not in sys.modules:  # the other has begun
+                pass
+            compat.install()
+            from torch.distributed.rpc import rpc_sync
+            seen.append(rpc_sync)
+
+        seen, errors = [], []
+        threading.excepthook = lambda failure: errors.append(failure.exc_value)
+        if early:
+            compat.install()
+        threads = [threading.Thread(target=install, daemon=True) for _ in range(2)]
+        for each in threads:
+            each.start()
+        import torch
+        for each in threads:
+            each.join(20)
+        import torch.distributed.rpc as rpc
+        assert not errors, errors
+        assert len(seen) == 2 and {rpc.rpc_sync, *seen} == {rpc.rpc_sync}
+        assert rpc.__name__.startswith("telegrad.")
+        """,
+        f"import sys\nfrom telegrad import compat\nearly = {early}\n",
+    )
 
 
 def test_names_that_are_not_there_say_what_helps(run):

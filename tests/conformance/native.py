@@ -7,22 +7,25 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import torch
-
+RPC, AUTOGRAD = "torch._C._distributed_rpc", "torch._C._distributed_autograd"
 MARK = "torch's own RPC was reached:"
 
 
 def forbid(modules: Iterable[types.ModuleType]) -> None:
     """Wherever one of the modules holds an entry point by name, there it raises from now on.
 
-    Pass the modules that `install()` took out of `sys.modules` too: functions that others still hold live there.
+    Pass the modules that `install()` took out of `sys.modules` too: functions that others still hold live there, and so
+    do the entry points themselves.
     """
+    modules = list(modules)
     closed = {
         getattr(room, name): _closed(f"{room.__name__}.{name}")
-        for room in (torch._C._distributed_rpc, torch._C._distributed_autograd)
+        for room in modules
+        if room.__name__ in (RPC, AUTOGRAD)
         for name in dir(room)
         if _is_door(room, name)
     }
+    assert closed, "torch's own modules in C are not among these"
     for module in modules:
         for name, value in list(vars(module).items()):
             if type(value) is types.BuiltinFunctionType and value in closed:
@@ -31,7 +34,7 @@ def forbid(modules: Iterable[types.ModuleType]) -> None:
 
 def _is_door(room: types.ModuleType, name: str) -> bool:
     """Calls and the start of an agent; of autograd every function."""
-    if room is torch._C._distributed_autograd:
+    if room.__name__ == AUTOGRAD:
         return isinstance(getattr(room, name), types.BuiltinFunctionType)
     return name.startswith("_invoke_") or name == "_set_and_start_rpc_agent"
 

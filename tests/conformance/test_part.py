@@ -7,8 +7,6 @@ import pytest
 from tests.conformance import runner
 from tests.conformance.results import PASSED, Result
 
-# Not among them: DdpComparisonTest, of which one run in fourteen hangs with torch's own RPC as well. A thread of gloo
-# frees a tensor that Python knows, while its process group's destructor waits for that thread and holds the GIL.
 PART = {
     "TensorPipeRpcTest": """
         add all_gather async_class_rref_proxy async_function_multi_fanout async_function_nested async_function_raise
@@ -31,7 +29,8 @@ PART = {
     "TensorPipeDistOptimizerTest": "dist_optim dist_optim_exception_on_constructor",
     "TensorPipeRemoteModuleTest": "forward_with_kwargs get_module_rref train_eval",
     "TensorPipeThreeWorkersRemoteModuleTest": "create_remote_module_from_module_rref",
-    "TensorPipeDdpUnderDistAutogradTest": "backward_no_ddp",
+    "TensorPipeDdpUnderDistAutogradTest": "backward_no_ddp backward_ddp_inside",
+    "TensorPipeDdpComparisonTest": "ddp_comparison ddp_comparison_uneven_inputs ddp_dist_autograd_sparse_grads",
     "TensorPipeParameterServerTest": "batch_updating_parameter_server",
     "TensorPipeReinforcementLearningRpcTest": "rl_rpc",
     "FaultyFaultyAgentRpcTest": "remote_message_dropped_pickle",

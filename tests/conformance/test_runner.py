@@ -69,9 +69,9 @@ def test_reasons_are_found_by_pattern(monkeypatch):
 
 
 def test_torchs_own_rpc_is_out_of_reach(capfd):
-    holder = types.ModuleType("holder")
-    holder.call = torch._C._distributed_rpc._invoke_rpc_builtin
-    native.forbid([holder])
+    holder, room = types.ModuleType("holder"), types.ModuleType(native.RPC)
+    holder.call = room._invoke_rpc_builtin = torch._C._distributed_rpc._invoke_rpc_builtin
+    native.forbid([holder, room])
     with pytest.raises(AssertionError, match="_invoke_rpc_builtin"):
         holder.call()
     assert native.MARK in capfd.readouterr().err

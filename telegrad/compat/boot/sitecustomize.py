@@ -1,4 +1,4 @@
-"""Runs at the start of each Python process that inherits the compatibility mode, and has the next of its name run."""
+"""Turns the compatibility mode on in each Python process that inherits it, and has the next of its name run."""
 
 import importlib.machinery
 import importlib.util
@@ -22,7 +22,7 @@ def _run_the_next() -> None:
 if importlib.util.find_spec("telegrad") is None:
     sys.path.append(_ROOT)  # the parent ran it from a folder that this process does not look into
 
-from telegrad.compat.inheritance import inherit  # noqa: E402
+from telegrad.compat import install  # noqa: E402
 
-inherit()
+install()
 _run_the_next()

@@ -25,6 +25,8 @@ from telegrad.compat.rpc import (
 )
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
 from telegrad.compat.rpc.api import (
+    AllGatherStates,
+    PyRRef,
     RRef,
     _delete_all_user_and_unforked_owner_rrefs,
     _get_current_rpc_agent,
@@ -33,6 +35,8 @@ from telegrad.compat.rpc.api import (
     _set_rpc_timeout,
     get_rpc_timeout,
     get_worker_info,
+    method_factory,
+    new_method,
     remote,
     rpc_async,
     rpc_sync,
@@ -56,7 +60,7 @@ from telegrad.rpc import (
 )
 from telegrad.rpc.api import check_free
 
-PyRRef = RRef
+_TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True
 _DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
 _DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
@@ -64,6 +68,7 @@ _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 
 __all__ = [
+    "AllGatherStates",
     "BackendType",
     "BackendValue",
     "Future",
@@ -93,6 +98,8 @@ __all__ = [
     "init_rpc",
     "internal",
     "is_available",
+    "method_factory",
+    "new_method",
     "options",
     "register_backend",
     "remote",

@@ -20,7 +20,7 @@ from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import profiled
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from telegrad.compat.rpc.gathering import Rounds
+from telegrad.compat.rpc.gathering import AllGatherStates, Rounds
 from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for them here
     PythonUDF,
     RPCExecMode,
@@ -30,17 +30,27 @@ from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for the
 from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
-from telegrad.rpc import api, current
+from telegrad.rpc import api, current, references
 from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
 from telegrad.rpc.current import WorkerInfo
 
-__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "method_factory",
+    "new_method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 PING = 1.0  # seconds between looks whether those who are waited for live
 LEAK_CHECK = 20.0  # seconds for the last references to be given back
 
 F = TypeVar("F", bound=Callable[..., Any])
-PyRRef = RRef
+PyRRef = references.RRef  # what each reference is, those that the native API made, too
 
 logger = logging.getLogger("telegrad")
 
@@ -115,6 +125,19 @@ def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
     return WorkerInfo(found.name, found.id)
 
 
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    """A method for RRef that does what the one of that name does in its base class."""
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(RRef, self), method_name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = method_name, docstring
+    return method
+
+
+new_method = method_factory("to_here", references.RRef.to_here.__doc__)  # public in torch, as the last that it makes
+
+
 # The agent
 
 
@@ -175,14 +198,14 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
         if me == leader:
             _gather_to_leader(key, me, obj, names)
             error = _await_followers(round_, limit)
-            _tell_followers(key, round_.objects, error, names - {me}, limit)
+            _tell_followers(key, round_.gathered_objects, error, names - {me}, limit)
         else:
             rpc_sync(leader, _gather_to_leader, (key, me, obj), timeout=limit)
-            while not round_.complete.wait(PING):
+            while not round_.proceed_signal.wait(PING):
                 rpc_sync(leader, _ping)
             if round_.error is not None:
                 raise round_.error
-        return round_.objects
+        return round_.gathered_objects
     finally:
         _rounds.end(key)
 
@@ -190,7 +213,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
 def _await_followers(round_: Any, limit: float) -> Exception | None:
     """Wait until all have brought their objects; else why some will not."""
     until = monotonic() + limit if limit else float("inf")
-    while not round_.complete.wait(min(PING, max(until - monotonic(), 0))):
+    while not round_.proceed_signal.wait(min(PING, max(until - monotonic(), 0))):
         missing = _rounds.missing(round_)
         if monotonic() >= until:
             return CallTimeout(f"{', '.join(missing)} timed out in _all_gather after {limit:.2f} seconds")

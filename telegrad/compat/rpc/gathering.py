@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class Round:
-    """One gathering on one worker: at the leader what has come, at the others what the leader made known."""
+class AllGatherStates:
+    """One gathering on one worker; programs make them for gatherings of their own, too."""
 
     def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}  # at the leader what has come, at the others what it made known
+        self.proceed_signal = threading.Event()  # set once these are all
+
+
+class Round(AllGatherStates):
+    """One of Telegrad's own gatherings."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.expected: set[str] | None = None  # known at the leader, once it has begun this round itself
-        self.objects: dict[str, Any] = {}
         self.error: Exception | None = None
-        self.complete = threading.Event()
 
 
 class Rounds:
@@ -38,21 +45,21 @@ class Rounds:
         """An object has come to the leader; the leader's own tells who else is expected."""
         with self._lock:
             round_ = self._rounds.setdefault(key, Round())
-            round_.objects[name] = value
+            round_.gathered_objects[name] = value
             round_.expected = expected or round_.expected
-            if round_.expected is not None and round_.expected <= round_.objects.keys():
-                round_.complete.set()
+            if round_.expected is not None and round_.expected <= round_.gathered_objects.keys():
+                round_.proceed_signal.set()
 
     def missing(self, round_: Round) -> list[str]:
         with self._lock:
-            return sorted((round_.expected or set()) - round_.objects.keys())
+            return sorted((round_.expected or set()) - round_.gathered_objects.keys())
 
     def announce(self, key: str, objects: dict[str, Any], error: Exception | None) -> None:
         """The leader has made known what was gathered, or why that failed."""
         with self._lock:
             round_ = self._rounds.setdefault(key, Round())
-            round_.objects, round_.error = objects, error
-            round_.complete.set()
+            round_.gathered_objects, round_.error = objects, error
+            round_.proceed_signal.set()
 
     def end(self, key: str) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ from typing import Any
 
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import api
+from telegrad.compat.rpc.api import rpc_async  # noqa: F401 - public in torch's module
 from telegrad.compat.rpc.references import RRef
 from telegrad.rpc.api import UNSET_RPC_TIMEOUT
 from telegrad.rpc.references import Proxy
