@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from telegrad.compat.later import Later
+
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Stands before the real finders, and wraps the loaders of the modules that are waited for."""
@@ -15,6 +17,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.acts: dict[str, Callable[[ModuleType], None]] = {}
         self.ready: dict[str, ModuleType] = {}
+        self.late: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,7 +32,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(fullname, path, target) if finder is not self else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, act)
+                    spec.loader = _Loader(Later(spec.loader) if fullname in self.late else spec.loader, act)
                 return spec
         return None
 
@@ -75,6 +78,11 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     _stand_first()
 
 
+def put_off(name: str) -> None:
+    """Have the module of that name, for which something `after_import` is done, run when more is asked of it."""
+    _finder.late.add(name)
+
+
 def serve_import(name: str, module: ModuleType) -> None:
     """Have imports of that name find `module`."""
     _finder.ready[name] = module
@@ -90,5 +98,6 @@ def forget_import(name: str) -> None:
     """Have nothing to do with imports of that name any longer."""
     _finder.acts.pop(name, None)
     _finder.ready.pop(name, None)
+    _finder.late.discard(name)
     if not _finder.acts and not _finder.ready and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

@@ -8,6 +8,7 @@ import torch.distributed
 
 from telegrad.compat import profiler
 from telegrad.compat.autograd import register_hook
+from telegrad.compat.imports import put_off
 from telegrad.compat.optimizer import DistributedOptimizer
 from telegrad.compat.remote_module import RemoteModule
 from telegrad.compat.rpc import futures
@@ -54,4 +55,5 @@ def substitution() -> Substitution:
     ]
     if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, and TorchScript has no references
         exports.append(Export("torch.jit.annotations", "is_rref", lambda annotation: False))
+    put_off("torch.distributed.optim")  # whose other optimizers take most of a second
     return Substitution(modules, exports)

@@ -69,9 +69,10 @@ class Substitution:
         """Put everything back."""
         for name in (*self._modules, *self._exports):
             forget_import(name)
+        given = {export.home for place in self._before for export in self._exports[place]}
         for name, ours in self._modules.items():
-            if self._old[name] is None and sys.modules.get(name) is ours:  # it was imported since
-                del sys.modules[name]
+            if self._old[name] is None and (sys.modules.get(name) is ours or name in given):  # it was used since
+                sys.modules.pop(name, None)
                 self._old[name] = _imported(name)
             _put(name, self._old[name])
         for place, before in self._before.items():
