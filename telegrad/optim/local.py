@@ -12,6 +12,7 @@ from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import Gradients
 from telegrad.nn.remote_module import on_host
 from telegrad.nn.tree import Branch, parameters_of
+from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
 from telegrad.rpc import current
 
@@ -22,7 +23,10 @@ class LocalOptimizer:
     """An optimizer of the usual kind, over the parameters that live on this worker."""
 
     def __init__(self, make: Callable[..., Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any], hogwild: bool):
-        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: make(groups, *args, **kwargs)
+        self._make: Callable[[list[dict[str, Any]]], Optimizer] = lambda groups: untraced.made(
+            make, groups, args, kwargs
+        )
+        self._step: Callable[[], Any]
         self._hogwild = hogwild
         self._optimizer: Optimizer | None = None
         self.groups: list[int] = []  # the numbers that the groups of this worker have in the whole
@@ -45,8 +49,9 @@ class LocalOptimizer:
         group = {**options, "params": targets}
         if self._optimizer is None:
             self._optimizer = self._make([group])
+            self._step = untraced.step_of(self._optimizer)
         else:
-            self._optimizer.add_param_group(group)
+            untraced.call(self._optimizer, "add_param_group", group)
         self.groups.append(number)
         self.names += named
         self.parameters += parameters
@@ -72,7 +77,7 @@ class LocalOptimizer:
                     if self._hogwild:
                         target.data = parameter.data  # which may have moved meanwhile
                     target.grad = gradients.get(parameter)
-                self._optimizer.step()
+                self._step()
             finally:
                 for target, gradient in zip(self._targets, before, strict=True):
                     target.grad = gradient
@@ -119,7 +124,7 @@ class LocalOptimizer:
     def state(self, has_map: bool = True) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps; on the CPU for a caller who has no device map to this worker."""
         assert self._optimizer is not None
-        state = self._optimizer.state_dict()["state"]
+        state = untraced.call(self._optimizer, "state_dict")["state"]
         named = {name: state[index] for index, name in enumerate(self.names) if index in state}
         return named if has_map else on_host(named)
 
@@ -127,9 +132,9 @@ class LocalOptimizer:
         """Take over the state of this worker's parameters."""
         assert self._optimizer is not None
         with holding(self._guards):
-            whole = self._optimizer.state_dict()
+            whole = untraced.call(self._optimizer, "state_dict")
             whole["state"] = {index: state[name] for index, name in enumerate(self.names) if name in state}
-            self._optimizer.load_state_dict(whole)
+            untraced.call(self._optimizer, "load_state_dict", whole)
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:

@@ -12,6 +12,7 @@ from telegrad.agent.futures import Future
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.nn.tree import Branch, Model, branches
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, hyperparameters
+from telegrad.optim.untraced import import_tracer, may_import
 from telegrad.rpc import RRef, current, rpc_async
 from telegrad.rpc.together import together
 
@@ -77,6 +78,8 @@ class DistributedOptimizer(Optimizer):
         for branch in members:
             by_worker.setdefault(branch.root.owner_name(), []).append(branch)
         options = hyperparameters(param_group)
+        if may_import(self._maker[0]):  # which takes seconds, and is not what a timeout is for
+            together(by_worker, lambda worker, _: rpc_async(worker, import_tracer, timeout=0))
         added = together(by_worker, lambda worker, own: self._add(worker, number, own, options))
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():

@@ -167,6 +167,9 @@ def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> type:
 
 def delete_users() -> None:
     """Give up every reference of this process to a value of another worker."""
+    counts = keeper().counts()
+    if counts["users"] == counts["pending_deletes"]:  # nobody holds one: no search among all objects of torch
+        return
     for each in gc.get_objects():
         if issubclass(type(each), RRef) and each._box is None:
             each._keeper.give_up(each)

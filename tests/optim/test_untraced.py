@@ -1,0 +1,198 @@
+"""Optimizers of torch without its tracer: the same steps, and no import that takes seconds."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import telegrad.autograd as autograd
+import telegrad.rpc as rpc
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer, clip_grad_norm_, optimizer, untraced
+from tests.cluster import group, processes, run_all
+
+ALL = sorted(
+    (each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, Optimizer)),
+    key=lambda kind: kind.__name__,
+)
+ALL = [kind for kind in ALL if kind not in (Optimizer, torch.optim.LBFGS)]
+
+
+class Own(Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        pass
+
+
+class Plain(torch.optim.SGD):
+    pass
+
+
+class Above(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Adding(torch.optim.SGD):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+
+
+def traces():
+    return untraced.TRACER in sys.modules
+
+
+def train(rank):
+    """On the first worker: everything that an optimizer does, over parameters of the second."""
+    if rank:
+        return traces()
+    layer = RemoteModule("worker1", nn.Linear, (4, 4))
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        made = DistributedOptimizer.for_module(kind, layer, lr=0.1)
+        made.add_param_group({"params": RemoteModule("worker1", nn.Linear, (4, 4)).get_module_rref(), "lr": 0.2})
+        scheduler = torch.optim.lr_scheduler.StepLR(made, 1)
+        with autograd.context() as context:
+            autograd.backward(context, layer(torch.ones(1, 4)).sum())
+            clip_grad_norm_(context, made, 1.0)
+            made.step(context)
+        scheduler.step()
+        made.load_state_dict(made.state_dict())
+    return traces() or rpc.rpc_sync("worker1", traces)
+
+
+def test_training_over_remote_parameters_does_not_import_the_tracer():
+    with group(2) as workers:
+        assert run_all(workers, train) == [False, False]
+
+
+def stepped(make, step_of, options):
+    """A parameter after some steps, and the state that the optimizer has then."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(6, 4))
+    own = make([{"params": [parameter]}], options)
+    step = step_of(own)
+    for _ in range(3):
+        gradient = parameter.detach() * 0.5 + 1
+        parameter.grad = gradient.to_sparse() if isinstance(own, torch.optim.SparseAdam) else gradient
+        step()
+    return parameter.detach(), str(untraced.call(own, "state_dict"))
+
+
+def step_all():
+    """What each optimizer of torch does untraced, then what it does by itself; and when the tracer was imported."""
+    found = [{}, {}]
+    imported = []
+    for results in found:
+        for kind in ALL:
+            for options in ({}, {"foreach": True}, {"fused": True}):
+                if options.keys() <= inspect.signature(kind).parameters.keys():
+                    make = untraced.made if results is found[0] else made_as_usual
+                    step_of = untraced.step_of if results is found[0] else own_step
+                    results[kind.__name__, str(options)] = stepped(
+                        lambda groups, options, kind=kind, make=make: make(kind, groups, (), options), step_of, options
+                    )
+        imported.append(traces())
+    return found, imported
+
+
+def made_as_usual(kind, groups, args, options):
+    return kind(groups, *args, **options)
+
+
+def own_step(own):
+    return own.step
+
+
+def test_untraced_steps_are_the_same_steps():
+    with processes(1) as (process,):
+        (ours, theirs), imported = process.run(step_all)
+    assert imported == [False, True]
+    assert len(ours) > 25
+    for each, (parameter, state) in ours.items():
+        assert torch.equal(parameter, theirs[each][0]), each
+        assert state == theirs[each][1], each
+
+
+def run_hooks():
+    """What the hooks of an untraced step see, in order; whether gradients are recorded inside of it."""
+    seen = []
+    parameter = nn.Parameter(torch.ones(2))
+    own = untraced.made(torch.optim.SGD, [{"params": [parameter]}], (), {"lr": 0.1})
+    own.register_step_pre_hook(lambda *_: seen.append(("before", torch.is_grad_enabled())))
+    own.register_step_post_hook(lambda *_: seen.append(("after", torch.is_grad_enabled())))
+    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("everywhere"))
+    own.register_state_dict_post_hook(lambda *_: seen.append("state"))
+    with torch.autograd.profiler.profile() as profile:
+        untraced.step_of(own)()
+    everywhere.remove()
+    untraced.call(own, "state_dict")
+    seen.append(any("Optimizer.step#SGD.step" in event.name for event in profile.function_events))
+    return seen, "add_param_group" in vars(own), traces()
+
+
+def test_hooks_and_profilers_see_untraced_steps():
+    with processes(1) as (process,):
+        seen, left_over, imported = process.run(run_hooks)
+    assert seen == [("before", True), ("after", True), "everywhere", "state", True]
+    assert not left_over
+    assert not imported
+
+
+def test_who_traces_is_asked_not_to_trace_optimizers():
+    untraced.import_tracer()
+    own = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    asked = []
+    guard = type(own).step.__wrapped__
+
+    def guarded(*args):
+        asked.append(args)
+        return guard(*args)
+
+    guarded.__code__ = guarded.__code__.replace(co_names=(*guarded.__code__.co_names, untraced.TRACER))
+    guarded.__wrapped__ = guard.__wrapped__
+
+    class Watched(torch.optim.SGD):
+        step = guarded
+
+    watched = untraced.made(Watched, [nn.Parameter(torch.ones(2))], (), {"lr": 0.1})
+    untraced.step_of(watched)()
+    assert asked == [(watched,)]
+
+
+@pytest.mark.parametrize(
+    ("make", "imports"),
+    [
+        (torch.optim.SGD, False),
+        (Plain, False),
+        (Own, False),
+        (Above, True),
+        (Adding, True),
+        (lambda own: Own(own), True),
+    ],
+)
+def test_it_is_known_which_optimizers_may_import_the_tracer(make, imports):
+    assert untraced.may_import(make) is imports
+    if not imports:
+        make([nn.Parameter(torch.ones(2))])  # torch wraps the class's step then
+        assert untraced.may_import(make) is imports
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("make", [Above, Own])
+def test_an_import_of_the_tracer_does_not_count_against_a_timeout(make, monkeypatch):
+    calls = []
+    call = optimizer.rpc_async
+    monkeypatch.setattr(
+        optimizer, "rpc_async", lambda *args, **options: calls.append((*args, options)) or call(*args, **options)
+    )
+    DistributedOptimizer.for_module(make, RemoteModule("w1", nn.Linear, (2, 2)))
+    imported = [each for each in calls if each[1] is untraced.import_tracer]
+    assert imported == ([("w1", untraced.import_tracer, {"timeout": 0})] if make is Above else [])
