@@ -16,7 +16,7 @@ from telegrad.agent.futures import Future
 from telegrad.autograd import backward_async
 from telegrad.errors import UsageError
 from telegrad.nn.losses import Loss, check_scalar, shares
-from telegrad.nn.remote_module import RemoteModule, device_of, moved
+from telegrad.nn.remote_module import RemoteModule, device_of, gradients_are_lost, hint_at_context, moved
 from telegrad.nn.schedule import Forward, Schedule, Step
 from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
 from telegrad.rpc.turns import Turns
@@ -121,6 +121,8 @@ class Pipeline(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
+        if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
+            hint_at_context("a pipeline")
         coming = []
         for part in _split(inputs, self.chunks):
             last = self._ways[-1]
@@ -205,6 +207,10 @@ def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
     if isinstance(stage, RRef):
         return RemoteModule.init_from_module_rref(stage.owner_name(), stage)
     return stage
+
+
+def _trains(stage: nn.Module) -> bool:
+    return stage._trains if isinstance(stage, RemoteModule) else any(each.requires_grad for each in stage.parameters())
 
 
 # Parts of a batch

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from telegrad.agent.futures import Future
+from telegrad.autograd.contexts import entered_id
 from telegrad.errors import UsageError
+from telegrad.hints import hint
 from telegrad.nn.place import parse_place
 from telegrad.rpc import RRef, rpc_async, rpc_sync
 from telegrad.wire.reducers import REDUCERS
@@ -55,6 +57,8 @@ class RemoteModule(nn.Module):
 
     module_rref: RRef[nn.Module]
     _signature: inspect.Signature | None = None
+    _hints = True  # says so where gradients are lost
+    _trains = True  # the module has parameters that require gradients
 
     def __init__(
         self,
@@ -81,12 +85,13 @@ class RemoteModule(nn.Module):
         made._represent(*rpc_sync(owner, _adopt, (module_rref, device)))
         return made
 
-    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool) -> None:
+    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
         self.module_rref = module
         self.on = module.owner_name()
         self.device = device
         self.is_device_map_set = module._keeper.agent.maps_devices_to(self.on)
         self.training = training
+        self._trains = trains
         self._kind = kind
 
     # Using it
@@ -108,13 +113,13 @@ class RemoteModule(nn.Module):
         return rpc_async(self.on, run_on_device, (self.module_rref, self.device, self.is_device_map_set, args, kwargs))
 
     def _signed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        if self._signature is None:
-            return call
-
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._hints and gradients_are_lost(self._trains and self.training, args, kwargs):
+                hint_at_context(f"{self._kind} on worker {self.on!r}")
             return call(*args, **kwargs)
 
-        forward.__signature__ = self._signature  # type: ignore[attr-defined]
+        if self._signature is not None:
+            forward.__signature__ = self._signature  # type: ignore[attr-defined]
         return forward
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -141,6 +146,7 @@ class RemoteModule(nn.Module):
         return self._have("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._trains = requires_grad
         return self._have("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -235,7 +241,7 @@ class RemoteModule(nn.Module):
 
 
 def _reduce(pickler: Any, module: RemoteModule) -> Any:
-    about = (module.module_rref, module._kind, module.device, module.training)
+    about = (module.module_rref, module._kind, module.device, module.training, module._trains)
     return _arrive, (type(module), about)
 
 
@@ -247,6 +253,25 @@ def _arrive(kind: type[RemoteModule], about: tuple[Any, ...]) -> RemoteModule:
 
 
 REDUCERS[RemoteModule] = _reduce
+
+
+def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
+    """Whether a module that is called elsewhere should get gradients, or lead them on, but cannot.
+
+    `trains`: it has parameters to be trained. Where there are neither contexts nor gradients, nobody expects any.
+    """
+    if not torch.is_grad_enabled() or entered_id() is not None:
+        return False
+    return trains or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
+
+
+def hint_at_context(what: str) -> None:
+    hint(
+        "no context",
+        f"{what} was called outside of an autograd context: no gradients will flow through it, neither to its own "
+        "parameters nor to what comes before it. Call it inside of `with telegrad.autograd.context() as context_id:`. "
+        "Where no gradients are wanted, say so: call it inside of `with torch.no_grad():`, or after eval()",
+    )
 
 
 def _signature_of(module_cls: Any) -> inspect.Signature | None:
@@ -282,7 +307,8 @@ def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any
 
 def _about(reference: RRef[nn.Module], module: nn.Module, device: str) -> tuple[Any, ...]:
     """What `RemoteModule._represent` takes."""
-    return reference, type(module).__name__, device, module.training
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    return reference, type(module).__name__, device, module.training, trains
 
 
 def device_of(module: nn.Module) -> torch.device | None:

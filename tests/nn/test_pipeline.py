@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import telegrad.autograd as autograd
-from telegrad.errors import PeerError, UsageError
+from telegrad.errors import PeerError, TelegradWarning, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
@@ -258,3 +259,13 @@ def test_what_cannot_be_a_pipeline():
 
 def test_shows_its_stages():
     assert "RemoteModule(Sequential on w2/cpu)" in repr(spread())
+
+
+def test_outputs_outside_of_a_context_are_told_to_have_no_gradients():
+    pipeline = spread()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            pipeline(batch()[0])
+        with pytest.raises(TelegradWarning, match="a pipeline was called outside of an autograd context"):
+            pipeline(batch()[0])
