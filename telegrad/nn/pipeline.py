@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from telegrad.agent.futures import Future
 from telegrad.autograd import backward_async
 from telegrad.errors import UsageError
+from telegrad.nn.checks import gradients_are_lost, hint_at_context
 from telegrad.nn.losses import Loss, check_scalar, shares
-from telegrad.nn.remote_module import RemoteModule, device_of, gradients_are_lost, hint_at_context, moved
+from telegrad.nn.remote_module import RemoteModule, device_of, moved
 from telegrad.nn.schedule import Forward, Schedule, Step
 from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
 from telegrad.rpc.turns import Turns
@@ -206,6 +207,11 @@ class Arrivals:
 def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
     if isinstance(stage, RRef):
         return RemoteModule.init_from_module_rref(stage.owner_name(), stage)
+    if not isinstance(stage, nn.Module):
+        raise UsageError(
+            "a stage is a RemoteModule, a reference to a module or a module of this worker, not "
+            f"{stage!r}: write Pipeline([RemoteModule('worker1', First), Second()])"
+        )
     return stage
 
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from telegrad.agent.futures import Future
-from telegrad.autograd.contexts import entered_id
 from telegrad.errors import UsageError
-from telegrad.hints import hint
+from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
 from telegrad.rpc import RRef, rpc_async, rpc_sync
 from telegrad.wire.reducers import REDUCERS
@@ -50,7 +49,7 @@ class RemoteModule(nn.Module):
     `requires_grad_`, `zero_grad`, `state_dict`, `load_state_dict`. Hooks of the handle run on the worker that calls it.
 
     Raises:
-        UsageError: `remote_device` is no place for a module.
+        UsageError: `remote_device` is no place for a module; `module_cls`, `args` or `kwargs` are of another kind.
         ValueError: `module_cls` does not make a module.
         What making it raised there.
     """
@@ -70,6 +69,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         worker, device = parse_place(str(remote_device))
         there = device or torch.device("cpu")
+        check_maker(module_cls, args, kwargs)
         self._represent(*rpc_sync(worker, _make, (module_cls, there, tuple(args or ()), dict(kwargs or {}))))
         self._signature = _signature_of(module_cls)
 
@@ -253,25 +253,6 @@ def _arrive(kind: type[RemoteModule], about: tuple[Any, ...]) -> RemoteModule:
 
 
 REDUCERS[RemoteModule] = _reduce
-
-
-def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
-    """Whether a module that is called elsewhere should get gradients, or lead them on, but cannot.
-
-    `trains`: it has parameters to be trained. Where there are neither contexts nor gradients, nobody expects any.
-    """
-    if not torch.is_grad_enabled() or entered_id() is not None:
-        return False
-    return trains or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
-
-
-def hint_at_context(what: str) -> None:
-    hint(
-        "no context",
-        f"{what} was called outside of an autograd context: no gradients will flow through it, neither to its own "
-        "parameters nor to what comes before it. Call it inside of `with telegrad.autograd.context() as context_id:`. "
-        "Where no gradients are wanted, say so: call it inside of `with torch.no_grad():`, or after eval()",
-    )
 
 
 def _signature_of(module_cls: Any) -> inspect.Signature | None:

@@ -255,6 +255,10 @@ def test_what_cannot_be_a_pipeline():
         Pipeline([make_stage(0)], schedule="zero")
     with pytest.raises(UsageError, match="samples along their first dimension"):
         Pipeline([make_stage(0)])((torch.ones(3, 5), torch.ones(4, 5)))
+    with pytest.raises(UsageError, match="samples along their first dimension"):
+        Pipeline([make_stage(0)])(torch.ones(()))
+    with pytest.raises(UsageError, match="a stage is a RemoteModule, a reference to a module or a module"):
+        Pipeline(["w1"])
 
 
 def test_shows_its_stages():
