@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.agent import errands
+from telegrad.agent import autocast, errands
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
@@ -31,7 +31,7 @@ from telegrad.agent.server import Server
 from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
+from telegrad.wire.messages import AUTOCAST, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
 
@@ -216,6 +216,9 @@ class Agent:
         if tensors:
             parts["meta"], parts["blobs"] = pack(tensors, peer.places.calls, buffers)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        if autocast.is_on():
+            flags |= AUTOCAST
+            parts["body"] = body = load(body, autocast.described())
         context = self.recorder.current() if self.recorder is not None else None
         if context is not None:
             flags |= RECORDED
