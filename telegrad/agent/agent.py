@@ -217,7 +217,7 @@ class Agent:
         if tensors:
             parts["meta"], parts["blobs"] = pack(tensors, peer.places.calls, buffers)
             if parts["blobs"]:
-                pending.underway = Underway(tensors[: len(tensors) - buffers])
+                pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
         if autocast.is_on():
             flags |= AUTOCAST

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from telegrad.hints import Line, hint, users_line
 from telegrad.wire.packing import SMALL
-from telegrad.wire.tensors import NAMES, nothing
 
+_empty = torch.empty(0, device="cpu")
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -24,8 +24,9 @@ class Underway:
 
     __slots__ = ("_counters", "_line")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._line: Line = users_line()
+    def __init__(self, tensors: Sequence[Tensor], waits: bool) -> None:
+        """`waits`: the thread that calls will check it, too."""
+        self._line: Line | None = None if waits else users_line()
         self._counters = [_counter_of(each) for each in tensors if _is_watched(each)]
 
     def check(self, function: Any, worker: str) -> None:
@@ -35,8 +36,8 @@ class Underway:
             name = getattr(function, "__qualname__", repr(function)).removeprefix("methods.call_")
             hint(
                 "changed underway",
-                f"a tensor of shape {shape} was written to while the call of {name} that sends it to worker {worker!r} "
-                "was under way: what arrives there may be the old values, the new ones, or some of each. Write to it "
+                f"a tensor of shape {tuple(shape)} was written to while the call of {name} that sends it to worker "
+                f"{worker!r} was under way: what arrives there may be the old values, the new ones, or some of each. Write to it "
                 "once the call's future is done, or send tensor.clone()",
                 self._line,
             )
@@ -44,12 +45,12 @@ class Underway:
 
 def _is_watched(tensor: Tensor) -> bool:
     """Whether it is carried from its own memory, and torch counts what is written to it."""
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.dtype in NAMES
-    return plain and not tensor.is_meta and not tensor.is_inference() and tensor.nbytes >= SMALL
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return plain and tensor.nbytes >= SMALL and not tensor.is_meta and not tensor.is_inference()
 
 
-def _counter_of(tensor: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
+def _counter_of(tensor: Tensor) -> tuple[Tensor, int, torch.Size]:
     """A tensor that shares the counter of writes, but not the memory; the count; and the shape."""
     counter = tensor.detach()
-    counter.data = nothing(NAMES[tensor.dtype], tensor.device)
-    return counter, counter._version, tuple(tensor.shape)
+    counter.data = _empty if tensor.is_cpu else _empty.to(tensor.device)
+    return counter, counter._version, tensor.shape

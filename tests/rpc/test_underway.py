@@ -105,6 +105,7 @@ def test_nothing_is_said_where_nothing_can_tear():
         uncounted = torch.zeros(LARGE)
     assert not warned_by(lambda: None, tensor, parameter, uncounted, torch.eye(200).to_sparse(), gone.t())
     assert not warned_by(lambda: small.add_(1), small)
+    assert not warned_by(lambda: None, *(tensor.to(dtype) for dtype in (torch.int64, torch.bool, torch.complex64)))
     assert not warned_by(lambda: torch.add(tensor, 1), tensor)
     tensor.add_(1)
 
