@@ -52,8 +52,12 @@ def save(state: Mapping[str, Any], checkpoint_id: Path) -> None:
     The values of `state` are models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other
     things with a `state_dict` (such as schedulers), or plain values. It is complete once this returns. An older
     checkpoint in the folder is given up as soon as this begins.
+
+    Raises:
+        UsageError: `state` is no dictionary by names.
+        WorkersFailed: several workers could not write.
     """
-    path = os.fspath(checkpoint_id)
+    path = _folder("save", state, checkpoint_id)
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(path, CONTENTS))  # half old and half new it would be no checkpoint
     shares, own = _shares(state)
@@ -88,7 +92,7 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
         UsageError: there is no complete checkpoint there, or one of something else.
         WorkersFailed: several workers could not read it.
     """
-    path = os.fspath(checkpoint_id)
+    path = _folder("load", state, checkpoint_id)
     _contents(path)
     shares, own = _shares(state)
     together(shares, lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT))
@@ -101,6 +105,19 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
                 value.load_state_dict(found)
             else:
                 state[key] = found
+
+
+def _folder(function: str, state: Any, checkpoint_id: Any) -> str:
+    """The folder's path; UsageError where the arguments are of other kinds."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        kind = "a dictionary with other keys" if isinstance(state, Mapping) else type(state).__name__
+        raise UsageError(
+            f"what belongs to a checkpoint is a dictionary by names, not {kind}: "
+            f'write checkpoint.{function}({{"model": model}}, folder)'
+        )
+    if not isinstance(checkpoint_id, (str, os.PathLike)):
+        raise UsageError(f"a checkpoint is in a folder: give its path, not {type(checkpoint_id).__name__}")
+    return os.fspath(checkpoint_id)
 
 
 def _shares(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[str, Any]]:

@@ -34,6 +34,8 @@ TelegradError (RuntimeError)
 │   └── UnusedSends            a fast pass, but something that was sent took no part
 ├── WorkersFailed              several workers failed at one thing that all should do
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
+
+TelegradWarning (UserWarning)  the program goes on, but most likely does not do what was meant
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ __all__ = [
     "StorePortTaken",
     "StoreUnreachable",
     "TelegradError",
+    "TelegradWarning",
     "UnknownWorker",
     "UnusedSends",
     "UsageError",
@@ -218,3 +221,7 @@ class WorkersFailed(TelegradError):
 
 class RemoteError(TelegradError):
     """A remote exception whose own type cannot be rebuilt on this worker."""
+
+
+class TelegradWarning(UserWarning):
+    """The program goes on, but most likely does not do what was meant; given once for each of its lines."""

@@ -169,3 +169,13 @@ def test_after_all_workers_were_killed_fewer_go_on(tmp_path):
         second = workers[0].run(start_training, tmp_path / "five", ["worker1"])
     assert second[:5] == pytest.approx(first[5:], rel=1e-12)
     assert sum(second[5:]) < sum(first[:5])
+
+
+def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path):
+    for function in (checkpoint.save, checkpoint.load):
+        for state in (nn.Linear(2, 2), {0: nn.Linear(2, 2)}, [1]):
+            name = function.__name__
+            with pytest.raises(UsageError, match=rf'write checkpoint\.{name}\(\{{"model": model\}}, folder\)'):
+                function(state, tmp_path)
+        with pytest.raises(UsageError, match="give its path, not Linear"):
+            function({}, nn.Linear(2, 2))

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.agent import errands
+from telegrad.agent import autocast, errands
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
-from telegrad.agent.peer import Peer
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.server import Server
+from telegrad.agent.underway import Underway
 from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
+from telegrad.wire.messages import AUTOCAST, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
 
@@ -126,7 +126,7 @@ class Agent:
         """Run `function(*args, **kwargs)` on another worker and wait for its value."""
         peer = self._connections.peer(to)
         pending = Pending(peer, function, self.timeout if timeout < 0 else timeout)
-        peer.call(pending, self._call_parts(peer, function, args, kwargs))
+        peer.call(pending, self._call_parts(pending, args, kwargs))
         try:
             if not peer.wait(pending):
                 raise peer.timed_out(pending)
@@ -169,7 +169,7 @@ class Agent:
             peer.wait_for_room()
         pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, outcome, keeps)
         outcome.call = pending
-        parts = self._call_parts(peer, function, args, kwargs, creation)
+        parts = self._call_parts(pending, args, kwargs, creation)
         if pending.timeout:
             with self._lock:
                 first = self._deadlines.add(pending, pending.timeout, pending.deadline)
@@ -204,8 +204,9 @@ class Agent:
         else:
             outcome.set_result(value)
 
-    def _call_parts(self, peer: Peer, function: Any, args: Any, kwargs: Any, creation: Any = None) -> dict[str, Any]:
+    def _call_parts(self, pending: Pending, args: Any, kwargs: Any, creation: Any = None) -> dict[str, Any]:
         self._started += 1
+        peer, function = pending.peer, pending.function
         same = peer.program == self.program != ""
         name = name_of(function, same)
         args, kwargs = args or (), kwargs or {}
@@ -215,7 +216,12 @@ class Agent:
             parts["head"] = name.encode()
         if tensors:
             parts["meta"], parts["blobs"] = pack(tensors, peer.places.calls, buffers)
+            if parts["blobs"]:
+                pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
+        if autocast.is_on():
+            flags |= AUTOCAST
+            parts["body"] = body = load(body, autocast.described())
         context = self.recorder.current() if self.recorder is not None else None
         if context is not None:
             flags |= RECORDED
@@ -232,6 +238,8 @@ class Agent:
         """The value of a call that is done, or its error raised."""
         if pending.error is not None:
             raise fresh(pending.error)
+        if pending.underway is not None:
+            pending.underway.check(pending.function, pending.peer.name)
         frame = pending.frame
         assert frame is not None
         if frame.kind == FAILURE:

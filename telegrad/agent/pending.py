@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.futures import Future, Outcome
+from telegrad.agent.underway import Underway
 from telegrad.wire.messages import Frame
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Pending:
         "peer",
         "timeout",
         "told",
+        "underway",
         "weight",
     )
 
@@ -50,6 +52,7 @@ class Pending:
         self.keeps = keeps
         self.id = 0
         self.weight = 0  # bytes of its tensors
+        self.underway: Underway | None = None  # where it sends tensors from their own memory
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self.done = False

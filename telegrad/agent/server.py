@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad.agent import errands
+from telegrad.agent import autocast, errands
 from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
 from telegrad.agent.futures import Signal
 from telegrad.agent.members import Identity
@@ -28,6 +28,7 @@ from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve
 from telegrad.wire.messages import (
+    AUTOCAST,
     CALL,
     CARRIES,
     FAILURE,
@@ -39,6 +40,7 @@ from telegrad.wire.messages import (
     RESULT,
     Frame,
     load,
+    unload,
 )
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
@@ -298,7 +300,8 @@ class Server:
 def open_call(frame: Frame, tensors: Sequence[Tensor]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function and the arguments of a CALL."""
     references = frame.cargo.references if frame.cargo is not None else ()
-    value = decode(frame.body, tensors, references)
+    body = unload(frame.body)[0] if frame.flags & AUTOCAST else frame.body
+    value = decode(body, tensors, references)
     frame.blobs.clear()  # the tensors keep what they need
     if references:
         frame.cargo.references.clear()  # as do their handles
@@ -345,11 +348,13 @@ def _about_result(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def setting(call: Frame) -> Generator[None, None, None]:
-    """The grad mode and the context that the caller was in."""
+    """The grad mode, the autocast and the context that the caller was in."""
     with contextlib.ExitStack() as stack:
         if call.flags:
             stack.enter_context(torch.inference_mode(bool(call.flags & INFERENCE)))
             stack.enter_context(torch.set_grad_enabled(not call.flags & NO_GRAD))
+        if call.flags & AUTOCAST:
+            stack.enter_context(autocast.entered(unload(call.body)[1]))
         if call.context is not None:
             stack.enter_context(call.context.entered())
         yield

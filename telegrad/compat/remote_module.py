@@ -40,6 +40,7 @@ class RemoteModule(remote_module.RemoteModule):
     forward: Callable[..., Any]
     forward_async: Callable[..., Future[Any]]
     is_scriptable: bool
+    _hints = False
 
     def __init__(
         self,
@@ -68,9 +69,10 @@ class RemoteModule(remote_module.RemoteModule):
         if interface is not None:
             self.__dict__["_interface"] = interface
 
-    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool) -> None:
-        super()._represent(module, kind, device, training)
+    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
+        super()._represent(module, kind, device, training, trains)
         members = vars(self)
+        del members["_trains"]
         members["is_scriptable"] = False
         members["_kind"] = members.pop("_kind")  # last
         members["forward_async"] = partial(run_async, module, device, self.is_device_map_set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from telegrad.agent.futures import Future
 from telegrad.autograd import backward_async
 from telegrad.errors import UsageError
+from telegrad.nn.checks import gradients_are_lost, hint_at_context
+from telegrad.nn.losses import Loss, check_scalar, shares
 from telegrad.nn.remote_module import RemoteModule, device_of, moved
 from telegrad.nn.schedule import Forward, Schedule, Step
 from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
 from telegrad.rpc.turns import Turns
-
-Loss = Callable[[Any, Any], Tensor]
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -79,8 +79,8 @@ class Batch:
         self._weights = weights
 
     def finish(self, number: int, outputs: Any) -> Tensor:
-        loss = self._loss(outputs, self._targets[number]) * self._weights[number]
-        self.roots[number] = loss
+        value = self._loss(outputs, self._targets[number])
+        loss = self.roots[number] = check_scalar(value, self._loss) * self._weights[number]
         return loss.detach()
 
 
@@ -122,6 +122,8 @@ class Pipeline(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
+        if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
+            hint_at_context("a pipeline")
         coming = []
         for part in _split(inputs, self.chunks):
             last = self._ways[-1]
@@ -134,17 +136,22 @@ class Pipeline(nn.Module):
             value = remote(stage.owner(), _run, (stage, value))
         return value
 
-    def forward_backward(self, context_id: int, inputs: Any, targets: Any, loss: Loss) -> Tensor:
+    def forward_backward(
+        self, context_id: int, inputs: Any, targets: Any, loss: Loss, reduction: str | None = None
+    ) -> Tensor:
         """Forward and backward for a batch; the gradients are in the context. What the loss was.
 
-        `loss(outputs, targets)` is the mean over the samples that it gets; it runs on the worker of the last stage.
+        `loss(outputs, targets)` gives a scalar; it runs on the worker of the last stage. `reduction` says whether that
+        is the "mean" over the samples that it gets, or their "sum"; without it, torch's own losses are asked, and
+        all others are taken for means.
 
         Raises:
+            UsageError: inputs and targets do not fit each other; the loss is no scalar, or not what `reduction` says.
             What a stage or the loss raised, with the worker's name.
         """
+        sizes = _sizes(inputs, targets, self.chunks)
+        loss, weights = shares(loss, reduction, sizes, targets)
         parts, targets = _split(inputs, self.chunks), _split(targets, self.chunks)
-        sizes = [_size(part) for part in parts]
-        weights = [size / sum(sizes) for size in sizes]
         first, last = self._ways[0], self._ways[-1]
         batch = secrets.token_hex(8)
         schedule = Schedule(self.schedule, len(parts), len(self._ways))
@@ -200,7 +207,16 @@ class Arrivals:
 def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
     if isinstance(stage, RRef):
         return RemoteModule.init_from_module_rref(stage.owner_name(), stage)
+    if not isinstance(stage, nn.Module):
+        raise UsageError(
+            "a stage is a RemoteModule, a reference to a module or a module of this worker, not "
+            f"{stage!r}: write Pipeline([RemoteModule('worker1', First), Second()])"
+        )
     return stage
+
+
+def _trains(stage: nn.Module) -> bool:
+    return stage._trains if isinstance(stage, RemoteModule) else any(each.requires_grad for each in stage.parameters())
 
 
 # Parts of a batch
@@ -216,10 +232,33 @@ def _split(batch: Any, chunks: int) -> list[Any]:
 
 def _size(batch: Any) -> int:
     """How many samples there are."""
-    sizes = {len(leaf) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)}
-    if len(sizes) != 1:
-        raise UsageError(f"a batch consists of tensors with the samples along their first dimension, not of {sizes}")
-    return sizes.pop()
+    shapes = [tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
+        raise UsageError(
+            "a batch consists of tensors with the samples along their first dimension, as many in each of them; "
+            f"these have the shapes {shapes}"
+        )
+    return shapes[0][0]
+
+
+def _sizes(inputs: Any, targets: Any, chunks: int) -> list[int]:
+    """How many samples there are in each micro-batch."""
+    size, wanted = _size(inputs), _size(targets)
+    sizes, of_targets = _cut(size, chunks), _cut(wanted, chunks)
+    fit = len(sizes) == len(of_targets) and all(
+        each * wanted == other * size for each, other in zip(sizes, of_targets, strict=True)
+    )
+    if not fit or not size:
+        raise UsageError(
+            f"{size} inputs and {wanted} targets cannot be cut into {chunks} micro-batches that belong together: "
+            "give a target for each input, and at least one"
+        )
+    return sizes
+
+
+def _cut(size: int, chunks: int) -> list[int]:
+    parts = max(min(chunks, size), 1)
+    return [size // parts + (number < size % parts) for number in range(parts)]
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from telegrad.agent.futures import Future
 from telegrad.errors import UsageError
+from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
 from telegrad.rpc import RRef, rpc_async, rpc_sync
 from telegrad.wire.reducers import REDUCERS
@@ -48,13 +49,15 @@ class RemoteModule(nn.Module):
     `requires_grad_`, `zero_grad`, `state_dict`, `load_state_dict`. Hooks of the handle run on the worker that calls it.
 
     Raises:
-        UsageError: `remote_device` is no place for a module.
+        UsageError: `remote_device` is no place for a module; `module_cls`, `args` or `kwargs` are of another kind.
         ValueError: `module_cls` does not make a module.
         What making it raised there.
     """
 
     module_rref: RRef[nn.Module]
     _signature: inspect.Signature | None = None
+    _hints = True  # says so where gradients are lost
+    _trains = True  # the module has parameters that require gradients
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         worker, device = parse_place(str(remote_device))
         there = device or torch.device("cpu")
+        check_maker(module_cls, args, kwargs)
         self._represent(*rpc_sync(worker, _make, (module_cls, there, tuple(args or ()), dict(kwargs or {}))))
         self._signature = _signature_of(module_cls)
 
@@ -81,12 +85,13 @@ class RemoteModule(nn.Module):
         made._represent(*rpc_sync(owner, _adopt, (module_rref, device)))
         return made
 
-    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool) -> None:
+    def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
         self.module_rref = module
         self.on = module.owner_name()
         self.device = device
         self.is_device_map_set = module._keeper.agent.maps_devices_to(self.on)
         self.training = training
+        self._trains = trains
         self._kind = kind
 
     # Using it
@@ -108,13 +113,13 @@ class RemoteModule(nn.Module):
         return rpc_async(self.on, run_on_device, (self.module_rref, self.device, self.is_device_map_set, args, kwargs))
 
     def _signed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        if self._signature is None:
-            return call
-
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._hints and gradients_are_lost(self._trains and self.training, args, kwargs):
+                hint_at_context(f"{self._kind} on worker {self.on!r}")
             return call(*args, **kwargs)
 
-        forward.__signature__ = self._signature  # type: ignore[attr-defined]
+        if self._signature is not None:
+            forward.__signature__ = self._signature  # type: ignore[attr-defined]
         return forward
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -141,6 +146,7 @@ class RemoteModule(nn.Module):
         return self._have("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._trains = requires_grad
         return self._have("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -235,7 +241,7 @@ class RemoteModule(nn.Module):
 
 
 def _reduce(pickler: Any, module: RemoteModule) -> Any:
-    about = (module.module_rref, module._kind, module.device, module.training)
+    about = (module.module_rref, module._kind, module.device, module.training, module._trains)
     return _arrive, (type(module), about)
 
 
@@ -282,7 +288,8 @@ def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any
 
 def _about(reference: RRef[nn.Module], module: nn.Module, device: str) -> tuple[Any, ...]:
     """What `RemoteModule._represent` takes."""
-    return reference, type(module).__name__, device, module.training
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    return reference, type(module).__name__, device, module.training, trains
 
 
 def device_of(module: nn.Module) -> torch.device | None:

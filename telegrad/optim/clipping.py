@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from telegrad.errors import UsageError
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.optimizer import DistributedOptimizer
@@ -31,7 +32,7 @@ def clip_grad_norm_(
         RuntimeError: with `error_if_nonfinite`, where the norm is infinite or not a number; nothing is scaled.
     """
     by_worker: dict[str, list[RRef[Any]]] = {}
-    for reference in params.locals.values() if isinstance(params, DistributedOptimizer) else params:
+    for reference in _references(params):
         by_worker.setdefault(reference.owner_name(), []).append(reference)
 
     def on_all(function: Callable[..., Any], argument: float) -> dict[str, Any]:
@@ -48,6 +49,20 @@ def clip_grad_norm_(
     if not factor >= 1:
         on_all(_scale, factor)
     return total
+
+
+def _references(params: Any) -> list[RRef[Any]]:
+    """Those whose gradients are clipped."""
+    if isinstance(params, DistributedOptimizer):
+        return list(params.locals.values())
+    given: list[Any] = [params] if isinstance(params, RRef | Tensor | nn.Module) else list(params)
+    wrong = next((each for each in given if not isinstance(each, RRef)), None)
+    if wrong is not None:
+        raise UsageError(
+            f"clip_grad_norm_ takes a DistributedOptimizer or references, not {type(wrong).__name__}: "
+            "write clip_grad_norm_(context_id, optimizer, max_norm)"
+        )
+    return given
 
 
 def _norm(own: list[RRef[Any]], context_id: int, norm_type: float) -> Tensor | None:

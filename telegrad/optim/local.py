@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import Gradients
+from telegrad.errors import UsageError
 from telegrad.nn.remote_module import on_host
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim import untraced
@@ -48,8 +50,9 @@ class LocalOptimizer:
         targets = [nn.Parameter(each.data) for each in parameters] if self._hogwild else parameters
         group = {**options, "params": targets}
         if self._optimizer is None:
-            self._optimizer = self._make([group])
-            self._step = untraced.step_of(self._optimizer)
+            made = self._make([group])
+            check_needs_no_closure(type(made))
+            self._optimizer, self._step = made, untraced.step_of(made)
         else:
             untraced.call(self._optimizer, "add_param_group", group)
         self.groups.append(number)
@@ -61,8 +64,8 @@ class LocalOptimizer:
 
     # Stepping
 
-    def step(self, context_id: int, changes: Mapping[int, Hyperparameters]) -> bool:
-        """Apply the gradients of a context; whether there is such a context here.
+    def step(self, context_id: int, changes: Mapping[int, Hyperparameters]) -> int | None:
+        """Apply the gradients of a context; to how many parameters, or None where there is no such context here.
 
         `changes` are those of the groups' hyperparameters since the last step.
         """
@@ -81,7 +84,7 @@ class LocalOptimizer:
             finally:
                 for target, gradient in zip(self._targets, before, strict=True):
                     target.grad = gradient
-        return context is not None
+        return None if context is None else sum(parameter in gradients for parameter in self.parameters)
 
     def _adopt(self, changes: Mapping[int, Hyperparameters]) -> None:
         assert self._optimizer is not None
@@ -91,15 +94,15 @@ class LocalOptimizer:
 
     # Gradients
 
-    def accumulate(self, context_id: int) -> bool:
-        """Keep the gradients of a context for the next step; whether there is such a context here."""
+    def accumulate(self, context_id: int) -> int | None:
+        """Keep the gradients of a context for the next step; of how many parameters, or None as above."""
         context = current.conductor().contexts.get(context_id)
         gradients = {} if context is None else context.gradients.as_dict()
+        found = [parameter for parameter in self.parameters if parameter in gradients]
         with holding(self._guards):
-            for parameter in self.parameters:
-                if parameter in gradients:
-                    self._kept.add(parameter, gradients[parameter].clone(), graph=False)
-        return context is not None
+            for parameter in found:
+                self._kept.add(parameter, gradients[parameter].clone(), graph=False)
+        return None if context is None else len(found)
 
     def gather(self, context_id: int) -> None:
         """Add what was kept for the next step to the gradients of a context."""
@@ -135,6 +138,19 @@ class LocalOptimizer:
             whole = untraced.call(self._optimizer, "state_dict")
             whole["state"] = {index: state[name] for index, name in enumerate(self.names) if name in state}
             untraced.call(self._optimizer, "load_state_dict", whole)
+
+
+def check_needs_no_closure(optimizer_class: type) -> None:
+    """Raise UsageError where a step is none that follows a backward pass."""
+    step = getattr(optimizer_class, "step", None)
+    if step is None:
+        raise UsageError(f"{optimizer_class.__name__} is no class of optimizers: it has no step")
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{optimizer_class.__name__} cannot be used over several workers: its step needs a closure that computes "
+            "the loss anew. Take one that steps once for each backward pass, such as torch.optim.Adam"
+        )
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:

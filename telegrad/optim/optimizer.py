@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telegrad.agent.futures import Future
 from telegrad.errors import ContextEnded, UsageError
+from telegrad.hints import hint
+from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.tree import Branch, Model, branches
-from telegrad.optim.local import Hyperparameters, LocalOptimizer, hyperparameters
+from telegrad.optim.local import Hyperparameters, LocalOptimizer, check_needs_no_closure, hyperparameters
 from telegrad.optim.untraced import import_tracer, may_import
 from telegrad.rpc import RRef, current, rpc_async
 from telegrad.rpc.together import together
@@ -35,6 +37,7 @@ class DistributedOptimizer(Optimizer):
     local autograd does when a tensor that it needs was changed.
 
     Raises:
+        UsageError: `optimizer_class` needs a closure, or there is no parameter.
         What `optimizer_class` raises on an owner; WorkersFailed where it does so on several.
     """
 
@@ -46,11 +49,12 @@ class DistributedOptimizer(Optimizer):
         hogwild: bool = False,
         **kwargs: Any,
     ) -> None:
+        _check_maker(optimizer_class)
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # what the owners have, by group
-        super().__init__(params_rref, {})  # type: ignore[arg-type]
+        super().__init__(_checked(params_rref), {})
         self.defaults = {**self._sent[0]}
 
     @classmethod
@@ -87,6 +91,10 @@ class DistributedOptimizer(Optimizer):
             self._names.setdefault(worker, set()).update(own_names)
             names += own_names
             options = settled
+        if not names:
+            raise UsageError(
+                "there is no parameter to optimize: the modules have none, or this optimizer has all of them already"
+            )
         self._sent.append({**options})
         self.param_groups.append({"params": [branch.root for branch in members], "param_names": names, **options})
 
@@ -121,11 +129,17 @@ class DistributedOptimizer(Optimizer):
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any) -> None:
-        known = together(self.locals, lambda _, local: getattr(local.rpc_async(), method)(context_id, *args))
-        if not any(known.values()):
+        counts = together(self.locals, lambda _, local: getattr(local.rpc_async(), method)(context_id, *args)).values()
+        if all(count is None for count in counts):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
                 "took no part in it; call this inside of its `with` block"
+            )
+        if not any(counts):
+            hint(
+                "no gradients",
+                f"none of the parameters has a gradient in this context, so {method}() did nothing: run "
+                "telegrad.autograd.backward(context_id, loss) before; loss.backward() does not cross workers",
             )
 
     def _changes(self) -> dict[int, Hyperparameters]:
@@ -195,9 +209,35 @@ class DistributedOptimizer(Optimizer):
         )
 
 
+def _check_maker(optimizer_class: Any) -> None:
+    if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
+        raise UsageError(
+            f"DistributedOptimizer takes a class of optimizers, not {type(optimizer_class).__name__} objects: "
+            "write DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)"
+        )
+    if isinstance(optimizer_class, type):
+        check_needs_no_closure(optimizer_class)
+
+
+def _checked(params: Any) -> Any:
+    """What `torch.optim.Optimizer` can take for parameters or for their groups."""
+    if isinstance(params, nn.Module):
+        raise UsageError(
+            f"DistributedOptimizer takes references to parameters, not {type(params).__name__}: "
+            "write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
+        )
+    return [params] if isinstance(params, (RRef, dict)) else params
+
+
 def _reference(given: Any) -> RRef[Any]:
     if isinstance(given, RRef):
         return given
+    if isinstance(given, RemoteModule):
+        return given.get_module_rref()
+    if isinstance(given, (list, tuple)):
+        raise UsageError(
+            "DistributedOptimizer takes one list of references, not a list of lists: write [*these, *those]"
+        )
     raise UsageError(
         f"DistributedOptimizer takes references to parameters, not {type(given).__name__}. Wrap one of this worker in "
         "an RRef, or give the whole model to DistributedOptimizer.for_module"

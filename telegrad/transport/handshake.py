@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAGIC = b"TGRD"
 LONGEST = 2048
 NONCE = 32

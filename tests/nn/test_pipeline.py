@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import telegrad.autograd as autograd
-from telegrad.errors import PeerError, UsageError
+from telegrad.errors import PeerError, TelegradWarning, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
@@ -151,6 +154,90 @@ def test_an_error_is_raised_with_its_worker_and_the_next_step_works():
         pipeline.forward_backward(context, inputs, targets, mse_loss)
 
 
+def far_from(outputs, targets):
+    return (outputs - targets).square().sum()
+
+
+def classes(size):
+    return torch.randint(0, 3, (size,))
+
+
+def some_ignored(size):
+    found = classes(size)
+    found[: size // 2] = -100
+    return found
+
+
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+REDUCTIONS = {
+    "a mean": (nn.CrossEntropyLoss(), None, classes),
+    "a sum": (nn.CrossEntropyLoss(reduction="sum"), None, classes),
+    "a sum, said twice": (nn.CrossEntropyLoss(reduction="sum"), "sum", classes),
+    "a sum that is a function": (partial(cross_entropy, reduction="sum"), None, classes),
+    "a sum of one's own": (far_from, "sum", lambda size: batch(size)[1]),
+    "a mean of the batch": (nn.KLDivLoss(reduction="batchmean"), None, lambda size: batch(size)[1].softmax(1)),
+    "a weighted mean": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), None, classes),
+    "a weighted mean by a function": (partial(cross_entropy, weight=CLASS_WEIGHTS), None, classes),
+    "a mean of what is not ignored": (cross_entropy, None, some_ignored),
+    "a smoothed, weighted mean of what is not ignored": (
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1),
+        None,
+        some_ignored,
+    ),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("what", REDUCTIONS)
+def test_losses_that_average_and_losses_that_sum_give_the_numbers_of_the_whole(what, chunks):
+    loss, reduction, make_targets = REDUCTIONS[what]
+    last = make_stage(2)
+    pipeline, model = Pipeline([RemoteModule("w1", make_stage, (0,)), make_stage(1), last], chunks=chunks), whole()
+    inputs, targets = batch(10)[0], make_targets(10)  # parts of three samples and of two
+    wanted = loss(model(inputs), targets)
+    wanted.backward()
+    with autograd.context() as context:
+        found = pipeline.forward_backward(context, inputs, targets, loss, reduction)
+        gradients = autograd.get_gradients(context)
+        for mine, theirs in zip(last.parameters(), model[2].parameters(), strict=True):
+            assert torch.allclose(gradients[mine], theirs.grad, rtol=1e-9)
+    assert torch.allclose(found.double(), wanted.detach(), rtol=1e-6)
+
+
+REFUSED = {
+    "one for each sample": (nn.CrossEntropyLoss(reduction="none"), None, "gives a loss for each sample"),
+    "one that says another thing": (nn.MSELoss(reduction="sum"), "mean", "has reduction='sum': leave the former out"),
+    "an unknown reduction": (mse_loss, "max", "'mean' or 'sum', not 'max'"),
+    "a class": (nn.MSELoss, None, r"an instance of it, MSELoss\(\)"),
+    "a value": (torch.zeros(()), None, "a function or a module"),
+    "no scalar": (partial(mse_loss, reduction="none"), None, "gives a loss for each sample"),
+    "no scalar, and a function": (lambda outputs, targets: outputs - targets, None, r"shape \(2, 3\)\. Let it end"),
+    "no tensor": (lambda outputs, targets: mse_loss(outputs, targets).item(), None, "gave float"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_loss_that_a_pipeline_cannot_use_is_refused(what):
+    loss, reduction, said = REFUSED[what]
+    inputs, targets = batch(8)
+    with pytest.raises(UsageError, match=said), autograd.context() as context:
+        spread(chunks=4).forward_backward(context, inputs, targets, loss, reduction)
+
+
+def test_inputs_and_targets_must_fit_each_other():
+    pipeline, (inputs, targets) = spread(chunks=4), batch(8)
+    for some, others in ((inputs, targets[:6]), (inputs, targets[:3]), (inputs[:0], targets[:0])):
+        with pytest.raises(UsageError, match="give a target for each input"), autograd.context() as context:
+            pipeline.forward_backward(context, some, others, mse_loss)
+
+
+def test_several_targets_for_each_input_fit_where_the_parts_do():
+    pipeline, inputs = spread(chunks=4), batch(8)[0]
+    with autograd.context() as context:
+        found = pipeline.forward_backward(context, inputs, torch.ones(24), lambda out, to: mse_loss(out.flatten(), to))
+    assert torch.allclose(found, mse_loss(whole()(inputs).flatten(), torch.ones(24)))
+
+
 def test_a_worker_that_dies_ends_the_step():
     with agents(3) as workers:
         current.enter(workers[0].agent)
@@ -168,7 +255,21 @@ def test_what_cannot_be_a_pipeline():
         Pipeline([make_stage(0)], schedule="zero")
     with pytest.raises(UsageError, match="samples along their first dimension"):
         Pipeline([make_stage(0)])((torch.ones(3, 5), torch.ones(4, 5)))
+    with pytest.raises(UsageError, match="samples along their first dimension"):
+        Pipeline([make_stage(0)])(torch.ones(()))
+    with pytest.raises(UsageError, match="a stage is a RemoteModule, a reference to a module or a module"):
+        Pipeline(["w1"])
 
 
 def test_shows_its_stages():
     assert "RemoteModule(Sequential on w2/cpu)" in repr(spread())
+
+
+def test_outputs_outside_of_a_context_are_told_to_have_no_gradients():
+    pipeline = spread()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            pipeline(batch()[0])
+        with pytest.raises(TelegradWarning, match="a pipeline was called outside of an autograd context"):
+            pipeline(batch()[0])

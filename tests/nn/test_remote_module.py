@@ -6,13 +6,15 @@ import copy
 import gc
 import inspect
 import io
+import linecache
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import telegrad.autograd as autograd
-from telegrad.errors import UnknownWorker, UsageError
+from telegrad.errors import TelegradWarning, UnknownWorker, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.rpc import RRef, current, debug_info, remote, rpc_sync
 
@@ -312,3 +314,50 @@ def test_on_a_device_of_its_own():
         (bias, weight) = rpc_sync("w1", gradients_of, (context, module.get_module_rref()))[::-1]
     assert bias.tolist() == [2, 2]
     assert weight.shape == (2, 3)
+
+
+def test_gradients_that_will_be_lost_are_told_once_for_each_line_of_the_program():
+    first = nn.Linear(3, 3)
+    model = nn.Sequential(first, RemoteModule("w1", nn.Linear, (3, 4)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum()
+    (only,) = said
+    assert issubclass(only.category, TelegradWarning)
+    assert "Linear on worker 'w1' was called outside of an autograd context" in str(only.message)
+    assert "model(torch.ones(2, 3))" in linecache.getline(only.filename, only.lineno)
+
+
+def test_nothing_is_said_where_no_gradient_is_wanted():
+    module = RemoteModule("w1", nn.Linear, (3, 4))
+    frozen = RemoteModule("w1", nn.Linear, (3, 4)).requires_grad_(False)
+    bare = RemoteModule("w1", nn.Identity)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with autograd.context():
+            module(torch.ones(2, 3))
+        with torch.no_grad():
+            module(torch.ones(2, 3))
+        module.eval()(torch.ones(2, 3))
+        frozen(torch.ones(2, 3))
+        bare(torch.ones(2, 3))
+        with pytest.raises(TelegradWarning, match="Identity"):
+            bare.forward_async(torch.ones(2, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((nn.Linear(2, 1),), r"write RemoteModule\(place, Linear, args, kwargs\)"),
+        (("Linear",), "takes a class, or a function that makes the module, not 'Linear'"),
+        ((nn.Linear, (3)), r"are a tuple, not 3: write \(value,\), with a comma"),
+        ((nn.Linear, "32"), r"are a tuple, not '32'"),
+        ((nn.Linear, torch.ones(2, 2)), r"are a tuple, not Tensor"),
+        ((nn.Linear, {"in_features": 2, "out_features": 1}), r"write kwargs=\{...\} for arguments by name"),
+        ((nn.Linear, (2, 1), ("bias",)), "are a dictionary by argument names, not tuple"),
+    ],
+)
+def test_what_cannot_make_a_module_is_refused_here(arguments, said):
+    with pytest.raises(UsageError, match=said):
+        RemoteModule("w1", *arguments)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad.errors import ContextEnded
+from telegrad.errors import ContextEnded, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import RRef
@@ -90,3 +90,10 @@ def test_nothing_to_clip():
         assert clip_grad_norm_(context, [RRef(nn.Parameter(torch.ones(2)))], 1.0) == 0
     with pytest.raises(ContextEnded):
         clip_grad_norm_(context, [RRef(nn.Parameter(torch.ones(2)))], 1.0)
+
+
+def test_only_references_can_be_clipped():
+    with pytest.raises(UsageError, match=r"not Linear: write clip_grad_norm_\(context_id, optimizer, max_norm\)"):
+        clip_grad_norm_(1, nn.Linear(2, 2), 1.0)
+    with pytest.raises(UsageError, match="not Parameter"):
+        clip_grad_norm_(1, nn.Linear(2, 2).parameters(), 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import telegrad.autograd as autograd
-from telegrad.errors import CannotEncode, ContextEnded, PeerError, UsageError, WorkersFailed
+from telegrad.errors import CannotEncode, ContextEnded, PeerError, TelegradWarning, UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
@@ -447,3 +448,49 @@ def test_hooks_of_the_optimizer():
     with autograd.context() as context:
         optimizer.step(context)
     assert seen == ["before", "after"]
+
+
+WRONG = {
+    "a closure": (lambda: (torch.optim.LBFGS, [RRef(nn.Linear(2, 2))]), "LBFGS cannot be used over several workers"),
+    "a closure, in secret": (lambda: (lambda p: torch.optim.LBFGS(p), [RRef(nn.Linear(2, 2))]), "LBFGS cannot be used"),
+    "an optimizer": (lambda: (torch.optim.SGD(linear(1, 1).parameters()), []), "takes a class of optimizers, not SGD"),
+    "another class": (lambda: (nn.Linear, [RRef(nn.Linear(2, 2))]), "Linear is no class of optimizers"),
+    "a module": (lambda: (torch.optim.SGD, nn.Linear(2, 2)), r"not Linear: write DistributedOptimizer\.for_module"),
+    "a remote module": (lambda: (torch.optim.SGD, RemoteModule("w1", nn.Linear, (2, 2))), r"\.for_module"),
+    "a generator": (lambda: (torch.optim.SGD, nn.Linear(2, 2).parameters()), "not Parameter"),
+    "lists in a list": (lambda: (torch.optim.SGD, [[RRef(nn.Linear(2, 2))]]), r"write \[\*these, \*those\]"),
+    "nothing to train": (lambda: (torch.optim.SGD, [remote("w1", nn.ReLU)]), "there is no parameter to optimize"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_optimized_is_refused_when_the_optimizer_is_made(what):
+    make, said = WRONG[what]
+    with pytest.raises(UsageError, match=said):
+        DistributedOptimizer(*make())
+
+
+def test_parameters_in_two_groups_are_refused():
+    layer = remote("w1", linear, (2, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [layer], lr=0.1)
+    with pytest.raises(UsageError, match="has all of them already"):
+        optimizer.add_param_group({"params": [layer]})
+
+
+def test_one_reference_and_remote_modules_are_as_good_as_lists_of_references():
+    layers = [RemoteModule("w1", linear, (2, 2)), RemoteModule("w2", linear, (2, 2))]
+    assert len(DistributedOptimizer(torch.optim.SGD, layers, lr=0.1).locals) == 2
+    assert list(DistributedOptimizer(torch.optim.SGD, remote("w1", linear, (2, 2)), lr=0.1).locals) == ["w1"]
+
+
+def test_a_step_without_a_backward_pass_says_that_it_did_nothing():
+    model = RemoteModule("w1", linear, (2, 2))
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
+    with autograd.context() as context:
+        loss = model(torch.ones(2, dtype=torch.float64)).sum()
+        with pytest.warns(TelegradWarning, match="none of the parameters has a gradient"):
+            optimizer.step(context)
+        autograd.backward(context, loss)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step(context)

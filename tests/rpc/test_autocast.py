@@ -1,0 +1,127 @@
+"""The caller's autocast holds in what it calls, as its grad mode does: the numbers are those of one process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import telegrad.autograd as autograd
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def state(*_):
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+async def state_later(*_):
+    before = state()
+    await asyncio.sleep(0)
+    return before, state()
+
+
+@functions.async_execution
+def state_of_the_next(to):
+    return rpc_async(to, state)
+
+
+class Holder:
+    def state(self):
+        return state()
+
+
+OFF = False, torch.bfloat16, True
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cached", [True, False])
+def test_it_holds_in_every_kind_of_call(dtype, cached):
+    holder = remote("w1", Holder)
+    with torch.autocast("cpu", dtype, cache_enabled=cached):
+        mine = state()
+        assert rpc_sync("w1", state) == mine
+        assert rpc_async("w1", state).wait() == mine
+        assert remote("w1", state).to_here() == mine
+        assert rpc_sync("w0", state) == mine
+        assert rpc_sync("w1", state_later) == (mine, mine)
+        assert rpc_sync("w1", state_of_the_next, ("w2",)) == mine
+        assert holder.rpc_sync().state() == mine
+        assert rpc_sync("w1", lambda: state()) == mine
+        assert rpc_sync("w1", state, (RRef(1), torch.ones(1))) == mine
+        with torch.autocast("cpu", enabled=False):
+            assert not rpc_sync("w1", state)[0]
+        with torch.no_grad():
+            assert rpc_sync("w1", lambda: (state(), torch.is_grad_enabled())) == (mine, False)
+        with autograd.context():
+            assert rpc_sync("w1", state, (RRef(1), torch.ones(1, requires_grad=True))) == mine
+    assert rpc_sync("w1", state) == rpc_sync("w1", state_later)[0] == OFF
+
+
+class Block(nn.Module):
+    """Recomputed in the backward pass, on wish."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        chance = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-1, 1, generator=chance)
+        self.again = again
+        self.seen = []
+
+    def forward(self, value):
+        return checkpoint(self.run, value, use_reentrant=False) if self.again else self.run(value)
+
+    def run(self, value):
+        value = self.layers[0](value)
+        self.seen.append(value.dtype)
+        return self.layers[1:](value)
+
+
+def of_block(module: RRef[nn.Module], context):
+    block, gradients = module.local_value(), autograd.get_gradients(context)
+    return [gradients[each] for each in block.parameters()], block.seen
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_remote_module_computes_and_recomputes_as_one_here(again):
+    inputs = torch.randn(3, 4)
+    here, there = Block(again), RemoteModule("w1", Block, (again,))
+    with torch.autocast("cpu"):
+        wanted = here(inputs)
+    wanted.float().sum().backward()
+    with autograd.context() as context:
+        with torch.autocast("cpu"):
+            found = there(inputs)
+        autograd.backward(context, found.float().sum())
+        gradients, seen = rpc_sync("w1", of_block, (there.module_rref, context))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+    assert seen == here.seen == [torch.bfloat16] * (2 if again else 1)
+    for mine, theirs in zip(gradients, here.parameters(), strict=True):
+        assert torch.equal(mine, theirs.grad)
+
+
+def test_it_holds_in_all_stages_of_a_pipeline_and_in_the_loss():
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
+    first, second = Block(), Block()
+    stages = [RemoteModule("w1", Block), RemoteModule("w2", Block)]
+    pipeline = Pipeline(stages, chunks=1)
+    with torch.autocast("cpu"):
+        wanted = mse_loss(second(first(inputs)), targets)
+    wanted.backward()
+    with autograd.context() as context, torch.autocast("cpu"):
+        assert torch.equal(pipeline.forward_backward(context, inputs, targets, mse_loss), wanted.detach())
+        for stage, block in zip(stages, (first, second), strict=True):
+            gradients, seen = rpc_sync(stage.on, of_block, (stage.module_rref, context))
+            assert seen == [torch.bfloat16]
+            for mine, theirs in zip(gradients, block.parameters(), strict=True):
+                assert torch.equal(mine, theirs.grad)

@@ -1,0 +1,119 @@
+"""Tensors that are written to while a call sends them: told in all transports, since some of them would tear it."""
+
+from __future__ import annotations
+
+import linecache
+import threading
+import warnings
+
+import pytest
+import torch
+
+from telegrad import hints
+from telegrad.errors import TelegradWarning
+from telegrad.rpc import current, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE, agents, in_threads
+
+LARGE = 1 << 16
+
+may_end = threading.Event()
+has_begun = threading.Event()
+
+
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def here(request):
+    with agents(2, transport=request.param) as workers:
+        current.enter(workers[0].agent)
+        yield
+        current.enter(None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said(monkeypatch):
+    monkeypatch.setattr(hints, "_said", set())
+
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def consume(*tensors):
+    """Ends once the caller has done what it wants to do meanwhile."""
+    has_begun.set()
+    assert may_end.wait(PATIENCE)
+    return len(tensors)
+
+
+def warned_by(act, *tensors, to="w1", begin=rpc_async):
+    """What was said of a call that is under way while `act` happens."""
+    may_end.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        future = begin(to, consume, tensors)
+        act()
+        may_end.set()
+        (future.wait if begin is rpc_async else future.to_here)()
+    return said
+
+
+@pytest.mark.parametrize("begin", [rpc_async, remote])
+@pytest.mark.parametrize("to", ["w0", "w1"])
+def test_a_tensor_that_is_written_to_before_its_call_is_done_is_told(to, begin):
+    tensor = torch.zeros(LARGE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            may_end.clear()
+            call = begin(to, consume, (torch.ones(3), tensor))  # this line, once
+            tensor.add_(1)
+            may_end.set()
+            (call.wait if begin is rpc_async else call.to_here)()
+    (only,) = said
+    assert f"shape ({LARGE},)" in str(only.message)
+    assert f"the call of consume that sends it to worker {to!r}" in str(only.message)
+    assert "send tensor.clone()" in str(only.message)
+    assert "# this line, once" in linecache.getline(only.filename, only.lineno)
+
+
+def test_writing_to_what_it_is_a_view_of_is_told_too():
+    buffer = torch.zeros(4, LARGE)
+    (only,) = warned_by(lambda: buffer.zero_(), buffer[2])
+    assert issubclass(only.category, TelegradWarning)
+
+
+def test_another_thread_that_writes_is_told_of_where_the_call_is():
+    tensor = torch.zeros(LARGE)
+    has_begun.clear()
+    may_end.clear()
+
+    def write():
+        assert has_begun.wait(PATIENCE)
+        tensor.add_(1)
+        may_end.set()
+
+    def call():
+        with pytest.warns(TelegradWarning, match="consume"):
+            rpc_sync("w1", consume, (tensor,))
+
+    agent = current.agent()
+    in_threads(write, lambda: (current.enter(agent), call()))
+
+
+def test_nothing_is_said_where_nothing_can_tear():
+    tensor, parameter = torch.zeros(LARGE), torch.nn.Parameter(torch.zeros(LARGE))
+    small, gone = torch.zeros(8), torch.zeros(LARGE)
+    with torch.inference_mode():
+        uncounted = torch.zeros(LARGE)
+    assert not warned_by(lambda: None, tensor, parameter, uncounted, torch.eye(200).to_sparse(), gone.t())
+    assert not warned_by(lambda: small.add_(1), small)
+    assert not warned_by(lambda: None, *(tensor.to(dtype) for dtype in (torch.int64, torch.bool, torch.complex64)))
+    assert not warned_by(lambda: torch.add(tensor, 1), tensor)
+    tensor.add_(1)
+
+
+def test_the_memory_of_what_was_sent_is_not_kept_until_the_answer():
+    may_end.clear()
+    future = rpc_async("w1", consume, (torch.zeros(LARGE),))
+    (watched,) = future.call.underway._counters
+    assert watched[0].untyped_storage().nbytes() == 0
+    may_end.set()
+    future.wait()
