@@ -238,7 +238,8 @@ class Worker:
         elif not isinstance(reason, PeerLost):
             died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
             if died:
-                self._tell_story(who, str(reason))
+                early = isinstance(reason, LeftEarly)
+                self._tell_story(who, str(reason) if early else f"worker {who.name!r} was lost ({reason})")
             self._post(self._step(lambda: farewell.lost(id_, died)))
             self._wake(farewell)
 

@@ -1,4 +1,4 @@
-"""One group after the other, of workers that met before and of workers that were just started, in every kind of store."""
+"""One group after the other, of workers that met before and of workers just started, in every kind of store."""
 
 from __future__ import annotations
 
