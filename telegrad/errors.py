@@ -10,6 +10,7 @@ TelegradError (RuntimeError)
 │   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
 ├── RendezvousError            the group could not be formed
 │   ├── StoreUnreachable       nobody answers at the store's address
+│   ├── StoreLost              it was there, and has gone with the worker that served it
 │   ├── StorePortTaken         another program listens on the store's port
 │   ├── WorkerTaken            a name or a rank is used twice
 │   └── GroupIncomplete        not all workers came in time
@@ -21,6 +22,7 @@ TelegradError (RuntimeError)
 │   │   ├── VersionMismatch
 │   │   └── ProtocolViolation
 │   └── ShutDown               the call was cut off by a shutdown
+│       └── LeftEarly          the other worker did not wait for the rest of its group
 ├── CallTimeout (TimeoutError) no answer in the call's time
 ├── CodecError                 a value could not travel
 │   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
@@ -54,6 +56,7 @@ __all__ = [
     "GroupIncomplete",
     "HandshakeError",
     "InvalidName",
+    "LeftEarly",
     "NotInitialized",
     "NotOwner",
     "OwnerLost",
@@ -66,6 +69,7 @@ __all__ = [
     "RemoteError",
     "RendezvousError",
     "ShutDown",
+    "StoreLost",
     "StorePortTaken",
     "StoreUnreachable",
     "TelegradError",
@@ -119,6 +123,10 @@ class StoreUnreachable(RendezvousError):
     """Nobody answers at the store's address."""
 
 
+class StoreLost(RendezvousError):
+    """The worker that served the store has ended, or cannot be reached any more."""
+
+
 class StorePortTaken(RendezvousError):
     """Another program listens on the port where this worker should serve the store."""
 
@@ -161,6 +169,10 @@ class ProtocolViolation(HandshakeError):
 
 class ShutDown(PeerError):
     """The call was cut off because this worker or the other one shut down."""
+
+
+class LeftEarly(ShutDown):
+    """The other worker of a group of fixed size left without the rest: by `graceful=False`, or at its program's end."""
 
 
 class CallTimeout(TelegradError, TimeoutError):

@@ -24,8 +24,6 @@ from telegrad.rpc.options import TelegradOptions
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
 
-_generation = iter(range(1, 1 << 30))
-
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -38,13 +36,12 @@ def agents(
     count: int, dynamic: bool = False, of_rank: Callable[[int], dict[str, Any]] = lambda _: {}, **options: Any
 ) -> Iterator[list[Worker]]:
     """A group of `count` workers in this process; closed without ceremony. `of_rank` gives the options of one alone."""
-    generation = next(_generation)
     with tempfile.TemporaryDirectory() as folder:
 
         def begin(rank: int) -> Worker:
             own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options, **of_rank(rank)})
             meet = partial(open_store, f"file://{folder}/store", rank, None if dynamic else count)
-            return start(f"w{rank}", meet, own, generation, current.enter)
+            return start(f"w{rank}", meet, own, current.enter)
 
         with ThreadPoolExecutor(count) as pool:
             workers = list(pool.map(begin, range(count)))
@@ -52,7 +49,7 @@ def agents(
             yield workers
         finally:
             for worker in workers:
-                worker.agent.close()
+                worker.end("")
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:

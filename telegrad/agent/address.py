@@ -49,12 +49,7 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
     Raises:
         UsageError: `host` cannot be resolved.
     """
-    try:
-        choices = socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise UsageError(
-            f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
-        ) from error
+    choices = _resolved(host, port)
     for family, _, _, _, address in sorted(choices, key=lambda choice: choice[0] != socket.AF_INET):
         found = _source(family, address)
         if found is None:
@@ -66,6 +61,20 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
     return LOOPBACK
 
 
+def check_resolves(host: str) -> None:
+    """Raise UsageError where the store's host has no address, rather than wait for somebody to serve there."""
+    _resolved(host, ANY_PORT)
+
+
+def _resolved(host: str, port: int) -> list[Any]:
+    try:
+        return socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
+        ) from error
+
+
 def spelled(host: str) -> Any:
     """A host's name for the resolver; as bytes where it can be, for a `str` it loads tables of all scripts (1 ms)."""
     return host.encode() if host.isascii() else host
@@ -73,10 +82,17 @@ def spelled(host: str) -> Any:
 
 def answers(address: tuple[str, int], patience: float) -> bool:
     """Whether somebody listens there."""
+    return knock(address, patience) is True
+
+
+def knock(address: tuple[str, int], patience: float) -> bool | None:
+    """Whether somebody listens there; None where that cannot be told, since the host is silent."""
     try:
         socket.create_connection(address, patience).close()
-    except OSError:
+    except ConnectionRefusedError:
         return False
+    except OSError:
+        return None
     return True
 
 

@@ -90,8 +90,8 @@ class Agent:
         self._directory = directory
         self._connections.join(me, key, directory)
 
-    def close(self, reason: PeerError | None = None) -> None:
-        """Leave: calls in flight fail, here and at those who called."""
+    def close(self, reason: PeerError | None = None, how: str = "") -> None:
+        """Leave: calls in flight fail, here and at those who called; `how` is for these, where it is not in order."""
         if not self._connections.begin_close():
             return
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
@@ -99,7 +99,7 @@ class Agent:
             self.rider.close()
         if self.recorder is not None:
             self.recorder.close(reason)
-        self._connections.close(reason)
+        self._connections.close(reason, how)
         self._server.close()
         self._reactor.close()
         self._clock.close()
@@ -111,9 +111,17 @@ class Agent:
         self._reactor.poller.abandon()
 
     @property
+    def closed(self) -> bool:
+        return self._connections.closed
+
+    @property
     def idle(self) -> bool:
         """Whether no call of this worker is in flight, and none runs here."""
         return self._server.idle and not self._connections.outstanding
+
+    def serves_here(self) -> bool:
+        """Whether this thread runs what others called, or callbacks of what this worker called."""
+        return self._reactor.on_worker() or self._server.on_loop()
 
     @property
     def started(self) -> int:
@@ -309,6 +317,10 @@ class Agent:
     def find(self, to: str | int) -> Member:
         """The member of that name or rank."""
         return self._directory.find(to)
+
+    def warn_lost(self, who: Identity, why: str) -> None:
+        """Say that a worker was lost, unless that was said before."""
+        self._connections.warn_lost(who, why)
 
     def identify(self, to: str | int | Identity) -> Identity:
         """Who has that name or rank; looked up once only."""

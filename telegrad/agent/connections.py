@@ -77,9 +77,10 @@ class Connections:
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
         self.ferry = Ferry(Streams(may_lie_on))
-        self._lock = threading.Lock()  # guards _peers, _accepted and closed
+        self._lock = threading.Lock()  # guards _peers, _accepted, _warned and closed
         self._peers: dict[str, Peer] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
+        self._warned: set[str] = set()  # the incarnations of those whose loss was told
         self.closed = False
         self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
         self.listener = Listener(
@@ -264,9 +265,16 @@ class Connections:
         """A connection has ended, or could not be made."""
         if not self.closed:
             if isinstance(reason, PeerLost):
-                log.info("telegrad: %s", reason)
+                self.warn_lost(who, str(reason))
             for told in self.lost:
                 told(who, reason)
+
+    def warn_lost(self, who: Identity, why: str) -> None:
+        """Say that a worker was lost, once."""
+        with self._lock:
+            known = who.incarnation in self._warned
+            self._warned.add(who.incarnation)
+        log.log(logging.INFO if known else logging.WARNING, "telegrad: %s", why)
 
     def tick(self, now: float) -> None:
         """Now and then: give back what was lent, and hear of the ends of idle connections."""
@@ -291,16 +299,16 @@ class Connections:
             closed, self.closed = self.closed, True
         return not closed
 
-    def close(self, reason: PeerError) -> None:
-        """End them all: calls in flight fail, here and at those who called."""
+    def close(self, reason: PeerError, how: str) -> None:
+        """End them all: calls in flight fail, here and at those who called, who are told `how` this worker left."""
         with self._lock:
             peers, accepted = list(self._peers.values()), list(self._accepted)
         self.listener.close()
         for peer in peers:
-            peer.close(reason)
+            peer.close(reason, how)
         for link in accepted:
             with contextlib.suppress(PeerError):
-                link.send(BYE)
+                link.send(BYE, body=how.encode())
             link.close(reason)
 
     def release_memory(self) -> None:

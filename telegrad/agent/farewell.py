@@ -12,7 +12,9 @@ quiet as they enter, and say so, that is the first of the two rounds.
       | <------------------ Leave - |     after two equal rounds
       | -- Left ------------------> |
 
-A worker that dies is taken out; if it led, the others enter anew with the next leader.
+A worker that dies is taken out; if it led, the others enter anew with the next leader. Leave tells all who was.
+
+Only the leader knows who has entered. Who waits for long may ask it: Who, and the answer is Missing.
 """
 
 from __future__ import annotations
@@ -42,12 +44,24 @@ class Quiet(NamedTuple):
 class Leave(NamedTuple):
     """Nothing is in flight anywhere."""
 
+    without: tuple[int, ...] = ()  # those that were taken out
+
 
 class Left(NamedTuple):
     """The sender has taken note of Leave."""
 
 
-Message = Entered | Ask | Quiet | Leave | Left
+class Who(NamedTuple):
+    """Whom does the sender wait for?"""
+
+
+class Missing(NamedTuple):
+    """Those who have not entered."""
+
+    ids: tuple[int, ...]
+
+
+Message = Entered | Ask | Quiet | Leave | Left | Who | Missing
 Letter = tuple[int, Message]  # to whom, what
 
 WAITING, LEAVING, DONE = "WAITING", "LEAVING", "DONE"
@@ -68,6 +82,8 @@ class Farewell:
         self._answers: dict[int, int] = {}
         self._before: dict[int, int] | None = None  # the answers of the round before
         self._left: set[int] = set()
+        self.lost_ones: set[int] = set()  # who was taken out
+        self._told_missing: set[int] | None = None  # what the leader answered last
 
     @property
     def leader(self) -> int:
@@ -75,8 +91,14 @@ class Farewell:
 
     @property
     def missing(self) -> set[int]:
-        """Who has not called shutdown yet, as far as the leader knows."""
-        return self._alive - self._entered if self.leader == self._me else set()
+        """Who has not called shutdown yet, as far as this worker knows: the leader does, others can ask it."""
+        if self.leader == self._me:
+            return self._alive - self._entered
+        return self._alive & (self._told_missing or set())
+
+    def ask_who(self) -> list[Letter]:
+        """This worker wants to know who is missing."""
+        return [] if self.leader == self._me or self.state == DONE else [(self.leader, Who())]
 
     @property
     def asked(self) -> bool:
@@ -106,7 +128,13 @@ class Farewell:
             return self._on_quiet(sender, message)
         if isinstance(message, Leave):
             self.state = DONE
+            self.lost_ones |= set(message.without)
             return [(sender, Left())]
+        if isinstance(message, Who):
+            return [(sender, Missing(tuple(sorted(self._alive - self._entered))))]
+        if isinstance(message, Missing):
+            self._told_missing = set(message.ids)
+            return []
         self._left.add(sender)
         self._check_left()
         return []
@@ -121,12 +149,15 @@ class Farewell:
             return self._on_quiet(self._me, Quiet(number, begun))
         return [(self.leader, Quiet(number, begun))]
 
-    def lost(self, other: int) -> list[Letter]:
-        """A worker has died or left."""
+    def lost(self, other: int, died: bool = True) -> list[Letter]:
+        """A worker has died, or has left: with the group, whose Leave is on its way, or, as if it had died, early."""
         if other not in self._alive or self.state == DONE:
             return []
         led = other == self.leader
         self._alive.discard(other)
+        if died and self.state == WAITING:
+            self.lost_ones.add(other)
+        self._told_missing = None
         self._answers.pop(other, None)
         self._at_entry.clear()
         if self.state == LEAVING:
@@ -170,7 +201,8 @@ class Farewell:
             return self._ask_all()
         self.state = LEAVING
         self._check_left()
-        return [(other, Leave()) for other in sorted(self._alive - {self._me})]
+        without = tuple(sorted(self.lost_ones))
+        return [(other, Leave(without)) for other in sorted(self._alive - {self._me})]
 
     def _check_left(self) -> None:
         if self.state == LEAVING and self._alive - {self._me} <= self._left:

@@ -397,8 +397,8 @@ class Peer:
         else:
             self._arm()
 
-    def close(self, reason: PeerError) -> None:
-        """End the connection and every call on it."""
+    def close(self, reason: PeerError, how: str = "") -> None:
+        """End the connection and every call on it; the other is told `how` this worker left."""
         with self._lock:
             self._closed = reason
             link = self._link
@@ -409,6 +409,6 @@ class Peer:
             self._room.notify_all()
         if link is not None:
             with contextlib.suppress(PeerError):
-                link.send(BYE)
+                link.send(BYE, body=how.encode())
             link.close(reason)
         self._fail(failed, reason)

@@ -1,11 +1,14 @@
-"""How workers find each other through a store.
+"""How the workers of a group of fixed size find each other through a store.
 
-A group of fixed size: each worker agrees to the group's terms, claims its rank and its name, and the last to come opens
-the first gate, COMPLETE. All read the table, and the last reader opens the second gate, READY. Behind that nobody needs
-the store any more, so its server may go. What stands at a gate is OPENED or a fault, decided once and for all: so
-whoever waits there learns of either by looking at one key.
+Each worker agrees to the group's terms, claims its rank and its name, and the last to come opens the first gate,
+COMPLETE. All read the table, and the last reader opens the second gate, READY. Behind that nobody needs the store any
+more, so its server may go. What stands at a gate is OPENED, VOID or a fault, decided once and for all: so whoever waits
+there learns of it by looking at one key.
 
-A dynamic group keeps the store: names and ranks are claimed, looked up and freed there at any time.
+A store that lasts sees one group after the other. Each forms in a round of its own; the store keeps the round's number,
+so workers that met before and workers that were just started find the same one. A round is past once something stands
+at its first gate: whoever comes then goes to the next. It is void where one who claimed a place in it has died before
+it could form; the others go to the next round, too, where whoever replaces the dead one meets them.
 """
 
 from __future__ import annotations
@@ -13,22 +16,35 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, time
 from typing import Any, NamedTuple
 
-from telegrad.agent.members import Member, Members, unknown
+from telegrad.agent.members import Member, Members
+from telegrad.agent.reminder import Reminder
 from telegrad.agent.stores import OVER, SERVED, Board
-from telegrad.errors import AuthenticationFailed, GroupIncomplete, RendezvousError, TelegradError, WorkerTaken
+from telegrad.errors import (
+    AuthenticationFailed,
+    GroupIncomplete,
+    RendezvousError,
+    StoreLost,
+    TelegradError,
+    WorkerTaken,
+)
 
 LINGER = 2.0  # seconds that the store's server waits for the others to go first
-MOST_RANKS = 1 << 16
-OPENED = "opened"
+DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are looked after
+STALE = 60.0  # seconds after which a fault is an earlier run's
+OPENED, VOID = "opened", "void"
 COMPLETE, READY = "complete", "ready"
+ROUND = "telegrad/round"
 _FAULTS: dict[str, type[TelegradError]] = {
     fault.__name__: fault for fault in (WorkerTaken, AuthenticationFailed, GroupIncomplete, RendezvousError)
 }
+
+log = logging.getLogger("telegrad")
 
 
 class Roster(NamedTuple):
@@ -38,7 +54,22 @@ class Roster(NamedTuple):
     key: bytes
 
 
-def join_static(store: Any, me: Member, world_size: int, key: bytes | None, timeout: float, generation: int) -> Roster:
+class StoreOver(StoreLost):
+    """The store has gone with a group that formed there before: the next one meets at another, in the same place."""
+
+
+class _Past(Exception):
+    """This round will not form, or has formed without this worker."""
+
+
+def join_static(
+    store: Any,
+    me: Member,
+    world_size: int,
+    key: bytes | None,
+    timeout: float,
+    is_alive: Callable[[Member], bool] = lambda _: True,
+) -> Roster:
     """Meet the other workers of a group of fixed size. What goes wrong for one is told to all.
 
     Raises:
@@ -47,32 +78,81 @@ def join_static(store: Any, me: Member, world_size: int, key: bytes | None, time
         AuthenticationFailed: not all were given the same key.
         RendezvousError: a rank is out of range, the workers expect groups of different sizes, or the store was lost.
     """
-    return _Static(store, me, world_size, timeout, generation).join(key)
+    return _Static(store, me, world_size, timeout, is_alive).join(key)
 
 
 class _Static:
-    def __init__(self, store: Any, me: Member, world_size: int, timeout: float, generation: int) -> None:
-        self._board = Board(store, f"telegrad/{generation}")
+    def __init__(
+        self, store: Any, me: Member, world_size: int, timeout: float, is_alive: Callable[[Member], bool]
+    ) -> None:
+        self._store = store
         self._root = Board(store)
         self._me = me
         self._size = world_size
         self._timeout = timeout
+        self._is_alive = is_alive
         self._until = monotonic() + timeout
+        self._formed_before: Board | None = None  # a group that has formed in this store without this worker
+        self._failed_before = ""  # what was wrong with the last one that failed
 
     def join(self, key: bytes | None) -> Roster:
+        try:
+            while True:
+                self._board = self._current_round()
+                try:
+                    roster = self._meet(key)
+                except _Past:
+                    continue
+                self._look_for_the_last_group()
+                return roster
+        except StoreLost as error:
+            if self._formed_before is not None:
+                raise StoreOver(str(error)) from error
+            raise
+
+    def _current_round(self) -> Board:
+        """The round to meet in: the first that is not past, or one whose fault this worker should hear of, too."""
+        while True:
+            number = self._root.swap(ROUND, "", "1")
+            board = Board(self._store, f"telegrad/{number}")
+            verdict = board.read(COMPLETE)
+            if not verdict or self._concerns(board, verdict):
+                self._look_back(int(number) - 1)
+                return board
+            self._root.swap(ROUND, number, str(int(number) + 1))
+
+    def _look_back(self, number: int) -> None:
+        """What became of the round before."""
+        board = Board(self._store, f"telegrad/{number}")
+        verdict = board.read(COMPLETE) if number else VOID
+        if verdict == OPENED:
+            self._formed_before = board
+        elif verdict != VOID:
+            self._failed_before = json.loads(verdict)[1]
+
+    def _concerns(self, board: Board, verdict: str) -> bool:
+        """Whether workers of one group contradicted each other, and the one of this rank was not told yet."""
+        if verdict in (OPENED, VOID):
+            return False
+        kind, _, since = json.loads(verdict)
+        return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self._me.id}")
+
+    def _meet(self, key: bytes | None) -> Roster:
         self._board.count("here")
         gate = COMPLETE
         try:
             shared = self._claim(key)
             if self._board.count("arrived") == self._size:
                 self._board.swap(COMPLETE, "", OPENED)
-            self._pass(COMPLETE)
+            self._pass(COMPLETE, Reminder(lambda: f"{self._me} joins a group of {self._size}; {self._absent()}").look)
             members = self._read()
             gate = READY
             if self._board.count("read") == self._size:
                 self._root.write(SERVED, OVER)  # before anyone leaves, who could be back at once
                 self._board.swap(READY, "", OPENED)
-            self._pass(READY)
+            self._pass(READY, self._doubt(members))
+        except _Past:
+            raise
         except BaseException as error:
             self._tell(gate, error)
             raise
@@ -83,33 +163,65 @@ class _Static:
         me, size = self._me, self._size
         if not 0 <= me.id < size:
             raise RendezvousError(f"{me} is not within its group of {size}: ranks go from 0 to {size - 1}")
-        shared = _agree(self._board, me, size, key)
+        shared = self._agree(key)
         entry = me.to_json()
         for slot, what in ((f"rank/{me.id}", f"rank {me.id}"), (f"name/{me.name}", f"name {me.name!r}")):
             found = self._board.swap(slot, "", entry)
             if found != entry:
-                raise _taken(what, Member.from_json(found), me)
+                other = Member.from_json(found)
+                self._check_present(other)
+                raise taken(what, other, me)
         return shared
+
+    def _agree(self, key: bytes | None) -> bytes:
+        try:
+            return agree(self._board, self._me, self._size, key)
+        except TelegradError:
+            self._check_present(first_of(self._board))
+            raise
+
+    def _check_present(self, other: Member) -> None:
+        """Before this worker contradicts another: that one lives, and waits in the same round still."""
+        verdict = self._board.read(COMPLETE)
+        if not verdict and not self._is_alive(other):
+            verdict = self._board.swap(COMPLETE, "", VOID)
+        if verdict in (OPENED, VOID) and monotonic() < self._until:
+            raise _Past
 
     def _read(self) -> Members:
         entries = self._board.read_all([f"rank/{rank}" for rank in range(self._size)])
         return Members(Member.from_json(entry) for entry in entries)
 
-    def _pass(self, gate: str) -> None:
-        found = self._board.wait(gate, self._until)
+    def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
+        found = self._board.wait(gate, self._until, meanwhile)
         if not found:  # too late: unless the gate is opened in this moment, all give up
             late = self._incomplete(gate)
             found = self._board.swap(gate, "", _fault(late))
             if found == _fault(late):
                 raise late
+        if found == VOID:
+            raise _Past
         if found != OPENED:
-            kind, text = json.loads(found)
+            kind, text, _ = json.loads(found)
             raise _FAULTS[kind](text)
+
+    def _doubt(self, members: Members) -> Callable[[], None]:
+        """To be called while this worker waits at the second gate: makes the round void where one has died."""
+        since = monotonic()
+
+        def look() -> None:
+            nonlocal since
+            if monotonic() - since > DOUBT:
+                since = monotonic()
+                if not all(member.id == self._me.id or self._is_alive(member) for member in members):
+                    self._board.swap(READY, "", VOID)
+
+        return look
 
     def _tell(self, gate: str, error: BaseException) -> None:
         """Let all know why this worker gives up, unless the gate has been passed already."""
         if not isinstance(error, TelegradError):
-            error = RendezvousError(f"{self._me} gave up while the group formed: {type(error).__name__}")
+            error = GroupIncomplete(f"{self._me} gave up while the group formed: {type(error).__name__}")
         try:
             self._root.write(SERVED, OVER)
             self._board.swap(gate, "", _fault(error))
@@ -128,27 +240,63 @@ class _Static:
             pass  # whoever served it did not wait any longer
 
     def _incomplete(self, gate: str) -> GroupIncomplete:
-        missing = [str(rank) for rank in range(self._size) if not self._board.read(f"rank/{rank}")]
-        who = f"rank {', '.join(missing)} did not come" if missing else "a worker came, but ended before all had met"
+        who = self._absent() or "a worker came, but ended before all had met"
         return GroupIncomplete(
             f"the group of {self._size} workers is not {gate} after {self._timeout:g} s: {who}. "
             "Look at those workers' logs, or allow more time with rpc_timeout"
         )
 
+    def _absent(self) -> str:
+        """Who has not come, or has died since; and what may have to do with it."""
+        missing, dead = [], []
+        for rank in range(self._size):
+            entry = self._board.read(f"rank/{rank}")
+            if not entry:
+                missing.append(str(rank))
+            elif not self._is_alive(Member.from_json(entry)):
+                dead.append(str(Member.from_json(entry)))
+        said = [f"rank {', '.join(missing)} did not come"] if missing else []
+        if dead:
+            said.append(f"{', '.join(dead)} came, and does not answer any more")
+        if said and self._failed_before:
+            said.append(f"the last group that met here failed: {self._failed_before}")
+        elif said and self._formed_before is not None:
+            said.append(f"another group of {self._first_terms()} has formed in this store before")
+        return "; ".join(said)
+
+    def _first_terms(self) -> int:
+        assert self._formed_before is not None
+        size: int = json.loads(self._formed_before.read("terms"))[0]
+        return size
+
+    def _look_for_the_last_group(self) -> None:
+        """Say so where the worker in this one's place still runs, in the group that formed in this store before."""
+        if self._formed_before is None:
+            return
+        entry = self._formed_before.read(f"rank/{self._me.id}")
+        other = Member.from_json(entry) if entry else self._me
+        if other.incarnation != self._me.incarnation and self._is_alive(other):
+            log.warning(
+                "telegrad: %s has joined a second group in the same store: %s still runs in the first. "
+                "If that one belongs to another run, give each run a port or a file of its own",
+                self._me,
+                other,
+            )
+
 
 def _fault(error: BaseException) -> str:
     kind = next(kind for kind, fault in _FAULTS.items() if isinstance(error, fault) or fault is RendezvousError)
-    return json.dumps([kind, str(error)])
+    return json.dumps([kind, str(error), time()])
 
 
-def _taken(what: str, first: Member, second: Member) -> WorkerTaken:
+def taken(what: str, first: Member, second: Member) -> WorkerTaken:
     return WorkerTaken(
         f"the {what} is not unique, two workers claim it: {first} and {second}. Give each its own, and use a fresh "
         "store (another port or file) if one of them belongs to an earlier run"
     )
 
 
-def _agree(board: Board, me: Member, size: int, key: bytes | None) -> bytes:
+def agree(board: Board, me: Member, size: int, key: bytes | None) -> bytes:
     """The group's key: given to all, or made by the first to come.
 
     The first worker's terms hold. Of a given key they show only a salted fingerprint.
@@ -158,8 +306,9 @@ def _agree(board: Board, me: Member, size: int, key: bytes | None) -> bytes:
         RendezvousError: the workers expect groups of different sizes.
     """
     salt = secrets.token_hex(16)
-    terms = [size, salt, _fingerprint(salt, key), "" if key else secrets.token_hex(32), str(me)]
-    theirs, salt, fingerprint, made, first = json.loads(board.swap("terms", "", json.dumps(terms)))
+    terms = [size, salt, _fingerprint(salt, key), "" if key else secrets.token_hex(32), me.to_json()]
+    theirs, salt, fingerprint, made, entry = json.loads(board.swap("terms", "", json.dumps(terms)))
+    first = Member.from_json(entry)
     if theirs != size:
         raise RendezvousError(
             f"{me} expects a group of {size} workers, but {first} one of {theirs}: give all the same world_size"
@@ -173,100 +322,18 @@ def _agree(board: Board, me: Member, size: int, key: bytes | None) -> bytes:
     return key or str(made).encode()
 
 
+def mixed(me: Member) -> RendezvousError:
+    return RendezvousError(
+        "RPC group mixes statically and dynamically initialized members which is not supported. "
+        f"{me} came to a store where a group of the other kind meets. Give world_size to all workers, or to none; "
+        "or give each group a port or a file of its own"
+    )
+
+
+def first_of(board: Board) -> Member:
+    """The worker whose terms hold."""
+    return Member.from_json(json.loads(board.read("terms"))[-1])
+
+
 def _fingerprint(salt: str, key: bytes | None) -> str:
     return hashlib.sha256(salt.encode() + key).hexdigest() if key else ""
-
-
-class DynamicGroup:
-    """A group that workers join and leave at any time; the store must live as long as it."""
-
-    def __init__(self, store: Any, generation: int = 0) -> None:
-        """`generation` counts the groups of this process, as of those of fixed size that meet in this store."""
-        self._board = Board(store, "telegrad/dynamic")
-        self._fixed = Board(store, f"telegrad/{generation}")
-        self._me: Member | None = None
-        self._place = ""  # where this worker's name is listed
-
-    def join(
-        self, me: Member, key: bytes | None, is_alive: Callable[[Member], bool] = lambda _: True
-    ) -> tuple[Member, bytes]:
-        """Claim a name and a rank, the lowest free one where `me.id` is -1; what came of it, and the group's key.
-
-        A worker that crashed leaves its entries behind: they are taken over where `is_alive` denies that it lives.
-
-        Raises:
-            WorkerTaken: a member has that name or rank.
-            AuthenticationFailed: this worker's key is not that of the group.
-            RendezvousError: a group of fixed size meets in this store.
-        """
-        if self._fixed.read("terms"):
-            raise RendezvousError(
-                "RPC group mixes statically and dynamically initialized members which is not supported. A group of "
-                f"fixed size meets in this store, which {me} cannot join. Give world_size to all workers, or to none"
-            )
-        shared = _agree(self._board, me, -1, key)
-        me = self._claim_rank(me, is_alive)
-        try:
-            self._claim(f"name/{me.name}", f"name {me.name!r}", me, is_alive)
-        except BaseException:
-            self._free(f"rank/{me.id}", me)
-            raise
-        self._place = f"listed/{self._board.count('listed')}"
-        self._board.write(self._place, me.name)
-        self._me = me
-        return me, shared
-
-    def _claim_rank(self, me: Member, is_alive: Callable[[Member], bool]) -> Member:
-        if me.id >= 0:
-            self._claim(f"rank/{me.id}", f"rank {me.id}", me, is_alive)
-            return me
-        for rank in range(MOST_RANKS):
-            mine = me._replace(id=rank)
-            entry = mine.to_json()
-            if self._board.swap(f"rank/{rank}", "", entry) == entry:
-                return mine
-        raise RendezvousError(f"all {MOST_RANKS} ranks of the group are taken")
-
-    def _claim(self, slot: str, what: str, me: Member, is_alive: Callable[[Member], bool]) -> None:
-        entry = me.to_json()
-        found = self._board.swap(slot, "", entry)
-        while found != entry:
-            other = Member.from_json(found)
-            if is_alive(other):
-                raise _taken(what, other, me)
-            self._free(f"name/{other.name}", other)
-            self._free(f"rank/{other.id}", other)
-            found = self._board.swap(slot, "", entry)
-
-    def _free(self, slot: str, member: Member) -> None:
-        """Only where the slot is still that member's: swapped, since another may have it by now."""
-        self._board.swap(slot, member.to_json(), "")
-
-    def find(self, to: str | int) -> Member:
-        """The member of that name or rank, as of now.
-
-        Raises:
-            UnknownWorker: there is none.
-            RendezvousError: the store was lost.
-        """
-        found = self._board.read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
-        if not found:
-            raise unknown(to, self.list_names())
-        return Member.from_json(found)
-
-    def list_names(self) -> list[str]:
-        """Who is in the group now, sorted."""
-        listed = {self._board.read(f"listed/{place}") for place in range(1, self._board.count("listed", 0) + 1)}
-        return sorted(name for name in listed if name and self._board.read(f"name/{name}"))
-
-    def leave(self) -> None:
-        """Free the name and the rank."""
-        if self._me is None:
-            return
-        try:
-            self._free(f"name/{self._me.name}", self._me)
-            self._free(f"rank/{self._me.id}", self._me)
-            self._board.write(self._place, "")
-        except RendezvousError:
-            pass  # the store has gone with the worker that served it
-        self._me = None

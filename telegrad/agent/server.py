@@ -290,6 +290,13 @@ class Server:
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
 
+    def on_loop(self) -> bool:
+        """Whether this thread runs the `async def` functions that others call."""
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:  # no loop runs in this thread
+            return False
+
     def close(self) -> None:
         with self._lock:
             loop, self._loop = self._loop, None

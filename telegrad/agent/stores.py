@@ -13,24 +13,29 @@ import datetime
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import torch.distributed as dist
 
-from telegrad.agent.address import spelled
-from telegrad.errors import RendezvousError, StorePortTaken, StoreUnreachable, UsageError
+from telegrad.agent.address import check_resolves, spelled
+from telegrad.agent.reminder import Reminder
+from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
 FAR_PROBE = 5.0  # the same, where there is time
 TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store
+GOING = 4.0  # seconds for the store of a group that is over to go
 REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks
 SERVED, OPEN, OVER = "telegrad/served", "open", "over"
 _ABSENT = "absent"  # no key has this value
+
+
+Place = tuple[str | None, int | None]  # the host that serves a store, and the port; unknown where it is no such store
 
 
 class Meeting(NamedTuple):
@@ -40,13 +45,19 @@ class Meeting(NamedTuple):
     host: str | None  # where the store is served, if a host does
     rank: int
     world_size: int | None
+    port: int | None = None  # where another store may be served once this one has gone
+    serves: bool = False  # the store ends with this process
+
+    @property
+    def place(self) -> Place:
+        return self.host, self.port
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Meeting:
     """Open or serve the store that `init_method` names.
 
     Raises:
-        UsageError: the URL is wrong, or a variable of the environment is missing.
+        UsageError: the URL, the rank or the size is wrong, or a variable of the environment is missing.
         StorePortTaken: this worker should serve the store, but another program has its port.
         StoreUnreachable: nobody serves the store.
     """
@@ -57,18 +68,30 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         size = int(query.get("world_size", [-1 if world_size is None else world_size])[0])
     except ValueError as error:
         raise UsageError(f"rank and world_size in {init_method!r} must be numbers") from error
-    sized = size if size >= 0 else None
-    if sized is not None and rank < 0:
+    sized = None if world_size is None and size == -1 else size
+    if sized is not None and rank == -1:
         rank = _from_environment("RANK", "each worker's rank; set it, or pass rank=...")
+    check_rank(rank, sized)
     timeout = min(timeout, LONGEST)
     if url.scheme == "env":
         return _from_env(rank, sized, timeout)
     if url.scheme == "tcp":
         host, port = _host_and_port(url)
-        return Meeting(_tcp(host, port, rank, timeout), host, rank, sized)
+        return _tcp(host, port, rank, sized, timeout)
     if url.scheme == "file":
         return Meeting(_file(init_method), None, rank, sized)
     return _registered(init_method, rank, sized, timeout)
+
+
+def check_rank(rank: int, size: int | None) -> None:
+    """Raise UsageError where no group can have that size, or no worker of it that rank."""
+    if size is not None and size < 1:
+        raise UsageError(
+            f"world_size must be the number of the group's workers, at least 1, not {size}; "
+            "without world_size the group is dynamic"
+        )
+    if size is not None and not 0 <= rank < size:
+        raise UsageError(f"rank {rank} is not within a group of {size}: ranks go from 0 to {size - 1}")
 
 
 def _host_and_port(url: SplitResult) -> tuple[str, int]:
@@ -88,9 +111,9 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for the whole job
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = _join(host, port, timeout, lasting=True)
+        store = join_store(host, port, timeout, lasting=True)
         return Meeting(dist.PrefixStore(f"/worker/attempt_{attempt}", store), host, rank, size)
-    return Meeting(_tcp(host, port, rank, timeout), host, rank, size)
+    return _tcp(host, port, rank, size, timeout)
 
 
 def _from_environment(name: str, meaning: str) -> int:
@@ -125,17 +148,32 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float) -
     return Meeting(store, None, rank, found if found >= 0 else None)
 
 
-def _tcp(host: str, port: int, rank: int, timeout: float) -> Any:
+def _tcp(host: str, port: int, rank: int, size: int | None, timeout: float) -> Meeting:
+    check_resolves(host)
     if rank == 0 or (rank < 0 and _is_here(host)):
+        store, serves = _serve_or_share(host, port, rank, timeout)
+    else:
+        store, serves = join_store(host, port, timeout), False
+    return Meeting(store, host, rank, size, port, serves)
+
+
+def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[Any, bool]:
+    """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
+    taken: StorePortTaken | None = None
+    for _ in _looks(monotonic() + min(GOING, timeout)):
         try:
-            return _serve(host, port)
-        except StorePortTaken:
-            # Another that should serve it was first: of rank 0 too, both then hear of it, or another without a rank.
-            rival = _meet(host, port, min(TAKEN, timeout))
-            if isinstance(rival, Exception) or (rank == 0 and _mark(rival) != OPEN):
-                raise
-            return rival
-    return _join(host, port, timeout)
+            return _serve(host, port), True
+        except StorePortTaken as error:
+            taken = error
+        rival = _meet(host, port, min(TAKEN, timeout))
+        mark = "" if isinstance(rival, Exception) else _mark(rival)
+        if mark == OVER or not _listens(host, port):  # the last group's, which is about to be taken away
+            continue
+        if isinstance(rival, Exception) or (rank == 0 and mark != OPEN):
+            break
+        return rival, False
+    assert taken is not None
+    raise taken
 
 
 def _is_here(host: str) -> bool:
@@ -164,11 +202,13 @@ def _serve(host: str, port: int) -> Any:
     return store
 
 
-def _join(host: str, port: int, timeout: float, lasting: bool = False) -> Any:
+def join_store(host: str, port: int, timeout: float, lasting: bool = False) -> Any:
     """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
     until = monotonic() + timeout
     why = "it came too late"
+    reminder = Reminder(lambda: f"nobody serves the store at {host}:{port}; is the worker of rank 0 running?")
     for left in _looks(until):
+        reminder.look()
         if not _listens(host, port, min(left, FAR_PROBE)):  # torch would look again after half a second
             continue
         store = _meet(host, port, max(left, PROBE))
@@ -231,7 +271,11 @@ class Board:
     """A store that is never asked to wait: torch's own waits cannot be interrupted, and report on stderr."""
 
     def __init__(self, store: Any, prefix: str | None = None) -> None:
-        self._store = dist.PrefixStore(prefix, store) if prefix else store
+        self._store: Any = dist.PrefixStore(prefix, store) if prefix else store
+
+    def close(self) -> None:
+        """Let go of the store: what this process serves goes, too."""
+        self._store = None
 
     def swap(self, key: str, expected: str, value: str) -> str:
         """Write `value` where `expected` is found ("" is nothing); what is there now."""
@@ -257,13 +301,20 @@ class Board:
         with _while_it_lasts():
             return [value.decode() for value in self._store.multi_get(keys)]
 
-    def wait(self, key: str, until: float) -> str:
+    def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None) -> str:
         """Look until something is there; "" when `until` came first."""
         for _ in _looks(until):
             found = self.read(key)
             if found:
                 return found
+            meanwhile()
         return ""
+
+    def wait_for_count(self, key: str, count: int, until: float) -> None:
+        """Look until it has been counted so often, or until `until`."""
+        for _ in _looks(until):
+            if self.count(key, 0) >= count:
+                return
 
 
 def _looks(until: float) -> Iterator[float]:
@@ -283,7 +334,7 @@ def _while_it_lasts() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RendezvousError(
+        raise StoreLost(
             f"the store was lost ({_short(error)}): "
             "the worker that serves it has ended or cannot be reached; see its log"
         ) from error

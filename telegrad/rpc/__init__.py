@@ -8,10 +8,16 @@ from telegrad.rpc.api import (
     debug_info,
     get_worker_info,
     init_rpc,
+    on_join,
+    on_leave,
     remote,
     rpc_async,
     rpc_sync,
+    serve,
     shutdown,
+    stop_serving,
+    wait_for_workers,
+    workers,
 )
 from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
@@ -36,8 +42,14 @@ __all__ = [
     "functions",
     "get_worker_info",
     "init_rpc",
+    "on_join",
+    "on_leave",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
+    "stop_serving",
+    "wait_for_workers",
+    "workers",
 ]

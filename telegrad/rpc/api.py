@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from telegrad.agent.futures import Future
 from telegrad.agent.stores import Meeting, open_store
 from telegrad.errors import AlreadyInitialized, UsageError
 from telegrad.rpc import current
-from telegrad.rpc.cluster import start
+from telegrad.rpc.cluster import Worker, start
 from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
@@ -24,8 +24,7 @@ from telegrad.rpc.references import RRef
 UNSET_RPC_TIMEOUT = DEFAULT
 
 
-_lock = threading.Lock()  # guards current.worker and _generation, one init or shutdown at a time
-_generation = 0
+_lock = threading.Lock()  # guards current.worker, one init at a time
 
 
 def init_rpc(
@@ -40,6 +39,7 @@ def init_rpc(
     Without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
 
     Raises:
+        UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
         AlreadyInitialized: this process is in a group already.
         InvalidName: `name` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why.
@@ -54,11 +54,9 @@ def enter_group(
     name: str, options: TelegradOptions, meet: Callable[[float], Meeting], handle: type[RRef[Any]] = RRef
 ) -> None:
     """Make this process a worker: `meet` opens the store within a time, references are of the class `handle`."""
-    global _generation
     with _lock:
         check_free()
-        _generation += 1
-        current.worker = start(name, meet, options, _generation, current.enter, handle)
+        current.worker = start(name, meet, options, current.enter, handle)
 
 
 def check_free() -> None:
@@ -80,21 +78,72 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
     raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {type(given).__name__}")
 
 
-def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+def shutdown(
+    graceful: bool = True, timeout: float = 0, require: bool | Collection[str | int | WorkerInfo] = ()
+) -> None:
     """Leave the group.
 
     Graceful: wait until every worker has called it and no call is in flight anywhere (at most `timeout` seconds; 0 for
-    no limit). Else leave at once; the calls of others to this worker fail.
+    no limit). Else leave at once; the calls of others to this worker fail. Workers that died are not waited for;
+    where one of those in `require` did (True stands for all), or left early, that is an error in the end.
 
     Raises:
         NotInitialized: this process is in no group.
+        UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
         CallTimeout: the others did not come in time; this worker has left all the same.
+        PeerLost: a required worker died, or left without the others; this worker has left all the same.
     """
     worker = current.joined()
+    if graceful:
+        check_may_wait(worker, "shutdown")
     try:
-        worker.shutdown(graceful, timeout)
+        worker.shutdown(graceful, timeout, _names(require))
     finally:
         current.worker = None
+
+
+def check_may_wait(worker: Worker, what: str) -> None:
+    """Raise UsageError on a thread that serves calls: it must not wait for the end of all of them."""
+    if worker.agent.serves_here():
+        raise UsageError(
+            f"rpc.{what}() was called on worker {worker.agent.name!r} by a remote call or by a callback, and would "
+            "wait for itself. Let each worker call it at the end of its own main program: it serves calls there until "
+            "all others have called it, too. rpc.shutdown(graceful=False) leaves at once, without the others; "
+            "rpc.stop_serving() ends the rpc.serve() of a worker of a dynamic group"
+        )
+
+
+def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[str | int]:
+    return workers if isinstance(workers, bool) else [_name(worker) for worker in workers]
+
+
+def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
+    """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
+
+    A group of fixed size ends when all workers have called this or `shutdown`. A dynamic one ends when the worker
+    leaves that serves its store; `stop_serving` ends it for one worker. Ctrl-C leaves at once.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: a remote call, or a callback of one, calls it.
+        PeerLost: a worker of a group of fixed size died, or left early, that is in `require` (True stands for all).
+        StoreLost: the store of a dynamic group was lost, with the worker that served it.
+    """
+    worker = current.joined()
+    check_may_wait(worker, "serve")
+    try:
+        worker.serve(_names(require))
+    finally:
+        current.worker = None
+
+
+def stop_serving() -> None:
+    """Have `serve` end on this worker of a dynamic group: for a call by another, `rpc_sync(name, rpc.stop_serving)`.
+
+    Raises:
+        UsageError: the group is of fixed size, whose workers leave together.
+    """
+    current.joined().stop_serving()
 
 
 def rpc_sync(
@@ -187,6 +236,41 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     return WorkerInfo(member.name, member.id)
 
 
+def workers() -> list[WorkerInfo]:
+    """The workers that are in the group now, this one included, by rank.
+
+    Raises:
+        NotInitialized: this process is in no group.
+    """
+    return current.joined().membership.workers()
+
+
+def wait_for_workers(wanted: int | Collection[str], timeout: float = 0) -> list[WorkerInfo]:
+    """Wait until the group has so many workers, this one included, or those of these names; `workers()` then.
+
+    Raises:
+        CallTimeout: they were not there within `timeout` seconds (0 for no limit).
+        PeerLost: they cannot come: the group is of fixed size and has lost them, or its store has gone.
+    """
+    return current.joined().membership.wait_for([wanted] if isinstance(wanted, str) else wanted, timeout)
+
+
+def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
+    """Have `callback(worker)` called for each other worker: those that are there already, and those that join.
+
+    It runs on a thread of its own, and may make remote calls. Ends with the group.
+    """
+    current.joined().membership.on_join(callback)
+
+
+def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
+    """Have `callback(worker, how)` called for each worker that goes: `how` is "left", or "lost" where it died.
+
+    It runs on a thread of its own, and may make remote calls. Ends with the group.
+    """
+    current.joined().membership.on_leave(callback)
+
+
 def debug_info() -> dict[str, int]:
     """How many references there are on this worker, and what is under way about them.
 
@@ -211,7 +295,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 def _leave_at_exit() -> None:
     """A program that forgot `shutdown` ends without it."""
     if current.worker is not None:
-        current.worker.agent.close()
+        current.worker.end_with_the_program()
 
 
 def _forget_after_fork() -> None:

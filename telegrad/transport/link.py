@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from telegrad.errors import PeerError, PeerLost, ShutDown
+from telegrad.errors import LeftEarly, PeerError, PeerLost, ShutDown
 from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
@@ -76,7 +76,7 @@ class Link:
         self._shares = stores.pool is not None  # and so descriptors may come
         self._on_frames = on_frames
         self._on_closed = on_closed
-        self._over = False  # the peer has said that nothing more follows
+        self._over: str | None = None  # the peer has said that nothing more follows, and how it left
         self._lanes = (NO_LANES, NO_LANES) if self._shares else self._make_lanes(widen)  # to receive by, to send by
         self._incoming = Incoming(stores, self._lanes[False])
         self._maps = self._incoming.maps
@@ -327,8 +327,8 @@ class Link:
             self._on_frames(self, self._wanted(count))
         except Exception as error:
             self.close(self._lost(f"it sent what is no frame ({error})"))
-        if self._over:
-            self.close(ShutDown(f"worker {self.peer!r} shut down; calls in flight to it may or may not have run"))
+        if self._over is not None:
+            self.close(self._parted(self._over))
 
     def _open(self, number: int, handle: bytes) -> None:
         """The peer will lend a block of an accelerator."""
@@ -349,11 +349,17 @@ class Link:
                 with self._lock:
                     self._outgoing.opened(bytes(frame.body).decode())
             elif frame.kind == BYE:
-                self._over = True
+                self._over = bytes(frame.body).decode()
             else:
                 yield frame
 
     # The end
+
+    def _parted(self, how: str) -> ShutDown:
+        uncertain = "calls in flight to it may or may not have run"
+        if how:
+            return LeftEarly(f"worker {self.peer!r} left without the others: {how}; {uncertain}")
+        return ShutDown(f"worker {self.peer!r} shut down; {uncertain}")
 
     def _lost(self, why: str) -> PeerLost:
         return PeerLost(

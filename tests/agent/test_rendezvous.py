@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
+from telegrad.agent.dynamic import DynamicGroup
 from telegrad.agent.members import Member
-from telegrad.agent.rendezvous import DynamicGroup, join_static
+from telegrad.agent.rendezvous import join_static
 from telegrad.agent.stores import Board, open_store
 from tests.cluster import PATIENCE, free_port, processes, run_all
 
@@ -37,7 +38,7 @@ def together(*joins):
 
 
 def crowd(store, size, timeout=WAIT, key=None):
-    return [(store, member(f"w{rank}", rank), size, key, timeout, 1) for rank in range(size)]
+    return [(store, member(f"w{rank}", rank), size, key, timeout) for rank in range(size)]
 
 
 @pytest.fixture(params=["hash", "file", "tcp"])
@@ -53,17 +54,17 @@ def stores(request, tmp_path):
 
 
 def test_all_learn_of_all_and_share_a_key(stores):
-    rosters = together(*[(stores(), member(f"w{rank}", rank), 4, None, WAIT, 1) for rank in range(4)])
+    rosters = together(*[(stores(), member(f"w{rank}", rank), 4, None, WAIT) for rank in range(4)])
     for roster in rosters:
         assert list(roster.members) == [member(f"w{rank}", rank) for rank in range(4)]
         assert roster.key == rosters[0].key
     assert len(rosters[0].key) >= 32
 
 
-def test_generations_do_not_meet(stores):
-    store = stores()
-    first, second = (join_static(store, member("only", 0), 1, None, WAIT, generation).key for generation in (1, 2))
-    assert first != second
+def test_one_group_after_the_other_meets_in_a_store_that_lasts(stores):
+    keys = [{roster.key for roster in together(*crowd(stores(), 2))} for _ in range(4)]
+    assert all(len(of_one_group) == 1 for of_one_group in keys)
+    assert len(set.union(*keys)) == 4
 
 
 def test_a_given_key_is_never_in_the_store():
@@ -76,7 +77,7 @@ def test_a_given_key_is_never_in_the_store():
 @pytest.mark.parametrize("keys", [(b"a", b"b"), (b"a", None), (None, b"a")])
 def test_different_keys_are_told_to_all(keys):
     store = dist.HashStore()
-    found = together(*[(store, member(f"w{rank}", rank), 2, key, WAIT, 1) for rank, key in enumerate(keys)])
+    found = together(*[(store, member(f"w{rank}", rank), 2, key, WAIT) for rank, key in enumerate(keys)])
     assert [type(error) for error in found] == [errors.AuthenticationFailed] * 2
     assert all("TELEGRAD_KEY" in str(error) for error in found)
 
@@ -86,7 +87,7 @@ def test_different_keys_are_told_to_all(keys):
 )
 def test_what_is_taken_twice_is_told_to_all(stores, second, what):
     workers = [member("w0", 0), member("w1", 1), member(*second)]
-    found = together(*[(stores(), worker, 3, None, WAIT, 1) for worker in workers])
+    found = together(*[(stores(), worker, 3, None, WAIT) for worker in workers])
     for error in found:
         assert type(error) is errors.WorkerTaken
         assert what in str(error)
@@ -96,7 +97,7 @@ def test_what_is_taken_twice_is_told_to_all(stores, second, what):
 
 def test_two_that_serve_the_store_hear_of_each_other():
     def join(name):
-        return join_static(open_store(url, 0, 2, WAIT).store, member(name, 0), 2, None, WAIT, 1)
+        return join_static(open_store(url, 0, 2, WAIT).store, member(name, 0), 2, None, WAIT)
 
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
@@ -107,7 +108,7 @@ def test_two_that_serve_the_store_hear_of_each_other():
 
 def test_different_sizes_are_told_to_all():
     store = dist.HashStore()
-    found = together(*[(store, member(f"w{rank}", rank), size, None, WAIT, 1) for rank, size in enumerate((2, 3))])
+    found = together(*[(store, member(f"w{rank}", rank), size, None, WAIT) for rank, size in enumerate((2, 3))])
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
     assert all("world_size" in str(error) for error in found)
 
@@ -115,7 +116,7 @@ def test_different_sizes_are_told_to_all():
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_out_of_range_is_told_to_all(rank):
     store = dist.HashStore()
-    found = together((store, member("w0", 0), 2, None, WAIT, 1), (store, member("stray", rank), 2, None, WAIT, 1))
+    found = together((store, member("w0", 0), 2, None, WAIT), (store, member("stray", rank), 2, None, WAIT))
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
     assert all(f"'stray' (rank {rank}" in str(error) and "0 to 1" in str(error) for error in found)
 
@@ -124,7 +125,7 @@ def test_who_did_not_come_is_named_to_all():
     store = dist.HashStore()
     came = crowd(store, 5)
     patient = came[3]
-    hasty = (*came[0][:4], 0.05, 1)
+    hasty = (*came[0][:4], 0.05)
     found = together(hasty, patient)
     assert [type(error) for error in found] == [errors.GroupIncomplete] * 2
     assert all("rank 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
@@ -135,11 +136,11 @@ def test_who_gives_up_lets_the_others_know(monkeypatch):
     waiting = threading.Event()
     real = Board.wait
 
-    def interrupted(board, key, until):
+    def interrupted(board, key, until, *meanwhile):
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         waiting.set()
-        return real(board, key, until)
+        return real(board, key, until, *meanwhile)
 
     monkeypatch.setattr(Board, "wait", interrupted)
     with ThreadPoolExecutor(1) as pool:
@@ -151,12 +152,12 @@ def test_who_gives_up_lets_the_others_know(monkeypatch):
         assert "KeyboardInterrupt" in str(other.result(WAIT))
 
 
-def test_a_late_double_does_not_disturb_a_group_that_has_formed():
+def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_formed():
     store = dist.HashStore()
     together(*crowd(store, 2))
-    assert type(outcome(join_static, *crowd(store, 2)[1])).__name__ == "Roster"  # the same entry: a worker, read again
-    late = outcome(join_static, store, member("late", 1), 2, None, WAIT, 1)
-    assert isinstance(late, errors.WorkerTaken)
+    late = outcome(join_static, store, member("late", 1), 2, None, 0.05)
+    assert isinstance(late, errors.GroupIncomplete)
+    assert "rank 0 did not come; another group of 2 has formed in this store before" in str(late)
     assert Board(store, "telegrad/1").read("complete") == Board(store, "telegrad/1").read("ready") == "opened"
 
 
@@ -165,14 +166,14 @@ def test_a_lost_store_is_told():
     joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
     del served
     with pytest.raises(errors.RendezvousError, match="the store was lost"):
-        join_static(joined, member("w1", 1), 2, None, WAIT, 1)
+        join_static(joined, member("w1", 1), 2, None, WAIT)
 
 
 def meet_again_and_again(rank, url, size, times):
     seen = []
-    for generation in range(1, times + 1):
+    for _ in range(times):
         meeting = open_store(url, rank, size, WAIT)
-        roster = join_static(meeting.store, member(f"w{rank}", rank), size, None, WAIT, generation)
+        roster = join_static(meeting.store, member(f"w{rank}", rank), size, None, WAIT)
         del meeting
         seen.append((len(roster.members), roster.key))
     return seen
@@ -198,7 +199,7 @@ def test_many_meet_quickly():
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False) for _ in range(16)]
     start = time.perf_counter()
-    rosters = together(*[(client, member(f"w{rank}", rank), 16, None, WAIT, 1) for rank, client in enumerate(clients)])
+    rosters = together(*[(client, member(f"w{rank}", rank), 16, None, WAIT) for rank, client in enumerate(clients)])
     assert all(len(roster.members) == 16 for roster in rosters)
     assert time.perf_counter() - start < 2
 
@@ -207,6 +208,10 @@ def test_many_meet_quickly():
 
 
 incarnations = itertools.count()
+
+
+def names(group):
+    return [member.name for member in group.members()]
 
 
 def join(stores, name, id_=-1, key=None, **hooks):
@@ -219,37 +224,37 @@ def join(stores, name, id_=-1, key=None, **hooks):
 def test_workers_join_find_each_other_and_leave(stores):
     a, me_a, key_a = join(stores, "a")
     b, me_b, key_b = join(stores, "b")
-    assert (me_a.id, me_b.id) == (0, 1)
+    assert (me_a.id, me_b.id) == (1, 2)
     assert key_a == key_b
-    assert a.find("b") == a.find(1) == me_b
-    assert b.find("a") == b.find(0) == me_a
-    assert b.list_names() == ["a", "b"]
+    assert a.find("b") == a.find(2) == me_b
+    assert b.find("a") == b.find(1) == me_a
+    assert names(b) == ["a", "b"]
     a.leave()
-    for to in ("a", 0):
+    for to in ("a", 1):
         with pytest.raises(errors.UnknownWorker, match="The group has: b"):
             b.find(to)
-    assert b.list_names() == ["b"]
+    assert names(b) == ["b"]
     a.leave()  # again does no harm
     c, me_c, _ = join(stores, "a")
-    assert me_c.id == 0
+    assert me_c.id == 1
     assert b.find("a") == me_c
-    assert c.list_names() == ["a", "b"]
+    assert names(c) == ["a", "b"]
 
 
 def test_a_given_rank_is_kept(stores):
     _, me, _ = join(stores, "a", 7)
     assert me.id == 7
-    assert join(stores, "b")[1].id == 0
+    assert join(stores, "b")[1].id == 1
 
 
-@pytest.mark.parametrize(("name", "id_", "what"), [("a", -1, "the name 'a'"), ("b", 0, "the rank 0")])
+@pytest.mark.parametrize(("name", "id_", "what"), [("a", -1, "the name 'a'"), ("b", 1, "the rank 1")])
 def test_what_is_taken_is_told_to_the_newcomer(stores, name, id_, what):
     first, me, _ = join(stores, "a")
     with pytest.raises(errors.WorkerTaken, match=what):
         join(stores, name, id_)
-    assert first.find("a") == first.find(0) == me
-    assert first.list_names() == ["a"]
-    assert join(stores, "c")[1].id == 1  # the one that failed left nothing behind
+    assert first.find("a") == first.find(1) == me
+    assert names(first) == ["a"]
+    assert join(stores, "c")[1].id == 2  # the one that failed left nothing behind
 
 
 def test_who_crashed_is_taken_over_only_if_it_is_dead(stores):
@@ -269,7 +274,7 @@ def test_who_crashed_is_taken_over_only_if_it_is_dead(stores):
     assert other.find("a") == me != dead
     with pytest.raises(errors.UnknownWorker):
         other.find(dead.id)
-    assert other.list_names() == ["a", "b"]
+    assert names(other) == ["a", "b"]
 
 
 def test_what_was_taken_over_is_not_freed_by_its_former_owner():
@@ -284,9 +289,9 @@ def test_what_was_taken_over_is_not_freed_by_its_former_owner():
 def test_many_join_at_once(stores):
     with ThreadPoolExecutor(16) as pool:
         made = list(pool.map(lambda number: join(stores, f"w{number}"), range(16)))
-    assert sorted(me.id for _, me, _ in made) == list(range(16))
+    assert sorted(me.id for _, me, _ in made) == list(range(1, 17))
     assert len({key for _, _, key in made}) == 1
-    assert made[0][0].list_names() == sorted(f"w{number}" for number in range(16))
+    assert names(made[0][0]) == sorted(f"w{number}" for number in range(16))
 
 
 @pytest.mark.parametrize("key", [None, b"other"])
@@ -295,7 +300,7 @@ def test_a_newcomer_with_another_key_is_refused(key):
     group, _, _ = join(lambda: store, "a", key=b"secret")
     with pytest.raises(errors.AuthenticationFailed):
         join(lambda: store, "b", key=key)
-    assert group.list_names() == ["a"]
+    assert names(group) == ["a"]
 
 
 def test_the_groups_store_is_lost():

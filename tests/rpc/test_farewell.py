@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from telegrad.agent.reminder import FIRST
 from tests.cluster import PATIENCE, agents
 
 begun, may_end = threading.Event(), threading.Event()
@@ -48,7 +49,7 @@ def assert_ends(thread):
 def test_a_server_that_waits_in_shutdown_sleeps_while_it_serves(group, server):
     waits, other = leaving(group[server]), group[1 - server]
     slept = group[server]._changed.times
-    assert slept.get(timeout=PATIENCE) > PATIENCE
+    assert slept.get(timeout=PATIENCE) == pytest.approx(FIRST, abs=1)  # when it says for whom it waits
     for _ in range(100):
         assert other.agent.call(server, operator.add, (1, 2), None) == 3
     assert slept.empty()

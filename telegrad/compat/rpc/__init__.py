@@ -142,7 +142,7 @@ def init_rpc(
     patience = rpc_backend_options.rpc_timeout or float("inf")
     meeting = open_store(rpc_backend_options.init_method, rank, world_size, patience)
     dist_autograd._init(rank)
-    known = {"host": meeting.host} if backend is BackendType.TENSORPIPE else {}
+    known = {"met": meeting} if backend is BackendType.TENSORPIPE else {}
     _init_rpc_backend(backend, meeting.store, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
 
 

@@ -37,7 +37,7 @@ class RpcAgent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, as far as this one knows."""
         directory = self._worker.directory
-        members = list(directory) if isinstance(directory, Members) else map(directory.find, directory.list_names())
+        members = list(directory) if isinstance(directory, Members) else directory.members()
         return [WorkerInfo(member.name, member.id) for member in members]
 
     def get_debug_info(self) -> dict[str, str]:

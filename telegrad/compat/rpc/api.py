@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad.agent.futures import Future
+from telegrad.agent.reminder import Reminder
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import profiled
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
@@ -201,7 +202,11 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
             _tell_followers(key, round_.gathered_objects, error, names - {me}, limit)
         else:
             rpc_sync(leader, _gather_to_leader, (key, me, obj), timeout=limit)
+            reminder = Reminder(
+                lambda: f"worker {me!r} in _all_gather, for what {leader!r} gathers from {sorted(names)}"
+            )
             while not round_.proceed_signal.wait(PING):
+                reminder.look()
                 rpc_sync(leader, _ping)
             if round_.error is not None:
                 raise round_.error
@@ -213,7 +218,9 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
 def _await_followers(round_: Any, limit: float) -> Exception | None:
     """Wait until all have brought their objects; else why some will not."""
     until = monotonic() + limit if limit else float("inf")
+    reminder = Reminder(lambda: f"_all_gather (shutdown calls it, too), for {', '.join(_rounds.missing(round_))}")
     while not round_.proceed_signal.wait(min(PING, max(until - monotonic(), 0))):
+        reminder.look()
         missing = _rounds.missing(round_)
         if monotonic() >= until:
             return CallTimeout(f"{', '.join(missing)} timed out in _all_gather after {limit:.2f} seconds")
@@ -278,8 +285,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         NotInitialized: this process is in no group.
+        UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
         CallTimeout: the others did not come in time; this worker has left all the same.
     """
+    if graceful:
+        api.check_may_wait(current.joined(), "shutdown")
     together = graceful and _get_current_rpc_agent().is_static_group
     lost: PeerError | None = None
     leaks, ready = 0, False

@@ -85,16 +85,16 @@ def _join_group(
     rank: int,
     world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
-    host: str | None = None,
+    met: Meeting | None = None,
 ) -> TensorPipeAgent:
-    """`host` is where the store is served, if that is known."""
+    """`met` tells more of the store, where it was opened here."""
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not {type(rpc_backend_options).__name__}"
         )
     if store is None:
         raise UsageError("a store is needed for the workers to meet")
-    enter_group(name, rpc_backend_options, lambda timeout: Meeting(store, host, rank, world_size), RRef)
+    enter_group(name, rpc_backend_options, lambda timeout: met or Meeting(store, None, rank, world_size), RRef)
     assert current.worker is not None
     return TensorPipeAgent(current.worker)
 

@@ -1,0 +1,369 @@
+"""Who is in the group, as one worker sees it, and who is told of it.
+
+A worker hears of the end of another by its connections; where one broke, it knocks, since the other may live all the
+same. In a dynamic group it also looks at the store every now and then, which keeps a count of changes; and whoever
+finds that a member has died strikes it out there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Collection
+from time import monotonic
+from typing import Any, NamedTuple
+
+from telegrad.agent.address import knock
+from telegrad.agent.agent import Agent
+from telegrad.agent.dynamic import DynamicGroup
+from telegrad.agent.members import Identity, Member, Members
+from telegrad.agent.reminder import Reminder
+from telegrad.agent.stores import Place, join_store
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, RendezvousError, ShutDown, StoreLost
+from telegrad.rpc.current import WorkerInfo
+
+LOOK = 0.25  # seconds between looks at the store
+LOOK_FOR_ANOTHER = 1.0  # the same, at the place of a store that was lost
+PATIENCE = 2.0  # seconds for a knock to be answered
+KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each; who is silent at the last is dead
+LEFT, LOST = "left", "lost"
+
+log = logging.getLogger("telegrad")
+
+
+class Greeting(NamedTuple):
+    """Nothing; but the connection that brings it will tell of the receiver's end."""
+
+
+class _Doubt(NamedTuple):
+    """A worker may have died; how often it was looked for, and when it is to be next."""
+
+    who: Member
+    knocks: int
+    due: float
+
+
+class Teller:
+    """Calls the callbacks of users, one after the other, on a thread of its own."""
+
+    def __init__(self, entered: Callable[[], None]) -> None:
+        self._entered = entered
+        self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def tell(self, callback: Callable[..., Any], *args: Any) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="telegrad-members", daemon=True)
+            self._thread.start()
+        self._queue.put((callback, args))
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _main(self) -> None:
+        self._entered()
+        while (told := self._queue.get()) is not None:
+            callback, args = told
+            try:
+                callback(*args)
+            except Exception:
+                log.exception("telegrad: a callback of on_join or on_leave failed for %s", args[0])
+
+
+class Membership:
+    """The members that this worker knows of."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        me: Member,
+        directory: Members | DynamicGroup,
+        place: Place,
+        entered: Callable[[], None],
+    ) -> None:
+        """`place` is where the store is served; `entered` is called first on the thread that calls users' callbacks."""
+        self._agent = agent
+        self._me = me
+        self._group = directory if isinstance(directory, DynamicGroup) else None
+        self._place = place
+        self._teller = Teller(entered)
+        self._changed = threading.Condition()  # guards what follows, up to _closed
+        self._present = {member.incarnation: member for member in (directory if self._group is None else [me])}  # type: ignore[union-attr]
+        self._on_join: list[Callable[[WorkerInfo], Any]] = []
+        self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
+        self._doubts: list[_Doubt] = []
+        self._watch: threading.Thread | None = None
+        self._closed = False
+        self._looking = threading.Lock()  # guards what follows: one look at the store at a time
+        self._seen_changes = self._seen_orphans = 0
+        self._struck_out = False
+        self._wake = threading.Event()
+        self.ended = threading.Event()  # the store of a dynamic group has gone
+        self.lost: str = ""  # why, unless in order
+        agent.on(Greeting, lambda *_: None)
+        agent.lost.append(self._on_lost)
+
+    def begin(self) -> None:
+        """The worker has joined."""
+        if self._group is not None:
+            self._look(self._group)
+            with self._changed:
+                self._start_watch()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            watch = self._watch
+            self._changed.notify_all()
+        self._teller.close()
+        self._wake.set()
+        if watch is not None and watch is not threading.current_thread():
+            watch.join(PATIENCE)  # torch aborts a process that ends while a thread is in one of its stores
+
+    # What users ask
+
+    def workers(self) -> list[WorkerInfo]:
+        """Who is there now, by rank."""
+        self.refresh()
+        with self._changed:
+            present = sorted(self._present.values(), key=lambda member: member.id)
+        return [_info(member) for member in present]
+
+    def refresh(self) -> None:
+        """See what is new in the store of a dynamic group."""
+        if self._group is not None and not self._group.over:
+            self._look(self._group)
+
+    def wait_for(self, wanted: int | Collection[str], timeout: float) -> list[WorkerInfo]:
+        """Wait until so many workers, or those of these names, are there.
+
+        Raises:
+            CallTimeout: they did not come in time.
+            PeerLost: they cannot come any more.
+        """
+        until = monotonic() + timeout if timeout > 0 else float("inf")
+        reminder = Reminder(lambda: f"wait_for_workers: {self._missing(wanted)}")
+        self.refresh()
+        while self._missing(wanted):
+            if self._group is None or self._group.over:
+                raise PeerLost(f"wait_for_workers waits in vain: {self._missing(wanted)}; {self._why_none_joins()}")
+            left = until - monotonic()
+            if left <= 0:
+                raise CallTimeout(f"wait_for_workers: after {timeout:g} s {self._missing(wanted)}")
+            reminder.look()
+            with self._changed:
+                self._changed.wait(min(left, LOOK))
+        return self.workers()
+
+    def _missing(self, wanted: int | Collection[str]) -> str:
+        with self._changed:
+            names = {member.name for member in self._present.values()}
+        if isinstance(wanted, int):
+            return "" if len(names) >= wanted else f"there are {len(names)} workers, not {wanted}: {', '.join(names)}"
+        missing = ", ".join(repr(name) for name in wanted if name not in names)
+        return f"{missing} not there; there are {', '.join(sorted(names))}" if missing else ""
+
+    def _why_none_joins(self) -> str:
+        return self._group.over if self._group is not None else "nobody joins a group of fixed size once it has formed"
+
+    def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
+        """Have `callback` called with each other worker: those that are there now, and those that come."""
+        with self._changed:
+            self._on_join.append(callback)
+            for member in self._others():
+                self._teller.tell(callback, _info(member))
+
+    def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
+        """Have `callback` called with each worker that goes, and with "left" or "lost"."""
+        with self._changed:
+            self._on_leave.append(callback)
+            others = self._others()
+        self._greet(others)
+
+    def _others(self) -> list[Member]:
+        return [member for member in self._present.values() if member.incarnation != self._me.incarnation]
+
+    def _greet(self, members: list[Member]) -> None:
+        for member in members:
+            with contextlib.suppress(PeerError, RendezvousError):  # it has gone, as will be seen
+                self._agent.notify(member.name, Greeting())
+
+    # What happens
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        """A connection has ended, or none could be made."""
+        with self._changed:
+            member = self._present.get(who.incarnation)
+            if member is None or self._closed:
+                return
+            if not isinstance(reason, ShutDown):
+                self._doubts.append(_Doubt(member, 0, monotonic()))
+                self._start_watch()
+            elif self._group is None:
+                self._take_out(member, LEFT if not isinstance(reason, LeftEarly) else LOST)
+        self._wake.set()
+
+    def _take_out(self, member: Member, how: str) -> None:
+        """With the lock held: a member has gone."""
+        if self._present.pop(member.incarnation, None) is not None:
+            for callback in self._on_leave:
+                self._teller.tell(callback, _info(member), how)
+            self._changed.notify_all()
+
+    def _take_in(self, member: Member) -> None:
+        """With the lock held: a member has come."""
+        self._present[member.incarnation] = member
+        if member.incarnation != self._me.incarnation:
+            for callback in self._on_join:
+                self._teller.tell(callback, _info(member))
+        self._changed.notify_all()
+
+    # The thread that looks
+
+    def _start_watch(self) -> None:
+        """With the lock held."""
+        if self._watch is None and not self._closed:
+            self._watch = threading.Thread(target=self._main, name="telegrad-watch", daemon=True)
+            self._watch.start()
+
+    def _main(self) -> None:
+        while not (self._closed or self._agent.closed):
+            try:
+                pause = self._look_around()
+            except Exception:
+                log.exception("telegrad: the watch of the group's members failed")
+                pause = LOOK_FOR_ANOTHER
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _look_around(self) -> float | None:
+        """See to what there is to see; seconds until the next time, None for when something happens."""
+        with self._changed:
+            doubts, self._doubts = self._doubts, []
+        for doubt in doubts:
+            if doubt.due > monotonic() or not self._settle(doubt):
+                with self._changed:
+                    self._doubts.append(doubt if doubt.due > monotonic() else _later(doubt))
+        pause = LOOK if self._doubts else None
+        if self._group is None:
+            return pause
+        if not self._group.over:
+            self._look(self._group)
+            return LOOK
+        return LOOK_FOR_ANOTHER if self._look_for_another(self._group) else pause
+
+    def _settle(self, doubt: _Doubt) -> bool:
+        """Whether it is known now what has become of a worker."""
+        answer = knock(doubt.who.tcp, PATIENCE)
+        last = doubt.knocks + 1 == len(KNOCKS)
+        if answer is not False and not last:
+            return False
+        if answer is not True:
+            self._agent.warn_lost(
+                doubt.who.identity, f"worker {doubt.who.name!r} was lost: it does not answer any more"
+            )
+            if self._group is not None and not self._group.over:
+                with contextlib.suppress(StoreLost):
+                    self._group.strike_out(doubt.who)
+            with self._changed:
+                self._take_out(doubt.who, LOST)
+        return True
+
+    def _look(self, group: DynamicGroup) -> None:
+        with self._looking:
+            try:
+                changes = group.changes()
+                if changes != self._seen_changes:
+                    self._see(group)
+                    self._seen_changes = changes
+                    self._end_with(group)
+            except StoreLost as error:
+                self._lose_store(group, str(error))
+
+    def _see(self, group: DynamicGroup) -> None:
+        members = {member.incarnation: member for member in group.members()}
+        group.known = list(members.values())
+        gone = [member for member in self._present.values() if member.incarnation not in members]
+        ends = [(member, LOST if group.was_lost(member) else LEFT) for member in gone]
+        new = [member for member in group.known if member.incarnation not in self._present]
+        for member, how in ends:
+            if how == LOST:
+                self._note_lost(member)
+        with self._changed:
+            for member, how in ends:
+                self._take_out(member, how)
+            for member in new:
+                self._take_in(member)
+            greets = bool(self._on_leave)
+        if greets:
+            self._greet(new)
+        for orphan in group.orphans(self._seen_orphans):
+            self._seen_orphans += 1
+            log.warning(
+                "telegrad: worker %s is still in an earlier group, whose store at this place was lost, and cannot be "
+                "called from this one: have it shut down and join again",
+                orphan,
+            )
+
+    def _note_lost(self, member: Member) -> None:
+        if member.incarnation != self._me.incarnation:
+            self._agent.warn_lost(member.identity, f"worker {member.name!r} was lost, as another worker has found")
+        else:
+            log.warning("telegrad: worker %s was taken for dead by another: shut it down and join again", member)
+
+    # The end of the store
+
+    def _end_with(self, group: DynamicGroup) -> None:
+        server = group.server()
+        if server and server != str(self._me) and group.ended():
+            self._store_gone(group, f"the group has ended: {server}, which served its store, has left")
+            log.info("telegrad: %s", group.over)
+
+    def _lose_store(self, group: DynamicGroup, why: str) -> None:
+        if self._closed:
+            return
+        self.lost = why
+        self._store_gone(group, why)
+        others = ", ".join(sorted(member.name for member in group.known if member.name != self._me.name))
+        log.warning(
+            "telegrad: worker %s has lost the group's store: %s. Nobody can join or be looked up any more; calls among "
+            "those who are known here (%s) go on. To be in a group again, shut down and join the one of a new rank 0",
+            self._me,
+            why,
+            others or "nobody",
+        )
+
+    def _store_gone(self, group: DynamicGroup, why: str) -> None:
+        group.over = why
+        self.ended.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _look_for_another(self, group: DynamicGroup) -> bool:
+        """Whether another group may yet meet where the store was lost; where one does, each is told of the other."""
+        host, port = self._place
+        if not self.lost or host is None or port is None:
+            return False
+        try:
+            other = group.leave_word(join_store(host, port, 0), self._me)
+        except RendezvousError:
+            return True
+        if other:
+            log.warning(
+                "telegrad: another group meets at %s:%s now, with %s; worker %s is not in it: shut down and join again",
+                host,
+                port,
+                other,
+                self._me,
+            )
+        return not other
+
+
+def _later(doubt: _Doubt) -> _Doubt:
+    return _Doubt(doubt.who, doubt.knocks + 1, monotonic() + KNOCKS[doubt.knocks + 1])
+
+
+def _info(member: Member) -> WorkerInfo:
+    return WorkerInfo(member.name, member.id)

@@ -1,0 +1,274 @@
+"""How a group ends: who may say so, who is waited for, and what is said of those who do not take part."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.agent import reminder
+from tests.cluster import PATIENCE, agents, free_port, group, in_threads, init
+
+_said: list[str] = []
+
+
+def listen():
+    """From now on: what is logged and would be seen."""
+    _said[:] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: _said.append(record.getMessage())
+    logging.getLogger("telegrad").addHandler(handler)
+
+
+def said():
+    return list(_said)
+
+
+def leave(**options):
+    rpc.shutdown(**options)
+
+
+def outcome(function, **options):
+    try:
+        function(**options)
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+# Called by a remote call
+
+
+def shut_down():
+    rpc.shutdown()
+
+
+async def shut_down_in_a_coroutine():
+    await asyncio.sleep(0)
+    rpc.shutdown()
+
+
+@rpc.functions.async_execution
+def shut_down_in_a_callback():
+    return rpc.rpc_async("worker0", int).then(lambda _: rpc.shutdown())
+
+
+def shut_down_the_drop_in():
+    from telegrad.compat.rpc import api
+
+    api.shutdown()
+
+
+def serve():
+    rpc.serve()
+
+
+@pytest.mark.parametrize(
+    "function", [shut_down, shut_down_in_a_coroutine, shut_down_in_a_callback, shut_down_the_drop_in, serve]
+)
+def test_shutdown_by_a_remote_call_is_an_error(workers, function):
+    def call():
+        return outcome(lambda: rpc.rpc_sync("worker1", function, timeout=PATIENCE))
+
+    kind, text = workers[0].run(call)
+    assert kind is errors.UsageError
+    assert "'worker1'" in text
+    assert "at the end of its own main program" in text
+    assert workers[0].run(lambda: rpc.rpc_sync("worker1", int)) == 0  # it is in the group still
+
+
+def test_a_remote_call_may_have_a_worker_leave_at_once():
+    def call():
+        return outcome(lambda: rpc.rpc_sync("worker1", rpc.shutdown, (False,)))
+
+    with group(2) as made:
+        kind, _ = made[0].run(call)
+        assert issubclass(kind, errors.PeerError)
+        made[0].run(leave)
+
+
+# Who must take part
+
+
+@pytest.mark.parametrize("require", [True, ["worker0"], [0]], ids=str)
+def test_a_required_worker_that_died_is_an_error_in_the_end(require):
+    with group(3) as made:
+        for process in made[1:]:
+            process.run(listen)
+            process.begin(outcome, leave)
+        made[0].kill()
+        found = [process.end() for process in made[1:]]
+        assert found == [(None, "")] * 2  # nobody required it
+    with group(3) as made:
+        for process in made[1:]:
+            process.run(listen)
+            process.begin(leaves_with, require)
+        made[0].kill()
+        for process in made[1:]:
+            kind, text, lines = process.end()
+            assert kind is errors.PeerLost
+            assert "'worker0'" in text
+            assert [line for line in lines if "'worker0'" in line]
+
+
+def leaves_with(require):
+    kind, text = outcome(leave, require=require)
+    return kind, text, said()
+
+
+def test_a_required_worker_that_only_the_leader_saw_die():
+    with group(4) as made:
+        made[3].kill()
+        made[3].join()
+        for process in made[:3]:
+            process.begin(outcome, lambda: rpc.shutdown(require=["worker3"]))
+        for kind, text in [process.end() for process in made[:3]]:
+            assert kind is errors.PeerLost
+            assert "'worker3'" in text
+
+
+def test_who_leaves_in_order_is_not_missed_and_nothing_is_said():
+    def leave_and_tell():
+        listen()
+        rpc.rpc_sync("worker0", int)
+        rpc.rpc_sync("worker1", int)
+        rpc.shutdown(require=True)
+        return said()
+
+    for _ in range(5):
+        with group(3) as made:
+            for process in made:
+                process.begin(leave_and_tell)
+            assert [process.end() for process in made] == [[]] * 3
+
+
+def test_who_leaves_early_is_missed():
+    with group(2) as made:
+        made[1].begin(outcome, lambda: rpc.shutdown(require=True))
+        made[0].run(leave_early)
+        kind, text = made[1].end()
+        assert kind is errors.PeerLost
+        assert "'worker0' left without the others" in text
+        assert "graceful=False" in text
+
+
+def leave_early():
+    rpc.rpc_sync("worker1", int)
+    rpc.shutdown(graceful=False)
+
+
+DRIVER = """
+import telegrad.rpc as rpc
+options = rpc.TelegradOptions(init_method="file://{store}")
+rpc.init_rpc("driver", rank=0, world_size=2, rpc_backend_options=options)
+rpc.rpc_sync("w1", int)
+{end}
+"""
+WORKER = """
+import telegrad.rpc as rpc
+options = rpc.TelegradOptions(init_method="file://{store}")
+rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=options)
+rpc.{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "why", "end"),
+    [
+        ("1 / 0", "its program ended without rpc.shutdown()", "shutdown(require=['driver'])"),
+        ("import os; os.abort()", "was lost", "serve(require=True)"),
+        ("rpc.shutdown()", "", "serve(require=True)"),
+    ],
+    ids=["raises", "aborts", "in order"],
+)
+def test_a_worker_whose_driver_failed_exits_with_an_error(tmp_path, last, why, end):
+    driver, worker = (
+        subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE, text=True)
+        for text in (
+            DRIVER.format(store=tmp_path / "store", end=last),
+            WORKER.format(store=tmp_path / "store", end=end),
+        )
+    )
+    driver.communicate(timeout=PATIENCE)
+    _, text = worker.communicate(timeout=PATIENCE)
+    if why:
+        assert worker.returncode == 1
+        assert why in text
+        assert text.count("telegrad: worker 'driver'") == 1  # said when it happened, without any logging set up
+    else:
+        assert (worker.returncode, text) == (0, "")
+
+
+def test_a_lost_worker_is_told_once():
+    def call_in_vain():
+        with contextlib.suppress(errors.PeerError):
+            rpc.rpc_sync("worker1", time.sleep, (PATIENCE,))
+        for _ in range(3):
+            with contextlib.suppress(errors.PeerError):
+                rpc.rpc_sync("worker1", int)
+        return said()
+
+    with group(2) as made:
+        made[1].run(lambda: rpc.rpc_sync("worker0", int))  # a connection each way
+        made[0].run(listen)
+        made[0].begin(call_in_vain)
+        made[1].kill()
+        (line,) = made[0].end()
+        assert "'worker1' was lost" in line
+
+
+# Long waits
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(reminder, "FIRST", 0.1)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
+def test_who_waits_long_in_shutdown_says_for_whom(impatient, caplog, who):
+    with agents(3) as made:
+        waits = [worker for worker in made if worker is not made[2]]
+
+        def wait():
+            with contextlib.suppress(errors.CallTimeout):
+                made[who].shutdown(True, PATIENCE)
+
+        def end():
+            until = time.monotonic() + PATIENCE
+            while not any("'w2' did not call shutdown" in line for line in caplog.messages):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            for worker in waits:
+                if worker is not made[who]:
+                    in_threads(lambda worker=worker: worker.shutdown(True, PATIENCE), lambda: made[2].shutdown(True, 0))
+
+        in_threads(wait, end)
+    lines = [line for line in caplog.messages if "waiting for" in line]
+    assert f"worker 'w{who}' has" in lines[0]
+
+
+def test_who_waits_long_for_others_to_join_says_for_whom(impatient, caplog):
+    with pytest.raises(errors.GroupIncomplete):
+        init(0, 3, free_port(), rpc_timeout=0.5)
+    assert "rank 1, 2 did not come" in caplog.text
+    with pytest.raises(errors.StoreUnreachable):
+        init(1, 2, free_port(), rpc_timeout=0.5)
+    assert "is the worker of rank 0 running?" in caplog.text
+
+
+def test_it_is_said_ever_more_rarely(monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr(reminder, "monotonic", lambda: now[0])
+    reminded = reminder.Reminder(lambda: "for Godot")
+    for now[0] in range(10_000):
+        reminded.look()
+    assert [int(line.split()[3]) for line in caplog.messages] == [5, 50, 500, 5000]
+    assert all(line.endswith("for Godot") for line in caplog.messages)

@@ -1,0 +1,240 @@
+"""Who is in the group: asked, waited for, told; and what members of a dynamic group learn when its store has gone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import queue
+import time
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.rpc.options import TelegradOptions
+from tests.cluster import PATIENCE, free_port, group, processes
+
+events: queue.Queue[tuple[str, ...]] = queue.Queue()
+lines: queue.Queue[str] = queue.Queue()
+
+
+def join(name, where, rank=-1, watch=True):
+    """Join a dynamic group, and keep account of what happens in it."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.put(record.getMessage())
+    logging.getLogger("telegrad").addHandler(handler)
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE))
+    if watch:
+        account()
+    return rpc.get_worker_info().id
+
+
+def account():
+    rpc.on_join(lambda worker: events.put(("join", worker.name, rpc.rpc_sync(worker, operator.add, (1, 2)))))
+    rpc.on_leave(lambda worker, how: events.put((how, worker.name)))
+
+
+def next_event():
+    return events.get(timeout=PATIENCE)
+
+
+def line_with(words):
+    while words not in (line := lines.get(timeout=PATIENCE)):
+        pass
+    return line
+
+
+def names():
+    return [worker.name for worker in rpc.workers()]
+
+
+def error_of(function, *args):
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def call(to, function=operator.add, args=(1, 2)):
+    return rpc.rpc_sync(to, function, args)
+
+
+@pytest.fixture(params=["tcp", "file"])
+def where(request, tmp_path):
+    return f"tcp://127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/store"
+
+
+def test_members_of_a_dynamic_group_are_told_who_comes_and_who_goes(where):
+    with processes(3) as made:
+        boss, x, y = made
+        boss.run(join, "boss", where, 0)
+        x.run(join, "x", where)
+        assert boss.run(next_event) == ("join", "x", 3)
+        assert x.run(next_event) == ("join", "boss", 3)
+        y.run(join, "y", where)
+        assert boss.run(next_event) == x.run(next_event) == ("join", "y", 3)
+        assert boss.run(names) == y.run(names) == ["boss", "x", "y"]
+        x.run(rpc.shutdown)
+        assert boss.run(next_event) == ("left", "x")
+        assert {y.run(next_event)[:2], y.run(next_event)[:2]} == {("join", "boss"), ("join", "x")}
+        assert y.run(next_event) == ("left", "x")
+        y.kill()
+        assert boss.run(next_event) == ("lost", "y")
+        assert "'y' was lost" in boss.run(line_with, "lost")
+        assert boss.run(names) == ["boss"]
+
+
+def test_who_is_not_connected_to_a_member_that_died_hears_of_it_by_others(where):
+    with processes(3) as made:
+        boss, x, y = made
+        boss.run(join, "boss", where, 0, False)
+        for process, name in ((x, "x"), (y, "y")):
+            process.run(join, name, where, -1, process is x)  # only x is connected to all
+        assert {x.run(next_event)[:2], x.run(next_event)[:2]} == {("join", "boss"), ("join", "y")}
+        boss.run(rpc.wait_for_workers, 3, PATIENCE)
+        y.kill()
+        assert x.run(next_event) == ("lost", "y")
+        assert "'y' was lost" in boss.run(line_with, "lost")
+        assert boss.run(names) == ["boss", "x"]
+
+
+def test_members_of_a_group_of_fixed_size_are_told_who_goes():
+    with group(3) as made:
+        made[0].run(account)
+        assert {made[0].run(next_event)[1] for _ in range(2)} == {"worker1", "worker2"}
+        made[1].kill()
+        assert made[0].run(next_event) == ("lost", "worker1")
+        assert made[0].run(names) == ["worker0", "worker2"]
+        assert made[0].run(error_of, rpc.wait_for_workers, 3)[0] is errors.PeerLost
+        made[2].run(rpc.shutdown, False)
+        assert made[0].run(next_event)[1] == "worker2"
+
+
+def test_waiting_for_workers(where):
+    with processes(3) as made:
+        made[0].run(join, "boss", where, 0, False)
+        kind, text = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
+        assert kind is errors.CallTimeout
+        assert "'x' not there; there are boss" in text
+        made[0].begin(rpc.wait_for_workers, 3, PATIENCE)
+        for process, name in zip(made[1:], "xy", strict=True):
+            process.run(join, name, where, -1, False)
+        assert [worker.name for worker in made[0].end()] == ["boss", "x", "y"]
+        assert made[0].run(lambda: [worker.id for worker in rpc.wait_for_workers("y")]) == [0, 1, 2]
+
+
+def serve():
+    try:
+        rpc.serve()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends():
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(4) as made:
+        boss, *servers = made
+        boss.run(join, "boss", where, 0, False)
+        for process, name in zip(servers, "xyz", strict=True):
+            process.run(join, name, where, -1, False)
+            process.begin(serve)
+            assert boss.run(call, name) == 3
+        boss.run(call, "x", rpc.stop_serving, ())
+        assert servers[0].end() is None
+        assert boss.run(names) == ["boss", "y", "z"]
+        began = time.monotonic()
+        boss.run(rpc.shutdown)
+        assert [servers[1].end(), servers[2].end()] == [None, None]
+        assert time.monotonic() - began < 2  # less than the leaving server would wait in vain
+
+
+def test_a_server_whose_group_was_lost_says_so():
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as made:
+        made[0].run(join, "boss", where, 0, False)
+        made[1].run(join, "x", where, -1, False)
+        made[1].begin(serve)
+        made[0].kill()
+        kind, text = made[1].end()
+        assert kind is errors.StoreLost
+        assert "the store was lost" in text
+
+
+def test_stop_serving_is_for_dynamic_groups(workers):
+    kind, text = workers[0].run(error_of, call, "worker1", rpc.stop_serving, ())
+    assert kind is errors.UsageError
+    assert "fixed size" in text
+
+
+# The store
+
+
+def test_rank_0_need_not_be_first():
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(3) as made:
+        assert made[0].run(join, "early", where, -1, False) == 1
+        assert made[1].run(join, "boss", where, 0, False) == 0
+        assert made[2].run(join, "late", where, -1, False) == 2
+        assert made[1].run(call, "early") == made[2].run(call, "boss") == 3
+
+
+def test_a_worker_with_another_rank_waits_for_rank_0():
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as made:
+        made[0].begin(join, "early", where, 5, False)
+        assert made[1].run(join, "boss", where, 0, False) == 0
+        assert made[0].end() == 5
+        assert made[1].run(call, "early") == 3
+
+
+def test_who_loses_the_store_is_told_and_so_is_the_next_group():
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(5) as made:
+        boss, x, y, z, boss2 = made
+        boss.run(join, "boss", where, 0, False)
+        x.run(join, "x", where, -1, False)
+        y.run(join, "y", where, -1, False)
+        x.run(rpc.wait_for_workers, 3, PATIENCE)
+        boss.kill()
+        for process in (x, y):
+            assert "has lost the group's store" in process.run(line_with, "lost the group's store")
+        assert x.run(call, "y") == 3  # though it was never called before
+        kind, text = x.run(error_of, call, "z")
+        assert kind is errors.StoreLost
+        assert "'z' cannot be looked up: the store was lost" in text
+        assert x.run(error_of, rpc.wait_for_workers, 5)[0] is errors.PeerLost
+        z.run(join, "z", where, -1, False)
+        boss2.run(join, "boss2", where, 0, False)
+        assert "worker 'x' (rank 1" in x.run(line_with, "another group meets")
+        said = {boss2.run(line_with, "still in an earlier group") for _ in range(2)}
+        assert {"'x'" in line for line in said} == {True, False}
+        x.run(rpc.shutdown)
+        x.run(join, "x", where, -1, False)
+        assert boss2.run(call, "x") == 3
+
+
+def test_one_process_leads_one_dynamic_group_after_the_other():
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(4) as made:
+        for fresh in made[1:]:
+            made[0].run(join, "boss", where, 0, False)
+            fresh.run(join, "x", where, -1, False)
+            assert made[0].run(call, "x") == 3
+            fresh.begin(serve)
+            made[0].run(rpc.shutdown)
+            assert fresh.end() is None
+
+
+def test_a_callback_that_fails_does_not_end_the_others(caplog):
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(group(2))
+
+        def watch():
+            rpc.on_join(lambda worker: 1 / 0)
+            account()
+            return next_event()
+
+        assert made[0].run(watch) == ("join", "worker1", 3)

@@ -1,0 +1,179 @@
+"""One group after the other, of workers that met before and of workers just started, in every kind of store."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import random
+
+import pytest
+import torch.distributed as dist
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.rpc.options import TelegradOptions
+from tests.cluster import PATIENCE, free_port, processes, run_all
+
+PLACES = ["tcp", "file", "agent store"]
+
+
+@pytest.fixture
+def place(request, tmp_path):
+    """Where groups meet: a URL, and variables of the environment."""
+    if request.param == "tcp":
+        yield f"tcp://127.0.0.1:{free_port()}", {}
+    elif request.param == "file":
+        yield f"file://{tmp_path}/store", {}
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield (
+            "env://",
+            {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+            },
+        )
+
+
+def live(rank, size, place, graceful=True):
+    """One life in a group: its workers, as this one sees them, and a call to the next."""
+    url, variables = place
+    os.environ.update(variables)
+    options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    found = rpc.rpc_sync(f"w{(rank + 1) % size}", operator.add, (rank, 1))
+    rpc.shutdown(graceful)
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+def test_workers_that_met_before_meet_new_ones(place):
+    with processes(6) as made:
+        chosen = random.Random(3)
+        for size in (2, 3, 2, 3, 3, 1, 2):  # rank 0 is now one that served before, now a new one
+            group = chosen.sample(made, size)
+            assert run_all(group, live, size, place) == list(range(1, size + 1))
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+def test_one_process_meets_a_new_worker_again_and_again(place):
+    """As a notebook does that starts its workers anew."""
+    with processes(5) as made:
+        for fresh in made[1:]:
+            assert run_all([made[0], fresh], live, 2, place) == [1, 2]
+            fresh.stop()
+
+
+def test_the_drop_in_meets_new_workers():
+    def live_in_torchs_name(rank, port):
+        import telegrad.compat as compat
+
+        compat.install()
+        import torch.distributed.rpc as theirs
+
+        options = theirs.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
+        theirs.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        found = theirs.rpc_sync(f"w{1 - rank}", operator.add, (rank, 1))
+        theirs.shutdown()
+        return found
+
+    port = free_port()
+    with processes(3) as made:
+        for fresh in made[1:]:
+            assert run_all([made[0], fresh], live_in_torchs_name, port) == [1, 2]
+
+
+def begin_to_join(place, rank=1, size=2):
+    url, variables = place
+    os.environ.update(variables)
+    options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def wait_until_claimed(url, rank):
+    """Until a worker of that rank waits for the others of its group."""
+    import telegrad.agent.stores as stores
+
+    board = stores.Board(stores.open_store(url, 1, 2, PATIENCE).store, "telegrad/1")
+    assert board.wait(f"rank/{rank}", stores.monotonic() + PATIENCE)
+
+
+def test_who_died_while_the_group_formed_is_replaced(tmp_path):
+    place = f"file://{tmp_path}/store", {}
+    with processes(3) as made:
+        first, second, third = made
+        first.begin(begin_to_join, place, 1)
+        wait_until_claimed(place[0], 1)
+        first.kill()
+        first.join()
+        assert run_all([second, third], live, 2, place) == [1, 2]
+
+
+def test_who_waits_for_one_that_died_meets_its_successor(tmp_path):
+    place = f"file://{tmp_path}/store", {}
+    with processes(3) as made:
+        dead, waits, successor = made
+        for process, rank in ((dead, 1), (waits, 2)):
+            process.begin(begin_to_join, place, rank, 3)
+            wait_until_claimed(place[0], rank)
+        dead.kill()
+        dead.join()
+        successor.begin(begin_to_join, place, 1, 3)
+        with contextlib.closing(ForkedZero()) as zero:
+            zero.begin(place)
+            successor.end()
+            waits.end()
+
+
+class ForkedZero:
+    """The worker of rank 0, that comes last."""
+
+    def __init__(self):
+        self._exit = contextlib.ExitStack()
+        (self._process,) = self._exit.enter_context(processes(1))
+
+    def begin(self, place):
+        self._process.begin(begin_to_join, place, 0, 3)
+
+    def close(self):
+        self._process.end()
+        self._exit.close()
+
+
+def test_a_second_group_beside_one_that_runs_is_told(tmp_path):
+    place = f"file://{tmp_path}/store", {}
+
+    def join_and_hear(rank):
+        import logging
+
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("telegrad").addHandler(handler)
+        begin_to_join(place, rank)
+        return said
+
+    with processes(4) as made:
+        assert run_all(made[:2], join_and_hear) == [[], []]
+        for rank, (said,) in enumerate(run_all(made[2:], join_and_hear)):
+            assert f"'w{rank}'" in said
+            assert "still runs in the first" in said
+
+
+@pytest.mark.parametrize("static_first", [True, False])
+def test_groups_of_both_kinds_do_not_mix(tmp_path, static_first):
+    def join(rank, size):
+        try:
+            options = TelegradOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=PATIENCE)
+            rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+        except errors.RendezvousError as error:
+            return str(error)
+        return ""
+
+    with processes(2) as made:
+        sizes = [1, None] if static_first else [None, 1]
+        assert made[0].run(join, 0, sizes[0]) == ""
+        assert "mixes statically and dynamically" in made[1].run(join, 0, sizes[1])
