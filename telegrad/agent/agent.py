@@ -21,7 +21,7 @@ from telegrad.agent import errands
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
-from telegrad.agent.deadlines import Deadlines
+from telegrad.agent.deadlines import Deadlines, seconds
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
 from telegrad.agent.peer import Peer
@@ -122,10 +122,22 @@ class Agent:
 
     # Calls
 
-    def call(self, to: str | int | Identity, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT) -> Any:
-        """Run `function(*args, **kwargs)` on another worker and wait for its value."""
+    def call(
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        asked: Any = None,
+    ) -> Any:
+        """Run `function(*args, **kwargs)` on another worker and wait for its value.
+
+        `asked` is what the user has called, where that is not `function`: `naming.user_name` knows its name.
+        """
         peer = self._connections.peer(to)
-        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout)
+        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        pending = Pending(peer, function if asked is None else asked, limit)
         peer.call(pending, self._call_parts(peer, function, args, kwargs))
         try:
             if not peer.wait(pending):
@@ -143,10 +155,11 @@ class Agent:
         kwargs: Any,
         timeout: float = DEFAULT,
         keeps: Any = None,
+        asked: Any = None,
     ) -> Future[Any]:
         """Run `function(*args, **kwargs)` on another worker; a future of its value. `keeps` lives until it is done."""
         future: Future[Any] = Future()
-        self.call_for(future, to, function, args, kwargs, timeout, keeps)
+        self.call_for(future, to, function, args, kwargs, timeout, keeps, asked=asked)
         return future
 
     def call_for(
@@ -159,6 +172,7 @@ class Agent:
         timeout: float,
         keeps: Any,
         creation: Any = None,
+        asked: Any = None,
     ) -> None:
         """As `call_async`, but `outcome` is told. After one that is quick `expect` must follow.
 
@@ -167,7 +181,8 @@ class Agent:
         peer = self._connections.peer(to)
         if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
             peer.wait_for_room()
-        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, outcome, keeps)
+        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
         outcome.call = pending
         parts = self._call_parts(peer, function, args, kwargs, creation)
         if pending.timeout:

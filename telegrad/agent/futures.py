@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import traceback
 from collections.abc import Callable, Generator
 from contextvars import copy_context
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from telegrad.wire.failures import fresh
+from telegrad.wire.failures import fresh, kept
 from telegrad.wire.pickling import encode
 
 T = TypeVar("T")
@@ -83,7 +82,7 @@ class Future(torch.futures.Future[T]):
         """
         assert isinstance(result, BaseException)
         self._set_unwrap_func(_raise_fresh)
-        self.set_result(_kept(result))  # type: ignore[arg-type]
+        self.set_result(kept(result))  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
@@ -174,7 +173,7 @@ class Signal:
             callback(self)
 
     def set_exception(self, error: BaseException) -> None:
-        self._error = _kept(error)
+        self._error = kept(error)
         self.set_result()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -190,16 +189,8 @@ class Signal:
             raise fresh(self._error)
 
 
-def _kept(error: BaseException) -> BaseException:
-    """An error without its frames, where it was raised as text."""
-    kept = fresh(error)
-    if error.__traceback__ is not None and hasattr(kept, "add_note"):
-        kept.add_note("".join(traceback.format_tb(error.__traceback__)))
-    return kept
-
-
 def _raise_fresh(error: BaseException) -> None:
-    raise fresh(error)
+    raise fresh(_uncovered(error))
 
 
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:

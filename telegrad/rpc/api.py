@@ -155,17 +155,19 @@ def remote(
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
-    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout)
+    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout, call.asked)
 
 
 def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
     future = kind()
-    current.agent().call_for(future, _name(to), call.function, call.args, call.kwargs, timeout, call.keeps)
+    current.agent().call_for(
+        future, _name(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
+    )
     return future
 
 
 def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
-    made = current.keeper().create(_name(to), call.function, call.args, call.kwargs, timeout, call.keeps)
+    made = current.keeper().create(_name(to), *call[:3], timeout, call.keeps, call.asked)
     assert isinstance(made, RRef)
     return made
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from torch import Tensor
 
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.deadlines import seconds
 from telegrad.agent.futures import Future
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
@@ -57,6 +58,10 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Getting at it
 
+    @property
+    def _telegrad_known_as(self) -> str:
+        return f"to_here() of {self!r}"
+
     def to_here(self, timeout: float = DEFAULT) -> T:
         """The value itself on its owner, else a copy; waits until it is made.
 
@@ -64,7 +69,7 @@ class RRef(Operators, Handle, Generic[T]):
         """
         if self._box is not None:
             return self._open(timeout)
-        value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout)
+        value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout, self)
         return value
 
     def local_value(self) -> T:
@@ -82,13 +87,16 @@ class RRef(Operators, Handle, Generic[T]):
     def _open(self, timeout: float) -> T:
         self._keeper.check(self)
         assert self._box is not None
-        limit = self._keeper.agent.timeout if timeout < 0 else timeout
+        limit = self._keeper.agent.timeout if timeout == DEFAULT else seconds(timeout)
         try:
             value: T = opened(self._box, self._keeper.agent, limit)
         except TimeoutError as error:
             if self._box.full:
                 raise
-            raise CallTimeout(f"{self!r}: the value was not made within {limit:g} s") from error
+            raise CallTimeout(
+                f"{self!r}: the value was not made within {limit:g} s; the function that makes it may still run. "
+                "Give to_here a longer timeout, or 0 for no limit"
+            ) from error
         return value
 
     def future(self) -> Future[None]:
@@ -141,13 +149,15 @@ class RRef(Operators, Handle, Generic[T]):
         """Call the value at its owner; a reference to the result."""
         return self._create("", DEFAULT, args, kwargs)
 
-    def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> Any:
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
         owner = self._keeper.reach(self)
-        return self._keeper.agent.call(owner, methods.of(method), (*self._id, *args), kwargs, timeout)
+        return self._keeper.agent.call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, asked)
 
-    def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any) -> Future[Any]:
+    def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
         owner = self._keeper.reach(self)
-        return self._keeper.agent.call_async(owner, methods.of(method), (*self._id, *args), kwargs, timeout, keeps=self)
+        return self._keeper.agent.call_async(
+            owner, methods.of(method), (*self._id, *args), kwargs, timeout, self, asked
+        )
 
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._keeper.reach(self)
@@ -164,7 +174,7 @@ class RRef(Operators, Handle, Generic[T]):
             self._keeper.check(each)
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
-        made = self._keeper.create(self._keeper.reach(self), with_values, args, kwargs, DEFAULT, held)
+        made = self._keeper.create(self._keeper.reach(self), with_values, args, kwargs, DEFAULT, held, function)
         assert isinstance(made, RRef)
         return made
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from telegrad.agent.futures import Future
-from telegrad.errors import CallTimeout
+from telegrad.errors import CallTimeout, PeerError
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
 from telegrad.wire.failures import fresh
@@ -62,3 +62,11 @@ def tell_user(creation: Creation) -> None:
         future.set_exception(creation.error)  # type: ignore[arg-type]
     else:
         future.set_result(None)
+
+
+def failed(error: BaseException) -> BaseException:
+    """Why a value was never made: what its maker raised, or that the call itself failed."""
+    again = fresh(error)
+    if isinstance(again, (CallTimeout, PeerError)):
+        again.args = (f"RRef creation failed, the value may not exist: {error}",)
+    return again

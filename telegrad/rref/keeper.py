@@ -22,7 +22,6 @@ from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
 from telegrad.agent.members import Identity
 from telegrad.errors import (
-    CallTimeout,
     OwnerLost,
     PeerError,
     PeerLost,
@@ -34,12 +33,12 @@ from telegrad.errors import (
 )
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
-from telegrad.rref.creation import Creation, Landing, tell_user
+from telegrad.rref.creation import Creation, Landing, failed, tell_user
 from telegrad.rref.handle import Handle
 from telegrad.rref.letters import Id, Letter, number
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, References
-from telegrad.wire.failures import describe, fresh
+from telegrad.wire.failures import describe
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
@@ -83,7 +82,14 @@ class Keeper:
             self._begin(handle, ref, self.agent.me.identity, box)
 
     def create(
-        self, to: str | int | Identity, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any = None
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        keeps: Any = None,
+        asked: Any = None,
     ) -> Handle:
         """Have a worker make a value that stays there; the handle is for this worker."""
         owner = self.agent.identify(to)
@@ -101,7 +107,7 @@ class Keeper:
             self._creations[handle._id] = creation
         wish = kind, handle._id, fork
         try:
-            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, wish)
+            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, wish, asked)
         except BaseException:
             handle._fault = "never made"
             with self._lock:
@@ -148,7 +154,7 @@ class Keeper:
         fault = handle._fault or self._machine.fault(handle._id)
         says_more = fault in (OWNER_DIED, DELETED) and isinstance(error, PeerError)
         if error is not None and not says_more:
-            raise _failed(error)
+            raise failed(error)
         if fault:
             raise self._error_for(fault, handle)
 
@@ -432,14 +438,6 @@ class Keeper:
         self._events.put(None)
         self.origins.warn_of_leaks(leaked)
         del boxes
-
-
-def _failed(error: BaseException) -> BaseException:
-    """Why a value was never made: what its maker raised, or that the call itself failed."""
-    again = fresh(error)
-    if isinstance(again, (CallTimeout, PeerError)):
-        again.args = (f"RRef creation failed, the value may not exist: {error}",)
-    return again
 
 
 def _key(name: str, incarnation: str) -> str:

@@ -95,7 +95,7 @@ def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
     began = session.now()
-    future = begin(Call(profile_and_run, args, call.kwargs, call.keeps))
+    future = begin(Call(profile_and_run, args, call.kwargs, call.keeps, call.asked or call.function))
     complete: Future[Any] = CallFuture()
 
     def fetch(_: Any) -> None:
