@@ -24,6 +24,7 @@ from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines, seconds
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
+from telegrad.agent.naming import user_name
 from telegrad.agent.peer import Peer
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
@@ -215,6 +216,7 @@ class Agent:
         try:
             value = self._open(pending)
         except Exception as error:
+            outcome.about = f"{user_name(pending.asked)} on worker {pending.peer.name!r}"
             outcome.set_exception(error.with_traceback(None))
         else:
             outcome.set_result(value)

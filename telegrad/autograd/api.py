@@ -108,6 +108,7 @@ def backward_async(
 ) -> Future[None]:
     """As `backward`, but gives a future that is done when the pass has ended."""
     future: Future[None] = Future()
+    future.about = "backward_async"
     _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph, future)
     return future
 

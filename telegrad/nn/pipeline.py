@@ -176,7 +176,7 @@ class Pipeline(nn.Module):
                     total = total + result
                 steps = schedule.ended(step)
         finally:
-            last.rpc_async().close(batch)
+            last.rpc_async().close(batch).heed()
         return total
 
 

@@ -100,7 +100,7 @@ def _check_callable(function: Any) -> None:
     if isinstance(function, str):
         advice = "; give the function itself, without quotes. To call a method of a reference: rref.rpc_sync().method()"
     elif type(function).__module__ != "builtins":
-        advice = "; to call a method of it, give the bound method, such as thing.method"
+        advice = "; to call one of its methods give that, as in thing.method"
     raise InvalidArgument(f"the function to call should be callable, which {_shown(function)} is not{advice}")
 
 

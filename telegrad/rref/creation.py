@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from telegrad.agent.futures import Future
+from telegrad.agent.unseen import Unseen
 from telegrad.errors import CallTimeout, PeerError
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
@@ -31,7 +32,7 @@ class Landing(NamedTuple):
 class Creation:
     """A call of this worker that makes the value of a reference: the outcome of that call."""
 
-    __slots__ = ("_told", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref")
+    __slots__ = ("_told", "about", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref", "used")
 
     quick = True
 
@@ -43,6 +44,8 @@ class Creation:
         self.error: BaseException | None = None
         self.cut_off = False  # it ended without an answer, and one may still come
         self.done = False
+        self.used = False  # somebody has asked for the value, or will be told that there is none
+        self.about = ""
         self.future: Future[None] | None = None  # for the user, where one was asked for
         self._told = told
 
@@ -53,6 +56,11 @@ class Creation:
         self.error = fresh(result)
         self.cut_off = isinstance(result, CallTimeout)
         self._told(self)
+
+    def dropped(self) -> None:
+        """The last handle has ended."""
+        if self.error is not None and not self.used:
+            Unseen(self.about, self.error)
 
 
 def tell_user(creation: Creation) -> None:
