@@ -24,17 +24,17 @@ from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines, seconds
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
-from telegrad.agent.naming import user_name
+from telegrad.agent.naming import OWN_ARGUMENTS, user_name
 from telegrad.agent.peer import Peer
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.server import Server
-from telegrad.errors import PeerError, ShutDown, UnknownWorker
+from telegrad.errors import CannotEncode, PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
 from telegrad.wire.packing import pack
-from telegrad.wire.pickling import decode, encode
+from telegrad.wire.pickling import blame_again, decode, encode
 
 DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
@@ -226,7 +226,11 @@ class Agent:
         same = peer.program == self.program != ""
         name = name_of(function, same)
         args, kwargs = args or (), kwargs or {}
-        body, tensors, references, buffers = encode((args, kwargs) if name else (function, args, kwargs), same)
+        try:
+            body, tensors, references, buffers = encode((args, kwargs) if name else (function, args, kwargs), same)
+        except CannotEncode as error:
+            own = getattr(function, OWN_ARGUMENTS, 0)
+            raise (blame_again((args[own:], kwargs), error, same) if own else error) from error.__cause__
         parts: dict[str, Any] = {"kind": CALL, "body": body}
         if name:
             parts["head"] = name.encode()

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
-from telegrad.agent.naming import RUNS, known_as, runs_as, user_name
+from telegrad.agent.naming import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later, its_future
 from telegrad.autograd.api import check_root
 from telegrad.rpc import current
@@ -65,6 +65,7 @@ class Method:
         self.__name__ = name
         self.__qualname__ = f"methods.{_CALL}{name}"
         known_as(f"{name or '__call__'}() of the value of a reference")(self)
+        setattr(self, OWN_ARGUMENTS, 2)
 
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
         keeper = current.keeper()
@@ -153,6 +154,8 @@ def open_roots(keeper: Keeper, values: Sequence[Any]) -> Future[list[Tensor]]:
 
 
 runs_as(with_values, lambda function, *_: user_name(function))
+setattr(with_values, OWN_ARGUMENTS, 1)
+setattr(call_method, OWN_ARGUMENTS, 2)
 runs_as(call_method, lambda value, method, *_: _method_name(value, method))
 
 
