@@ -75,7 +75,7 @@ def _variables_of(function: FunctionType) -> Iterable[Part]:
             yield name, cell.cell_contents
         except ValueError:  # it has no value yet
             continue
-    for name in sorted(_names_in(function.__code__)):
+    for name in sorted(names_in(function.__code__)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     defaults = function.__defaults__ or ()
@@ -85,10 +85,10 @@ def _variables_of(function: FunctionType) -> Iterable[Part]:
     yield from function.__dict__.items()
 
 
-def _names_in(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """The names that it, or a function inside of it, may look up among the globals."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names_in(constant)
+            names |= names_in(constant)
     return names
