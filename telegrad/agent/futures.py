@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.unseen import Unseen
 from telegrad.wire.failures import fresh, kept
 from telegrad.wire.pickling import encode
@@ -68,6 +69,7 @@ class Future(torch.futures.Future[T]):
         else:
             super().__init__(devices=devices)
 
+    @not_compiled
     def wait(self) -> T:
         """Wait for the value; raises the call's error."""
         if not self.done():
@@ -97,6 +99,7 @@ class Future(torch.futures.Future[T]):
         if hasattr(self, "heeded"):  # only now: whoever asks to be told from here on finds the failure
             failure.seen = True
 
+    @not_compiled
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
         if not callable(callback):
@@ -115,6 +118,7 @@ class Future(torch.futures.Future[T]):
         self.add_done_callback(run)
         return child
 
+    @not_compiled
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Have `callback` called with this future once it is done, in the context variables of this moment."""
         self.heed()
@@ -144,6 +148,7 @@ class Future(torch.futures.Future[T]):
         self.add_done_callback(wake)
         return waiter.__await__()
 
+    @not_compiled
     def value(self) -> T:
         """The value of a future that is done."""
         value: T = _uncovered(super().wait() if self.done() else super().value())
@@ -197,6 +202,7 @@ class Signal:
         self._error = kept(error)
         self.set_result()
 
+    @not_compiled
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         with self._lock:
             if not self._happened:
@@ -204,6 +210,7 @@ class Signal:
                 return
         callback(self)
 
+    @not_compiled
     def wait(self) -> Any:
         """Raise the error, if it ended so; it must be done."""
         if self._error is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as, runs_as
 from telegrad.autograd import backward_async
@@ -129,6 +130,7 @@ class Pipeline(nn.Module):
             name = f"stage {len(places) - len(self._ways)} of {len(places)}"
             self._ways.insert(0, rpc_sync(place.owner(), _make_stage, (place, following, name)))
 
+    @not_compiled
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
         coming = []
@@ -143,6 +145,7 @@ class Pipeline(nn.Module):
             value = remote(stage.owner(), _run, (stage, value))
         return value
 
+    @not_compiled
     def forward_backward(self, context_id: int, inputs: Any, targets: Any, loss: Loss) -> Tensor:
         """Forward and backward for a batch; the gradients are in the context. What the loss was.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as, runs_as
 from telegrad.errors import UsageError
@@ -94,6 +95,10 @@ class RemoteModule(nn.Module):
         self._kind = kind
 
     # Using it
+
+    @not_compiled
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]

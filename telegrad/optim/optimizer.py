@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
 from telegrad.errors import ContextEnded, UsageError
@@ -71,6 +72,7 @@ class DistributedOptimizer(Optimizer):
         group = {"params": [*branches(module)]}
         return cls(optimizer_class, [group], *args, hogwild=hogwild, **kwargs)
 
+    @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take on more parameters, with hyperparameters of their own."""
         number = len(self._sent)
@@ -103,6 +105,7 @@ class DistributedOptimizer(Optimizer):
 
     # Stepping
 
+    @not_compiled
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Have all owners apply the gradients of a context, all at once; parameters without one stay as they are.
 
@@ -115,6 +118,7 @@ class DistributedOptimizer(Optimizer):
         for number, changed in changes.items():
             self._sent[number].update(changed)
 
+    @not_compiled
     def accumulate(self, context_id: int) -> None:
         """Keep the gradients of a context: they are added to those of the context of the next step or clipping."""
         self._on_all("accumulate", context_id)

@@ -11,6 +11,7 @@ from typing import Any
 
 from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.stores import Meeting, open_store
 from telegrad.errors import AlreadyInitialized, UsageError
@@ -28,6 +29,7 @@ _lock = threading.Lock()  # guards current.worker and _generation, one init or s
 _generation = 0
 
 
+@not_compiled
 def init_rpc(
     name: str,
     backend: BackendType | None = None,
@@ -80,6 +82,7 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
     raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {type(given).__name__}")
 
 
+@not_compiled
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group.
 
@@ -97,6 +100,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         current.worker = None
 
 
+@not_compiled
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -114,6 +118,7 @@ def rpc_sync(
     return call_sync(to, call, timeout)
 
 
+@not_compiled
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -134,6 +139,7 @@ def rpc_async(
     return call_async(to, call, timeout)
 
 
+@not_compiled
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],

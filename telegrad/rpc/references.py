@@ -8,6 +8,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from torch import Tensor
 
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import seconds
 from telegrad.agent.futures import Future
 from telegrad.autograd.api import backward, check_root
@@ -33,6 +34,7 @@ class RRef(Operators, Handle, Generic[T]):
 
     __slots__ = ()
 
+    @not_compiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value of this worker. `type_hint` is accepted and changes nothing: any type will do."""
         keeper = current.keeper()
@@ -62,6 +64,7 @@ class RRef(Operators, Handle, Generic[T]):
     def _telegrad_known_as(self) -> str:
         return f"to_here() of {self!r}"
 
+    @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> T:
         """The value itself on its owner, else a copy; waits until it is made.
 
@@ -72,6 +75,7 @@ class RRef(Operators, Handle, Generic[T]):
         value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout, self)
         return value
 
+    @not_compiled
     def local_value(self) -> T:
         """The value itself, on its owner; waits until it is made.
 
@@ -99,6 +103,7 @@ class RRef(Operators, Handle, Generic[T]):
             ) from error
         return value
 
+    @not_compiled
     def future(self) -> Future[None]:
         """A future that is done once the value exists, or that holds the error of the call that should have made it."""
         creation = self._keeper.creation(self)
@@ -115,6 +120,7 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Gradients
 
+    @not_compiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run backward from the value, which is a tensor of one element, across workers in a context.
 
@@ -133,14 +139,17 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Using it where it is
 
+    @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
         """`rref.rpc_sync().method(*args)` runs a method of the value at the owner and waits for what it returns."""
         return Proxy(self._call, timeout)
 
+    @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but gives a future."""
         return Proxy(self._call_async, timeout)
 
+    @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but gives a reference to the result, which stays at the owner."""
         return Proxy(self._create, timeout)
@@ -149,16 +158,19 @@ class RRef(Operators, Handle, Generic[T]):
         """Call the value at its owner; a reference to the result."""
         return self._create("", DEFAULT, args, kwargs)
 
+    @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
         owner = self._keeper.reach(self)
         return self._keeper.agent.call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, asked)
 
+    @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
         owner = self._keeper.reach(self)
         return self._keeper.agent.call_async(
             owner, methods.of(method), (*self._id, *args), kwargs, timeout, self, asked
         )
 
+    @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._keeper.reach(self)
         made = self._keeper.create(owner, methods.of(method), (*self._id, *args), kwargs, timeout, self)
@@ -167,6 +179,7 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Using it as if it were a tensor
 
+    @not_compiled
     def _operate(self, function: Callable[..., Any], *operands: Any, **named: Any) -> RRef[Any]:
         """Call a function at the owner with the values of its operands."""
         held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]

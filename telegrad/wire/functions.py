@@ -82,8 +82,8 @@ def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotF
         advice = "make the same version of that module importable on all workers"
     else:
         advice = (
-            f"its module here is {file}, as it was when this worker imported it, maybe an older version than that of the "
-            "caller. Start this worker anew with the same version"
+            f"its module here is {file}, as it was when this worker imported it, maybe an older version than that of "
+            "the caller. Start this worker anew with the same version"
         )
     return FunctionNotFound(
         f"this worker has no {path!r} in module {module_name!r} ({error}); the RPC pickler does not serialize what can "
