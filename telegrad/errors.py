@@ -7,6 +7,7 @@ TelegradError (RuntimeError)
 │   ├── InvalidName            a worker name with forbidden characters
 │   ├── UnknownWorker          no worker of that name or rank
 │   ├── NotOwner               the value of a reference was asked for where it is not
+│   ├── InvalidArgument (TypeError, ValueError) an argument is of the wrong kind, or out of range
 │   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
 ├── RendezvousError            the group could not be formed
 │   ├── StoreUnreachable       nobody answers at the store's address
@@ -33,6 +34,7 @@ TelegradError (RuntimeError)
 │   └── RRefLost               its value was never made, or the reference came too late
 ├── AutogradError              a backward pass across workers could not run
 │   ├── ContextEnded           there is no context of that id, or no longer
+│   │   └── ContextLost        a worker took the context's owner for dead, and let it go
 │   └── UnusedSends            a fast pass, but something that was sent took no part
 ├── WorkersFailed              several workers failed at one thing that all should do
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
@@ -51,10 +53,12 @@ __all__ = [
     "CannotEncode",
     "CodecError",
     "ContextEnded",
+    "ContextLost",
     "DeviceError",
     "FunctionNotFound",
     "GroupIncomplete",
     "HandshakeError",
+    "InvalidArgument",
     "InvalidName",
     "LeftEarly",
     "NotInitialized",
@@ -109,6 +113,10 @@ class UnknownWorker(UsageError, ValueError):
 
 class NotOwner(UsageError):
     """The value of a reference was asked for on a worker that does not own it."""
+
+
+class InvalidArgument(UsageError, TypeError, ValueError):
+    """An argument is of the wrong kind, or out of range; nothing was sent."""
 
 
 class DeviceError(UsageError, ValueError):

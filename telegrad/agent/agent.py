@@ -21,19 +21,20 @@ from telegrad.agent import autocast, errands
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
-from telegrad.agent.deadlines import Deadlines
+from telegrad.agent.deadlines import Deadlines, seconds
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
+from telegrad.agent.naming import OWN_ARGUMENTS, user_name
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.server import Server
 from telegrad.agent.underway import Underway
-from telegrad.errors import PeerError, ShutDown, UnknownWorker
+from telegrad.errors import CannotEncode, PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import AUTOCAST, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
 from telegrad.wire.packing import pack
-from telegrad.wire.pickling import decode, encode
+from telegrad.wire.pickling import blame_again, decode, encode
 
 DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
@@ -130,11 +131,23 @@ class Agent:
 
     # Calls
 
-    def call(self, to: str | int | Identity, function: Any, args: Any, kwargs: Any, timeout: float = DEFAULT) -> Any:
-        """Run `function(*args, **kwargs)` on another worker and wait for its value."""
+    def call(
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        asked: Any = None,
+    ) -> Any:
+        """Run `function(*args, **kwargs)` on another worker and wait for its value.
+
+        `asked` is what the user has called, where that is not `function`: `naming.user_name` knows its name.
+        """
         peer = self._connections.peer(to)
-        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout)
-        peer.call(pending, self._call_parts(pending, args, kwargs))
+        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        pending = Pending(peer, function if asked is None else asked, limit)
+        peer.call(pending, self._call_parts(pending, function, args, kwargs))
         try:
             if not peer.wait(pending):
                 raise peer.timed_out(pending)
@@ -151,10 +164,11 @@ class Agent:
         kwargs: Any,
         timeout: float = DEFAULT,
         keeps: Any = None,
+        asked: Any = None,
     ) -> Future[Any]:
         """Run `function(*args, **kwargs)` on another worker; a future of its value. `keeps` lives until it is done."""
         future: Future[Any] = Future()
-        self.call_for(future, to, function, args, kwargs, timeout, keeps)
+        self.call_for(future, to, function, args, kwargs, timeout, keeps, asked=asked)
         return future
 
     def call_for(
@@ -167,6 +181,7 @@ class Agent:
         timeout: float,
         keeps: Any,
         creation: Any = None,
+        asked: Any = None,
     ) -> None:
         """As `call_async`, but `outcome` is told. After one that is quick `expect` must follow.
 
@@ -175,9 +190,10 @@ class Agent:
         peer = self._connections.peer(to)
         if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
             peer.wait_for_room()
-        pending = Pending(peer, function, self.timeout if timeout < 0 else timeout, outcome, keeps)
+        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
         outcome.call = pending
-        parts = self._call_parts(pending, args, kwargs, creation)
+        parts = self._call_parts(pending, function, args, kwargs, creation)
         if pending.timeout:
             with self._lock:
                 first = self._deadlines.add(pending, pending.timeout, pending.deadline)
@@ -208,17 +224,24 @@ class Agent:
         try:
             value = self._open(pending)
         except Exception as error:
+            outcome.about = f"{user_name(pending.asked)} on worker {pending.peer.name!r}"
             outcome.set_exception(error.with_traceback(None))
         else:
             outcome.set_result(value)
 
-    def _call_parts(self, pending: Pending, args: Any, kwargs: Any, creation: Any = None) -> dict[str, Any]:
+    def _call_parts(
+        self, pending: Pending, function: Any, args: Any, kwargs: Any, creation: Any = None
+    ) -> dict[str, Any]:
         self._started += 1
-        peer, function = pending.peer, pending.function
+        peer = pending.peer
         same = peer.program == self.program != ""
         name = name_of(function, same)
         args, kwargs = args or (), kwargs or {}
-        body, tensors, references, buffers = encode((args, kwargs) if name else (function, args, kwargs), same)
+        try:
+            body, tensors, references, buffers = encode((args, kwargs) if name else (function, args, kwargs), same)
+        except CannotEncode as error:
+            own = getattr(function, OWN_ARGUMENTS, 0)
+            raise (blame_again((args[own:], kwargs), error, same) if own else error) from error.__cause__
         parts: dict[str, Any] = {"kind": CALL, "body": body}
         if name:
             parts["head"] = name.encode()
@@ -247,7 +270,7 @@ class Agent:
         if pending.error is not None:
             raise fresh(pending.error)
         if pending.underway is not None:
-            pending.underway.check(pending.function, pending.peer.name)
+            pending.underway.check(pending.asked, pending.peer.name)
         frame = pending.frame
         assert frame is not None
         if frame.kind == FAILURE:

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from math import inf
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from telegrad.errors import InvalidArgument
 
 K = TypeVar("K", bound=Hashable)
+
+
+def seconds(timeout: Any) -> float:
+    """A timeout that a user gave.
+
+    Raises:
+        InvalidArgument: it is no number of seconds.
+    """
+    if not isinstance(timeout, int | float) or not timeout >= 0:
+        raise InvalidArgument(
+            f"a timeout is a number of seconds, or 0 for no limit, not {timeout!r}; leave it out for the rpc_timeout "
+            "of the options"
+        )
+    return timeout
 
 
 class Deadlines(Generic[K]):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import traceback
 from collections.abc import Callable, Generator
 from contextvars import copy_context
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from telegrad.wire.failures import fresh
+from telegrad.agent.compiling import not_compiled
+from telegrad.agent.unseen import Unseen
+from telegrad.wire.failures import fresh, kept
 from telegrad.wire.pickling import encode
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class Outcome(Protocol):
 
     quick: bool  # telling it runs nobody else's code, so that the thread that reads the answer does it
     call: Any
+    about: str  # of a call that failed: which one
 
     def set_result(self, result: Any) -> None: ...
 
@@ -46,11 +48,19 @@ class Helper(Protocol):
 
 
 class Future(torch.futures.Future[T]):
-    """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await."""
+    """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
 
-    __slots__ = ("call",)  # in a dictionary it would be one more object for the garbage collector to visit
+    One that fails, and is dropped before anybody has waited for it or asked to be told, leaves an error in the log.
+    """
+
+    # In a dictionary they would be one more object for the garbage collector to visit. All but `call` are set where
+    # they are needed: `about` says whose future this is, `heeded` that somebody is told of its end.
+    __slots__ = ("about", "call", "failure", "heeded")
 
     quick = False
+    about: str
+    failure: Unseen
+    heeded: bool
 
     def __init__(self, *, devices: Any = None) -> None:
         self.call: Helper | None = None  # while the call is under way
@@ -59,6 +69,7 @@ class Future(torch.futures.Future[T]):
         else:
             super().__init__(devices=devices)
 
+    @not_compiled
     def wait(self) -> T:
         """Wait for the value; raises the call's error."""
         if not self.done():
@@ -82,9 +93,13 @@ class Future(torch.futures.Future[T]):
         would ever be collected. So those where it was raised stay as text.
         """
         assert isinstance(result, BaseException)
-        self._set_unwrap_func(_raise_fresh)
-        self.set_result(_kept(result))  # type: ignore[arg-type]
+        failure = self.failure = Unseen(getattr(self, "about", "what a future stands for"), result)
+        self._set_unwrap_func(lambda error: failure.raise_fresh(_uncovered(error)))
+        self.set_result(kept(result))  # type: ignore[arg-type]
+        if hasattr(self, "heeded"):  # only now: whoever asks to be told from here on finds the failure
+            failure.seen = True
 
+    @not_compiled
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
         if not callable(callback):
@@ -95,6 +110,7 @@ class Future(torch.futures.Future[T]):
             try:
                 value = callback(done)
             except Exception as error:
+                child.about = "a callback that was given to `then`"
                 child.set_exception(error)  # type: ignore[arg-type]
             else:
                 child.set_result(value)
@@ -102,10 +118,18 @@ class Future(torch.futures.Future[T]):
         self.add_done_callback(run)
         return child
 
+    @not_compiled
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Have `callback` called with this future once it is done, in the context variables of this moment."""
+        self.heed()
         context = copy_context()
         super().add_done_callback(lambda future: context.run(callback, future))
+
+    def heed(self) -> None:
+        """Somebody else sees to it, should this fail."""
+        self.heeded = True
+        if hasattr(self, "failure"):
+            self.failure.seen = True
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -124,6 +148,7 @@ class Future(torch.futures.Future[T]):
         self.add_done_callback(wake)
         return waiter.__await__()
 
+    @not_compiled
     def value(self) -> T:
         """The value of a future that is done."""
         value: T = _uncovered(super().wait() if self.done() else super().value())
@@ -174,9 +199,10 @@ class Signal:
             callback(self)
 
     def set_exception(self, error: BaseException) -> None:
-        self._error = _kept(error)
+        self._error = kept(error)
         self.set_result()
 
+    @not_compiled
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         with self._lock:
             if not self._happened:
@@ -184,22 +210,11 @@ class Signal:
                 return
         callback(self)
 
+    @not_compiled
     def wait(self) -> Any:
         """Raise the error, if it ended so; it must be done."""
         if self._error is not None:
             raise fresh(self._error)
-
-
-def _kept(error: BaseException) -> BaseException:
-    """An error without its frames, where it was raised as text."""
-    kept = fresh(error)
-    if error.__traceback__ is not None and hasattr(kept, "add_note"):
-        kept.add_note("".join(traceback.format_tb(error.__traceback__)))
-    return kept
-
-
-def _raise_fresh(error: BaseException) -> None:
-    raise fresh(error)
 
 
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.members import Identity
+from telegrad.agent.naming import user_name
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.devices.routes import Places
@@ -157,7 +158,7 @@ class Peer:
     def timed_out(self, pending: Pending) -> CallTimeout:
         return CallTimeout(
             f"RPC ran for more than set timeout ({pending.timeout:g} s): "
-            f"{getattr(pending.function, '__qualname__', pending.function)} on worker {self.name!r}. "
+            f"{user_name(pending.asked)} on worker {self.name!r}. "
             "It may still be running there. Give a longer timeout (rpc_timeout in the options, or timeout=... per call)"
         )
 

@@ -23,12 +23,12 @@ class Pending:
     """
 
     __slots__ = (
+        "asked",
         "awaited",
         "deadline",
         "done",
         "error",
         "frame",
-        "function",
         "id",
         "keeps",
         "left",
@@ -41,11 +41,14 @@ class Pending:
     )
 
     def __init__(
-        self, peer: Peer, function: Any, timeout: float, outcome: Outcome | None = None, keeps: Any = None
+        self, peer: Peer, asked: Any, timeout: float, outcome: Outcome | None = None, keeps: Any = None
     ) -> None:
-        """`outcome` is told of an asynchronous call; who waits in place needs neither it nor `keeps`."""
+        """`asked` is what the user has called, for errors.
+
+        `outcome` is told of an asynchronous call; who waits in place needs neither it nor `keeps`.
+        """
         self.peer = peer
-        self.function = function
+        self.asked = asked
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else inf
         self.outcome = outcome

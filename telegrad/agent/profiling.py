@@ -53,4 +53,6 @@ def recorded_until_done(name: str, call: Callable[[], T], ending: Callable[[T], 
             recorded.set_exception(error)
 
     ended.add_done_callback(pass_on)
+    if value is not future:  # nobody needs to look at the future of something else
+        recorded.heed()
     return value, recorded

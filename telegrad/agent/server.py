@@ -19,6 +19,7 @@ from telegrad.agent import autocast, errands
 from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
 from telegrad.agent.futures import Signal
 from telegrad.agent.members import Identity
+from telegrad.agent.naming import RUNS, user_name
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.devices.routes import for_answers
@@ -44,6 +45,7 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
+from telegrad.wire.stories import first_line, told_before
 from telegrad.wire.tensors import Blob
 
 SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
@@ -73,6 +75,7 @@ class Later(NamedTuple):
     """What a function of this package returns whose value will be that of a future, or of a box."""
 
     future: torch.futures.Future[Any] | Signal
+    function: Any  # which made that future, or its name
 
 
 class Server:
@@ -138,6 +141,8 @@ class Server:
 
     def _serve(self, caller: Caller, frame: Frame) -> None:
         start = perf_counter()
+        function: Any = None
+        args: Any = None
         try:
             frame, tensors = take_tensors(frame, self.recorder, caller.identity)
             function, args, kwargs = open_call(frame, tensors)
@@ -152,25 +157,26 @@ class Server:
                     result = function(*args, **kwargs)
             else:
                 result = function(*args, **kwargs)
-            del args, kwargs  # memory that was lent for them goes back together with the answer
+            args = None  # memory that was lent for them goes back together with the answer
+            del kwargs
             if frame.head:
                 limit = SHORT if self._short.get(frame.head) else SHORT + HANDING_OVER
                 self._short[frame.head] = self._reactor.worked_until() - start < limit
         except BaseException as error:
-            self._fail(caller, frame, error)
+            self._fail(caller, frame, error, user_name(function, args) if function is not None else "")
         else:
             if type(result) is CoroutineType:
-                self._await(caller, frame, result)
+                self._await(caller, frame, result, result if hasattr(function, RUNS) else function)
             elif type(result) is Later:
-                self._when_done(caller, frame, result.future)
+                self._when_done(caller, frame, result.future, result.function)
             elif hasattr(function, ASYNC_MARK):
-                self._when_done(caller, frame, its_future(function, result))
+                self._when_done(caller, frame, its_future(function, result), function)
             else:
                 answer = self._answer(caller, frame, result, function)
                 del result  # as above: it may be one of the arguments
                 self._send(caller, answer)
 
-    def _answer(self, caller: Caller, call: Frame, result: Any, function: Any = None) -> Parts:
+    def _answer(self, caller: Caller, call: Frame, result: Any, function: Any) -> Parts:
         """What to send."""
         self.streams.publish()  # whoever hears of the end may go on with what the function has left here
         destination = destination_of(call)
@@ -182,36 +188,38 @@ class Server:
             body, tensors, references, buffers = encode(result, caller.same_program)
             meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", ())
             if call.context is not None and any(tensor.requires_grad for tensor in tensors):
-                what = function or call.head.decode()
-                flags = RECORDED
+                flags, what = RECORDED, getattr(function, "__name__", None) or call.head.decode()
                 body = load(body, call.context.sent(tensors, caller.identity, what, not call.flags & NO_GRAD))
             if references:
                 flags, body = flags | CARRIES, load(body, self.pack(references, caller.identity, None))
         except BaseException as error:
-            error = _about_result(error)
-            self._note_failure(caller, call, error)
-            return self._failure(call, error)
+            error, name = _about_result(error), user_name(function)
+            self._note_failure(caller, error, name)
+            return self._failure(call, error, name)
         parts = {"kind": RESULT, "id": call.id, "flags": flags, "meta": meta, "body": body}
         return {**parts, "blobs": _handed_over(blobs)} if blobs else parts
 
-    def _fail(self, caller: Caller, call: Frame, error: BaseException) -> None:
-        self._send(caller, self._failure(call, error))
-        self._note_failure(caller, call, error)
+    def _fail(self, caller: Caller, call: Frame, error: BaseException, name: str) -> None:
+        """Answer with an error; `name` is that of the function, or empty where it was not even found."""
+        name = name or bytes(call.head).decode().replace(":", ".")
+        self._note_failure(caller, error, name)
+        self._send(caller, self._failure(call, error, name))
 
-    def _failure(self, call: Frame, error: BaseException) -> Parts:
+    def _failure(self, call: Frame, error: BaseException, name: str) -> Parts:
         self.streams.publish()
-        flags, body = 0, describe(error, self._name)
+        flags, body = 0, describe(error, self._name, name)
         destination = destination_of(call)
         if destination is not None:
             destination.fail(body)
             flags, body = CARRIES, load(body, destination.receipt())
         return {"kind": FAILURE, "id": call.id, "flags": flags, "body": body}
 
-    def _note_failure(self, caller: Caller, call: Frame, error: BaseException) -> None:
-        called = bytes(call.head).decode().replace(":", ".") or "a function that came by value"
-        first_line = str(error).strip().partition("\n")[0]
+    def _note_failure(self, caller: Caller, error: BaseException, name: str) -> None:
+        if told_before(error, self._name):
+            return  # it was raised here by an earlier call, which has noted it
         log.warning(
-            "telegrad: %s, called by worker %r, raised %s: %s", called, caller.name, type(error).__name__, first_line
+            "telegrad: worker %r: %s, called by worker %r, raised %s: %s",
+            *(self._name, name or "a call", caller.name, type(error).__name__, first_line(error)),
         )
 
     def _send(self, caller: Caller, parts: Parts) -> None:
@@ -231,9 +239,9 @@ class Server:
 
     # Functions that go on after they returned
 
-    def _when_done(self, caller: Caller, call: Frame, future: Any) -> None:
+    def _when_done(self, caller: Caller, call: Frame, future: Any, function: Any) -> None:
         if not isinstance(future, torch._C.Future | Signal):
-            self._fail(caller, call, future)
+            self._fail(caller, call, future, user_name(function))
             return
         self._count(1)
 
@@ -241,15 +249,15 @@ class Server:
             try:
                 result = future.wait()
             except BaseException as error:
-                self._fail(caller, call, error)
+                self._fail(caller, call, error, user_name(function))
             else:
-                self._send(caller, self._answer(caller, call, result))
+                self._send(caller, self._answer(caller, call, result, function))
             finally:
                 self._count(-1)
 
         future.add_done_callback(done)
 
-    def _await(self, caller: Caller, call: Frame, awaitable: Coroutine[Any, Any, Any]) -> None:
+    def _await(self, caller: Caller, call: Frame, awaitable: Coroutine[Any, Any, Any], function: Any) -> None:
         self._count(1)
         special = call.flags or call.context is not None or self.streams.used
 
@@ -257,9 +265,9 @@ class Server:
             try:
                 result = await (_in_setting(awaitable, call, self.streams) if special else awaitable)
             except BaseException as error:
-                self._fail(caller, call, error)
+                self._fail(caller, call, error, user_name(function))
             else:
-                self._send(caller, self._answer(caller, call, result))
+                self._send(caller, self._answer(caller, call, result, function))
             finally:
                 self._count(-1)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad.agent.naming import user_name
 from telegrad.hints import Line, hint, users_line
 from telegrad.wire.packing import SMALL
 
@@ -29,16 +30,15 @@ class Underway:
         self._line: Line | None = None if waits else users_line()
         self._counters = [_counter_of(each) for each in tensors if _is_watched(each)]
 
-    def check(self, function: Any, worker: str) -> None:
+    def check(self, asked: Any, worker: str) -> None:
         """The call is done: warn where one was changed meanwhile."""
         shape = next((shape for counter, before, shape in self._counters if counter._version != before), None)
         if shape is not None:
-            name = getattr(function, "__qualname__", repr(function)).removeprefix("methods.call_")
             hint(
                 "changed underway",
-                f"a tensor of shape {tuple(shape)} was written to while the call of {name} that sends it to worker "
-                f"{worker!r} was under way: what arrives there may be the old values, the new ones, or some of each. Write to it "
-                "once the call's future is done, or send tensor.clone()",
+                f"a tensor of shape {tuple(shape)} was written to while the call of {user_name(asked)} that sends it "
+                f"to worker {worker!r} was under way: what arrives there may be the old values, the new ones, or some "
+                "of each. Write to it once the call's future is done, or send tensor.clone()",
                 self._line,
             )
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from telegrad.agent import profiling
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future, Signal
 from telegrad.autograd.conductor import Conductor, Run
 from telegrad.autograd.contexts import entered_id
@@ -63,6 +64,7 @@ class context:  # noqa: N801 - used like a function
         self._contexts.release(self._context.id)
 
 
+@not_compiled
 def backward(
     context_id: int,
     roots: Root | Sequence[Root],
@@ -97,6 +99,7 @@ def backward(
         run()
 
 
+@not_compiled
 def backward_async(
     context_id: int,
     roots: Root | Sequence[Root],
@@ -108,10 +111,12 @@ def backward_async(
 ) -> Future[None]:
     """As `backward`, but gives a future that is done when the pass has ended."""
     future: Future[None] = Future()
+    future.about = "backward_async"
     _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph, future)
     return future
 
 
+@not_compiled
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients of this worker's leaves that were added up in a context.
 

@@ -19,7 +19,7 @@ from telegrad.rpc import current
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
 _register_hook: Any = torch.autograd.Function._register_hook
-_ON_WORKER = re.compile(r"^On worker '([^']+)':$", re.MULTILINE)  # as errors tell where they were raised
+_ON_WORKER = re.compile(r"^On worker '([^']+)'.*:$", re.MULTILINE)  # as errors tell where they were raised
 
 # Under the name by which programs that look at a graph know it.
 RecvNode.__name__ = RecvNode.__qualname__ = "torch::distributed::autograd::RecvRpcBackward"

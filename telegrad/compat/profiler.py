@@ -19,6 +19,7 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
 from telegrad.agent import profiling
+from telegrad.agent.naming import runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later, its_future
 from telegrad.rpc import current
 
@@ -163,7 +164,10 @@ def profile_and_run(token: str, options: Options, function: Callable[..., Any], 
     future = its_future(function, result)
     if isinstance(future, torch._C.Future):
         future.add_done_callback(lambda _: _reports.keep(token, run.events()))
-    return Later(future)
+    return Later(future, function)
+
+
+runs_as(profile_and_run, lambda token, options, function, *args: user_name(function, args))
 
 
 class Profiled:

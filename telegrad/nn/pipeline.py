@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
+from telegrad.agent.naming import known_as, runs_as
 from telegrad.autograd import backward_async
 from telegrad.errors import UsageError
 from telegrad.nn.checks import gradients_are_lost, hint_at_context
@@ -28,12 +31,16 @@ SCHEDULES = ("1f1b", "gpipe")
 class Stage:
     """A stage on its worker. Micro-batches go through it one by one, as its module may keep state."""
 
-    def __init__(self, module: RRef[nn.Module], following: RRef[Stage] | None) -> None:
+    def __init__(self, module: RRef[nn.Module], following: RRef[Stage] | None, name: str) -> None:
         self._module = module.local_value()
+        self._name = f"{name} of a Pipeline ({type(self._module).__name__})"
         self._device = device_of(self._module)
         self._following = following
         self._turns = Turns()
         self._batches: dict[str, Batch] = {}
+
+    def _telegrad_runs(self, method: str) -> str:
+        return self._name
 
     def run(self, value: Any) -> Any:
         with self._turns.taken():
@@ -48,7 +55,9 @@ class Stage:
         """Send a micro-batch on, through this stage and all that follow; what its loss is."""
         value = self.run(value)
         if self._following is not None:
-            return self._following.rpc_async().advance(batch, number, value)  # type: ignore[no-any-return]
+            return self._following._call_async(
+                "advance", DEFAULT, (batch, number, value), {}, "the next stage of a Pipeline"
+            )
         found: Future[Tensor] = Future()
         found.set_result(self._batches[batch].finish(number, value))
         return found
@@ -118,8 +127,10 @@ class Pipeline(nn.Module):
         self._ways: list[RRef[Stage]] = []
         for place in reversed(places):
             following = self._ways[0] if self._ways else None
-            self._ways.insert(0, rpc_sync(place.owner(), _make_stage, (place, following)))
+            name = f"stage {len(places) - len(self._ways)} of {len(places)}"
+            self._ways.insert(0, rpc_sync(place.owner(), _make_stage, (place, following, name)))
 
+    @not_compiled
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
@@ -136,6 +147,7 @@ class Pipeline(nn.Module):
             value = remote(stage.owner(), _run, (stage, value))
         return value
 
+    @not_compiled
     def forward_backward(
         self, context_id: int, inputs: Any, targets: Any, loss: Loss, reduction: str | None = None
     ) -> Tensor:
@@ -164,7 +176,8 @@ class Pipeline(nn.Module):
                 for step in steps:
                     future: Future[Any]
                     if isinstance(step, Forward):
-                        future = first.rpc_async().advance(batch, step.batch, parts[step.batch])
+                        args = batch, step.batch, parts[step.batch]
+                        future = first._call_async("advance", DEFAULT, args, {}, "Pipeline.forward_backward")
                     else:
                         future = backward_async(context_id, last.remote().root(batch, step.batches))
                     arrivals.expect(step, future)
@@ -173,7 +186,7 @@ class Pipeline(nn.Module):
                     total = total + result
                 steps = schedule.ended(step)
         finally:
-            last.rpc_async().close(batch)
+            last.rpc_async().close(batch).heed()
         return total
 
 
@@ -272,9 +285,14 @@ def _joined(parts: list[Any]) -> Any:
 # What runs on the workers of the stages. Where `value` is a reference, the worker fetches what it refers to.
 
 
-def _make_stage(module: RRef[nn.Module], following: RRef[Stage] | None) -> RRef[Stage]:
-    return RRef(Stage(module, following))
+@known_as("Pipeline()")
+def _make_stage(module: RRef[nn.Module], following: RRef[Stage] | None, name: str) -> RRef[Stage]:
+    return RRef(Stage(module, following, name))
 
 
+@known_as("Pipeline.forward")
 def _run(stage: RRef[Stage], value: Tensor) -> Any:
     return stage.local_value().run(value)
+
+
+runs_as(_run, lambda stage, *_: stage.local_value()._telegrad_runs("run"))

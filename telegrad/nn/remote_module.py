@@ -7,17 +7,22 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
+from telegrad.agent.naming import known_as, runs_as
 from telegrad.errors import UsageError
 from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
 from telegrad.rpc import RRef, rpc_async, rpc_sync
+from telegrad.rpc.references import Proxy
 from telegrad.wire.reducers import REDUCERS
 
 if TYPE_CHECKING:
@@ -96,15 +101,29 @@ class RemoteModule(nn.Module):
 
     # Using it
 
+    @not_compiled
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Run the module where it lives, and wait for its result; takes what its own `forward` takes."""
-        return self._signed(self.module_rref.rpc_sync() if self.device == "cpu" else self._run_moving)
+        return self._signed(self._proxy(self.module_rref._call) if self.device == "cpu" else self._run_moving)
 
     @property
     def forward_async(self) -> Callable[..., Future[Any]]:
         """As `forward`, but gives a future."""
-        return self._signed(self.module_rref.rpc_async() if self.device == "cpu" else self._run_moving_async)
+        return self._signed(
+            self._proxy(self.module_rref._call_async) if self.device == "cpu" else self._run_moving_async
+        )
+
+    def _proxy(self, call: Callable[..., Any]) -> Proxy:
+        """Calls the module, under the name that a timeout shall tell."""
+        return Proxy(partial(call, asked=self), DEFAULT)
+
+    @property
+    def _telegrad_known_as(self) -> str:
+        return f"RemoteModule({self._kind}).forward"
 
     def _run_moving(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_moving_async(*args, **kwargs).wait()
@@ -267,6 +286,7 @@ def _signature_of(module_cls: Any) -> inspect.Signature | None:
 # What runs at the owner
 
 
+@known_as("RemoteModule()")
 def _make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> tuple[Any, ...]:
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -277,6 +297,7 @@ def _make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwarg
     return _about(RRef(module), module.to(device), str(device))
 
 
+@known_as("RemoteModule.init_from_module_rref")
 def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any, ...]:
     module = reference.local_value()
     if not isinstance(module, nn.Module):
@@ -284,6 +305,9 @@ def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any
     if device is not None:
         module.to(device)
     return _about(reference, module, str(device or device_of(module) or "cpu"))
+
+
+runs_as(_make, lambda module_cls, *_: f"RemoteModule({getattr(module_cls, '__qualname__', module_cls)})")
 
 
 def _about(reference: RRef[nn.Module], module: nn.Module, device: str) -> tuple[Any, ...]:
@@ -298,6 +322,7 @@ def device_of(module: nn.Module) -> torch.device | None:
     return None if held is None else held.device
 
 
+@known_as("RemoteModule.forward")
 def run_on_device(module: RRef[nn.Module], device: str, has_map: bool, args: Any, kwargs: Any) -> Any:
     """Run a module on an accelerator for a caller who has a device map to this worker, or has none."""
     args, kwargs = moved(device, (args, kwargs))
@@ -315,6 +340,7 @@ def on_host(value: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.cpu(), value)
 
 
+@known_as("RemoteModule.state_dict")
 def _state_of(module: RRef[nn.Module], prefix: str, has_map: bool) -> dict[str, Any]:
     state: dict[str, Any] = module.local_value().state_dict(prefix=prefix)
     if not has_map:
@@ -323,20 +349,27 @@ def _state_of(module: RRef[nn.Module], prefix: str, has_map: bool) -> dict[str, 
     return state
 
 
+@known_as("RemoteModule.remote_parameters")
 def _parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
     return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
 
 
+@known_as("RemoteModule.to")
 def _apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> str:
     there = module.local_value()._apply(fn, recurse)  # type: ignore[no-untyped-call]
     return str(device_of(there) or fn(torch.empty(0)).device)
 
 
+@known_as("a method of a RemoteModule")
 def _call(module: RRef[nn.Module], method: str, args: Any) -> None:
     """What the method returns is the module itself, which shall not travel."""
     getattr(module.local_value(), method)(*args)
 
 
+runs_as(_call, lambda module, method, _: f"{type(module.local_value()).__qualname__}.{method}")
+
+
+@known_as("RemoteModule.load_state_dict")
 def _load(module: RRef[nn.Module], state: dict[str, Any], assign: bool) -> tuple[list[str], list[str], str]:
     """Names that were missing, names that nobody expected, and what went wrong."""
     try:

@@ -38,6 +38,9 @@ class LocalOptimizer:
         self._guards = guards_of([])
         self._kept = Gradients()  # of contexts that have ended, for the next step
 
+    def _telegrad_runs(self, method: str) -> str:
+        return f"DistributedOptimizer.{method} ({type(self._optimizer).__name__})"
+
     def add_group(
         self, number: int, branches: Sequence[Branch], options: Hyperparameters
     ) -> tuple[list[str], Hyperparameters]:

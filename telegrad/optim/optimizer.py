@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
+from telegrad.agent.naming import known_as
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.hints import hint
 from telegrad.nn.remote_module import RemoteModule
@@ -74,6 +77,7 @@ class DistributedOptimizer(Optimizer):
         group = {"params": [*branches(module)]}
         return cls(optimizer_class, [group], *args, hogwild=hogwild, **kwargs)
 
+    @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take on more parameters, with hyperparameters of their own."""
         number = len(self._sent)
@@ -112,6 +116,7 @@ class DistributedOptimizer(Optimizer):
 
     # Stepping
 
+    @not_compiled
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Have all owners apply the gradients of a context, all at once; parameters without one stay as they are.
 
@@ -124,12 +129,13 @@ class DistributedOptimizer(Optimizer):
         for number, changed in changes.items():
             self._sent[number].update(changed)
 
+    @not_compiled
     def accumulate(self, context_id: int) -> None:
         """Keep the gradients of a context: they are added to those of the context of the next step or clipping."""
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any) -> None:
-        counts = together(self.locals, lambda _, local: getattr(local.rpc_async(), method)(context_id, *args)).values()
+        counts = together(self.locals, lambda _, local: _begin(local, method, context_id, *args)).values()
         if all(count is None for count in counts):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
@@ -166,7 +172,7 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """A copy of the whole state, by the names of the parameters; of the same form on any number of workers."""
         has_map = current.agent().maps_devices_to
-        states = together(self.locals, lambda worker, local: local.rpc_async().state(has_map(worker)))
+        states = together(self.locals, lambda worker, local: _begin(local, "state", has_map(worker)))
         return {
             "state": {name: state for own in states.values() for name, state in own.items()},
             "param_groups": self.state_groups(),
@@ -187,7 +193,7 @@ class DistributedOptimizer(Optimizer):
         shares = {
             worker: {name: state[name] for name in names if name in state} for worker, names in self._names.items()
         }
-        together(shares, lambda worker, own: self.locals[worker].rpc_async().load(own))
+        together(shares, lambda worker, own: _begin(self.locals[worker], "load", own))
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take over the hyperparameters of a state; the owners hear of them with the next step."""
@@ -244,6 +250,15 @@ def _reference(given: Any) -> RRef[Any]:
     )
 
 
+def _begin(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
+    """Call a method of an owner's share, under the name that a timeout shall tell."""
+    return local._call_async(method, DEFAULT, args, {}, f"DistributedOptimizer.{_ASKED.get(method, method)}")
+
+
+_ASKED = {"state": "state_dict", "load": "load_state_dict"}
+
+
+@known_as("DistributedOptimizer()")
 def _add_group(
     local: RRef[LocalOptimizer] | None, maker: Any, number: int, own: list[Branch], options: Hyperparameters
 ) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.stores import Meeting, open_store
 from telegrad.errors import AlreadyInitialized, UsageError
@@ -27,6 +28,7 @@ UNSET_RPC_TIMEOUT = DEFAULT
 _lock = threading.Lock()  # guards current.worker, one init at a time
 
 
+@not_compiled
 def init_rpc(
     name: str,
     backend: BackendType | None = None,
@@ -78,6 +80,7 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
     raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {type(given).__name__}")
 
 
+@not_compiled
 def shutdown(
     graceful: bool = True, timeout: float = 0, require: bool | Collection[str | int | WorkerInfo] = ()
 ) -> None:
@@ -146,6 +149,7 @@ def stop_serving() -> None:
     current.joined().stop_serving()
 
 
+@not_compiled
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -163,6 +167,7 @@ def rpc_sync(
     return call_sync(to, call, timeout)
 
 
+@not_compiled
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -183,6 +188,7 @@ def rpc_async(
     return call_async(to, call, timeout)
 
 
+@not_compiled
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -204,17 +210,19 @@ def remote(
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
-    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout)
+    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout, call.asked)
 
 
 def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
     future = kind()
-    current.agent().call_for(future, _name(to), call.function, call.args, call.kwargs, timeout, call.keeps)
+    current.agent().call_for(
+        future, _name(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
+    )
     return future
 
 
 def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
-    made = current.keeper().create(_name(to), call.function, call.args, call.kwargs, timeout, call.keeps)
+    made = current.keeper().create(_name(to), *call[:3], timeout, call.keeps, call.asked)
     assert isinstance(made, RRef)
     return made
 

@@ -10,6 +10,7 @@ from contextvars import Context
 from typing import Any
 
 from telegrad.errors import UsageError
+from telegrad.wire.failures import kept
 
 Function = Callable[..., Awaitable[Sequence[Any]]]
 
@@ -75,7 +76,7 @@ class Batched:
         except BaseException as error:
             for result in waiting:
                 if not result.done():
-                    result.set_exception(error)
+                    result.set_exception(kept(error))  # each raises its own
             if not isinstance(error, Exception):
                 raise
         else:

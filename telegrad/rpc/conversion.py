@@ -16,9 +16,12 @@ import logging
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from telegrad.errors import InvalidArgument
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import with_values
 
@@ -34,6 +37,7 @@ class Call(NamedTuple):
     args: Any
     kwargs: Any
     keeps: Any = None
+    asked: Any = None  # the function that was asked for, where another is sent
 
 
 class _Plan(NamedTuple):
@@ -49,18 +53,62 @@ _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary
 
 
 def convert(function: Any, args: Any, kwargs: Any) -> Call:
-    """A call as its callee wants it."""
+    """A call as its callee wants it.
+
+    Raises:
+        InvalidArgument: `function` cannot be called, or the others are no tuple and no dictionary.
+    """
+    if args is not None and type(args) is not tuple:
+        args = _as_tuple(args)
+    if kwargs is not None and type(kwargs) is not dict:
+        kwargs = _as_dict(kwargs)
     plan = _plan_of(function)
     if plan is None or not (args or kwargs):
         return Call(function, args, kwargs)
-    args, kwargs = tuple(args or ()), kwargs or {}
+    args, kwargs = args or (), kwargs or {}
     wanted = plan.positional + [plan.rest] * (len(args) - len(plan.positional))
     lent: list[RRef[Any]] = []
     new_args = tuple(_convert(wish, each, lent) for wish, each in zip(wanted, args, strict=False))
     new_kwargs = {name: _convert(plan.named.get(name, plan.others), each, lent) for name, each in kwargs.items()}
     if lent:
-        return Call(with_values, (function, *new_args), new_kwargs, lent)
+        return Call(with_values, (function, *new_args), new_kwargs, lent, function)
     return Call(function, new_args, new_kwargs)
+
+
+def _as_tuple(args: Any) -> tuple[Any, ...]:
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise InvalidArgument(
+        f"args must be a tuple with the arguments of the function, not {_shown(args)}; for one argument write "
+        "args=(x,), with the comma"
+    )
+
+
+def _as_dict(kwargs: Any) -> dict[str, Any]:
+    if isinstance(kwargs, Mapping):
+        return dict(kwargs)
+    raise InvalidArgument(
+        f"kwargs must be a dictionary of arguments by their names, not {_shown(kwargs)}; write "
+        "kwargs={'name': x}, and args=(x,) for those without a name"
+    )
+
+
+def _check_callable(function: Any) -> None:
+    if callable(function):
+        return
+    advice = ""
+    if isinstance(function, str):
+        advice = "; give the function itself, without quotes. To call a method of a reference: rref.rpc_sync().method()"
+    elif type(function).__module__ != "builtins":
+        advice = "; to call one of its methods give that, as in thing.method"
+    raise InvalidArgument(f"the function to call should be callable, which {_shown(function)} is not{advice}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: as it is where that is short, else its type."""
+    text = "" if isinstance(value, Tensor) else repr(value)
+    kind = type(value).__qualname__
+    return f"{text} ({kind})" if 0 < len(text) <= 40 else f"a {kind}"
 
 
 def _convert(wish: str, given: Any, lent: list[RRef[Any]]) -> Any:
@@ -79,7 +127,10 @@ def _plan_of(function: Any) -> _Plan | None:
     bound = isinstance(function, type | types.MethodType)
     if bound:
         function = function.__init__ if isinstance(function, type) else function.__func__  # type: ignore[misc]
-    if type(function) is not types.FunctionType or not function.__annotations__:
+    if type(function) is not types.FunctionType:
+        _check_callable(function)
+        return None
+    if not function.__annotations__:
         return None
     try:
         return _plans[function]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 
 from telegrad.agent.server import ASYNC_MARK
+from telegrad.errors import InvalidArgument
 from telegrad.rpc.batching import batch
+from telegrad.wire.culprits import names_in
 from telegrad.wire.functions import home_of_script
 
-__all__ = ["async_execution", "batch"]
+__all__ = ["async_execution", "batch", "by_value"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -32,3 +35,53 @@ def async_execution(fn: F) -> F:
         marked.__module__, marked.__qualname__ = home_of_script(fn)
     setattr(marked, ASYNC_MARK, True)
     return marked  # type: ignore[return-value]
+
+
+class ByValue:
+    """A function that travels as its code."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        self._telegrad_known_as = f"{function.__module__}.{function.__qualname__} (by value)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (_without_name(self.function, {}),)
+
+
+def by_value(fn: F) -> F:
+    """Send a function as its code, also where the callee could import it: for one that was edited or defined anew.
+
+    The functions of the same module that it uses go along; classes, and what is in other modules, still go by name.
+
+        rpc.rpc_sync("worker1", functions.by_value(step), args=(x,))
+    """
+    if type(fn) is not FunctionType:
+        raise InvalidArgument(f"by_value takes a function that was made by def or lambda, not {fn!r}")
+    return ByValue(fn)  # type: ignore[return-value, arg-type]
+
+
+def _itself(function: F) -> F:
+    return function
+
+
+def _without_name(function: FunctionType, made: dict[FunctionType, FunctionType]) -> FunctionType:
+    """A copy that cannot be found by its name, and that uses such copies of the functions of its module."""
+    if function in made:
+        return made[function]
+    scope: dict[str, Any] = {"__name__": function.__module__}
+    copy = made[function] = FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__dict__.update(function.__dict__)
+    copy.__module__, copy.__doc__ = function.__module__, function.__doc__
+    copy.__annotations__, copy.__kwdefaults__ = function.__annotations__, function.__kwdefaults__
+    copy.__qualname__ = f"by_value.<locals>.{function.__qualname__}"
+    for name in names_in(function.__code__) & function.__globals__.keys():
+        value = function.__globals__[name]
+        value = value.function if isinstance(value, ByValue) else value
+        near = type(value) is FunctionType and value.__module__ == function.__module__
+        scope[name] = _without_name(value, made) if near else value
+    return copy

@@ -8,6 +8,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 from torch import Tensor
 
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import seconds
 from telegrad.agent.futures import Future
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
@@ -32,6 +34,7 @@ class RRef(Operators, Handle, Generic[T]):
 
     __slots__ = ()
 
+    @not_compiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value of this worker. `type_hint` is accepted and changes nothing: any type will do."""
         keeper = current.keeper()
@@ -57,6 +60,11 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Getting at it
 
+    @property
+    def _telegrad_known_as(self) -> str:
+        return f"to_here() of {self!r}"
+
+    @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> T:
         """The value itself on its owner, else a copy; waits until it is made.
 
@@ -64,9 +72,10 @@ class RRef(Operators, Handle, Generic[T]):
         """
         if self._box is not None:
             return self._open(timeout)
-        value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout)
+        value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout, self)
         return value
 
+    @not_compiled
     def local_value(self) -> T:
         """The value itself, on its owner; waits until it is made.
 
@@ -82,15 +91,19 @@ class RRef(Operators, Handle, Generic[T]):
     def _open(self, timeout: float) -> T:
         self._keeper.check(self)
         assert self._box is not None
-        limit = self._keeper.agent.timeout if timeout < 0 else timeout
+        limit = self._keeper.agent.timeout if timeout == DEFAULT else seconds(timeout)
         try:
             value: T = opened(self._box, self._keeper.agent, limit)
         except TimeoutError as error:
             if self._box.full:
                 raise
-            raise CallTimeout(f"{self!r}: the value was not made within {limit:g} s") from error
+            raise CallTimeout(
+                f"{self!r}: the value was not made within {limit:g} s; the function that makes it may still run. "
+                "Give to_here a longer timeout, or 0 for no limit"
+            ) from error
         return value
 
+    @not_compiled
     def future(self) -> Future[None]:
         """A future that is done once the value exists, or that holds the error of the call that should have made it."""
         creation = self._keeper.creation(self)
@@ -107,6 +120,7 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Gradients
 
+    @not_compiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run backward from the value, which is a tensor of one element, across workers in a context.
 
@@ -125,14 +139,17 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Using it where it is
 
+    @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
         """`rref.rpc_sync().method(*args)` runs a method of the value at the owner and waits for what it returns."""
         return Proxy(self._call, timeout)
 
+    @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but gives a future."""
         return Proxy(self._call_async, timeout)
 
+    @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but gives a reference to the result, which stays at the owner."""
         return Proxy(self._create, timeout)
@@ -141,14 +158,19 @@ class RRef(Operators, Handle, Generic[T]):
         """Call the value at its owner; a reference to the result."""
         return self._create("", DEFAULT, args, kwargs)
 
-    def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> Any:
+    @not_compiled
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
         owner = self._keeper.reach(self)
-        return self._keeper.agent.call(owner, methods.of(method), (*self._id, *args), kwargs, timeout)
+        return self._keeper.agent.call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, asked)
 
-    def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any) -> Future[Any]:
+    @not_compiled
+    def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
         owner = self._keeper.reach(self)
-        return self._keeper.agent.call_async(owner, methods.of(method), (*self._id, *args), kwargs, timeout, keeps=self)
+        return self._keeper.agent.call_async(
+            owner, methods.of(method), (*self._id, *args), kwargs, timeout, self, asked
+        )
 
+    @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
         owner = self._keeper.reach(self)
         made = self._keeper.create(owner, methods.of(method), (*self._id, *args), kwargs, timeout, self)
@@ -157,6 +179,7 @@ class RRef(Operators, Handle, Generic[T]):
 
     # Using it as if it were a tensor
 
+    @not_compiled
     def _operate(self, function: Callable[..., Any], *operands: Any, **named: Any) -> RRef[Any]:
         """Call a function at the owner with the values of its operands."""
         held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]
@@ -164,7 +187,7 @@ class RRef(Operators, Handle, Generic[T]):
             self._keeper.check(each)
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
-        made = self._keeper.create(self._keeper.reach(self), with_values, args, kwargs, DEFAULT, held)
+        made = self._keeper.create(self._keeper.reach(self), with_values, args, kwargs, DEFAULT, held, function)
         assert isinstance(made, RRef)
         return made
 

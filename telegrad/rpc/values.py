@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Module
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
+from telegrad.agent.naming import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later, its_future
 from telegrad.autograd.api import check_root
 from telegrad.rpc import current
@@ -27,15 +29,17 @@ class Borrowed(NamedTuple):
     owner: str
 
 
+@known_as("to_here() of a reference")
 def fetch(maker: str, number: int) -> Any:
     """The value of a reference that this worker owns."""
     box = current.keeper().box((maker, number))
-    return box.open() if box.full else Later(box.opening())
+    return box.open() if box.full else Later(box.opening(), fetch)
 
 
+@known_as("future() of a reference")
 def created(maker: str, number: int) -> Any:
     """None, once the value of a reference that this worker owns exists."""
-    return Later(when_full(current.keeper().box((maker, number))))
+    return Later(when_full(current.keeper().box((maker, number))), created)
 
 
 def when_full(box: Box) -> Future[None]:
@@ -60,11 +64,17 @@ class Method:
     def __init__(self, name: str) -> None:
         self.__name__ = name
         self.__qualname__ = f"methods.{_CALL}{name}"
+        known_as(f"{name or '__call__'}() of the value of a reference")(self)
+        setattr(self, OWN_ARGUMENTS, 2)
 
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
         keeper = current.keeper()
         value, name = opened(keeper.box((maker, number)), keeper.agent), self.__name__
         return _finish(getattr(value, name) if name else value, args, kwargs)
+
+    def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
+        box = current.keeper().box((maker, number))
+        return user_name(self) if box.failure or not box.full else _method_name(box.value, self.__name__)
 
 
 class _Methods:
@@ -85,6 +95,7 @@ _CALL = "call_"  # before a method's name, which may be that of any attribute
 methods = _Methods()
 
 
+@known_as("a method of the value of a reference")
 def call_method(value: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
     return _finish(getattr(value, method), args, kwargs)
 
@@ -142,7 +153,21 @@ def open_roots(keeper: Keeper, values: Sequence[Any]) -> Future[list[Tensor]]:
     return found
 
 
+runs_as(with_values, lambda function, *_: user_name(function))
+setattr(with_values, OWN_ARGUMENTS, 1)
+setattr(call_method, OWN_ARGUMENTS, 2)
+runs_as(call_method, lambda value, method, *_: _method_name(value, method))
+
+
+def _method_name(value: Any, method: str) -> str:
+    """Of a method of a value, or of a call of the value itself, as users know it."""
+    said = getattr(type(value), RUNS, None)
+    if said is not None:
+        return str(said(value, method))
+    return f"{type(value).__qualname__}.{method or ('forward' if isinstance(value, Module) else '__call__')}"
+
+
 def _finish(function: Any, args: Any, kwargs: Any) -> Any:
     """Call a function as the server would, had it been called directly."""
     result = function(*args, **kwargs)
-    return Later(its_future(function, result)) if hasattr(function, ASYNC_MARK) else result
+    return Later(its_future(function, result), function) if hasattr(function, ASYNC_MARK) else result

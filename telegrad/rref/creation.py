@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from telegrad.agent.futures import Future
-from telegrad.errors import CallTimeout
+from telegrad.agent.unseen import Unseen
+from telegrad.errors import CallTimeout, PeerError
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
 from telegrad.wire.failures import fresh
@@ -31,7 +32,7 @@ class Landing(NamedTuple):
 class Creation:
     """A call of this worker that makes the value of a reference: the outcome of that call."""
 
-    __slots__ = ("_told", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref")
+    __slots__ = ("_told", "about", "call", "cut_off", "done", "error", "fork", "future", "owner", "ref", "used")
 
     quick = True
 
@@ -43,6 +44,8 @@ class Creation:
         self.error: BaseException | None = None
         self.cut_off = False  # it ended without an answer, and one may still come
         self.done = False
+        self.used = False  # somebody has asked for the value, or will be told that there is none
+        self.about = ""
         self.future: Future[None] | None = None  # for the user, where one was asked for
         self._told = told
 
@@ -54,6 +57,11 @@ class Creation:
         self.cut_off = isinstance(result, CallTimeout)
         self._told(self)
 
+    def dropped(self) -> None:
+        """The last handle has ended."""
+        if self.error is not None and not self.used:
+            Unseen(self.about, self.error)
+
 
 def tell_user(creation: Creation) -> None:
     future = creation.future
@@ -62,3 +70,11 @@ def tell_user(creation: Creation) -> None:
         future.set_exception(creation.error)  # type: ignore[arg-type]
     else:
         future.set_result(None)
+
+
+def failed(error: BaseException) -> BaseException:
+    """Why a value was never made: what its maker raised, or that the call itself failed."""
+    again = fresh(error)
+    if isinstance(again, (CallTimeout, PeerError)):
+        again.args = (f"RRef creation failed, the value may not exist: {error}",)
+    return again

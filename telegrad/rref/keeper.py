@@ -22,7 +22,6 @@ from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
 from telegrad.agent.members import Identity
 from telegrad.errors import (
-    CallTimeout,
     OwnerLost,
     PeerError,
     PeerLost,
@@ -34,12 +33,12 @@ from telegrad.errors import (
 )
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
-from telegrad.rref.creation import Creation, Landing, tell_user
+from telegrad.rref.creation import Creation, Landing, failed, tell_user
 from telegrad.rref.handle import Handle
-from telegrad.rref.letters import Id, Letter, number
+from telegrad.rref.letters import Id, Letter, key_of, number
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, References
-from telegrad.wire.failures import describe, fresh
+from telegrad.wire.failures import describe
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
@@ -61,7 +60,7 @@ class Keeper:
         self._make = make
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles; None to wake; things to do
         self._lock = threading.Lock()  # guards all below
-        self._machine = References(_key(agent.name, agent.incarnation))
+        self._machine = References(f"{agent.name}#{agent.incarnation}")
         self._courier: Courier[Letter] = Courier()
         self._boxes: dict[Id, Box] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # while the reference lives
@@ -83,7 +82,14 @@ class Keeper:
             self._begin(handle, ref, self.agent.me.identity, box)
 
     def create(
-        self, to: str | int | Identity, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any = None
+        self,
+        to: str | int | Identity,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        keeps: Any = None,
+        asked: Any = None,
     ) -> Handle:
         """Have a worker make a value that stays there; the handle is for this worker."""
         owner = self.agent.identify(to)
@@ -93,15 +99,15 @@ class Keeper:
             fork, kind = handle._id, _HERE
         else:
             with self._lock:
-                ref, fork = self._machine.create(_key_of(owner))
+                ref, fork = self._machine.create(key_of(owner))
                 self._begin(handle, ref, owner, None)
             kind = _CREATE
-        creation = Creation(handle._id, fork, _key_of(owner), self._on_created)
+        creation = Creation(handle._id, fork, key_of(owner), self._on_created)
         with self._lock:
             self._creations[handle._id] = creation
         wish = kind, handle._id, fork
         try:
-            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, wish)
+            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, wish, asked)
         except BaseException:
             handle._fault = "never made"
             with self._lock:
@@ -137,18 +143,20 @@ class Keeper:
         try:
             return self.agent.identify(handle._owner)
         except UnknownWorker:  # it has left, and this worker has not heard of it yet
-            self._on_death(_key_of(handle._owner))
+            self._on_death(key_of(handle._owner))
             self.check(handle)
             raise
 
     def check(self, handle: Handle) -> None:
         """Raise why a reference cannot be used, if so."""
         creation = self._creations.get(handle._id)
-        error = creation.error if creation is not None else None
+        error = None
+        if creation is not None:
+            creation.used, error = True, creation.error
         fault = handle._fault or self._machine.fault(handle._id)
         says_more = fault in (OWNER_DIED, DELETED) and isinstance(error, PeerError)
         if error is not None and not says_more:
-            raise _failed(error)
+            raise failed(error)
         if fault:
             raise self._error_for(fault, handle)
 
@@ -171,6 +179,7 @@ class Keeper:
             creation = self._creations.get(handle._id)
             if creation is None:
                 return None
+            creation.used = True
             if creation.future is None:
                 creation.future = Future()
                 if creation.done:
@@ -229,7 +238,7 @@ class Keeper:
                     f"{handle!r} belongs to a group that this worker has left; make it anew after init_rpc"
                 )
             self.check(handle)
-        key = _key_of(to)
+        key = key_of(to)
         try:
             with self._lock:
                 forks = [(each._id, self._machine.fork(each._id, key), tuple(each._owner)) for each in references]
@@ -243,7 +252,7 @@ class Keeper:
     def receive(self, data: bytes, sender: Identity) -> Cargo:
         """References have come, and perhaps a call that creates one, or the answer to such."""
         forks, creation = pickle.loads(data)
-        key = _key_of(sender)
+        key = key_of(sender)
         with self._lock:
             self._heard_from(key)
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
@@ -252,7 +261,7 @@ class Keeper:
         return Cargo(handles, landing)
 
     def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
-        handle, owner_key = self._make(), _key_of(owner)
+        handle, owner_key = self._make(), key_of(owner)
         fault = self._machine.arrive(ref, fork, owner_key, sender)
         box = self._boxes.setdefault(ref, Box()) if owner_key == self._machine.me and not fault else None
         self._begin(handle, ref, owner, box, fault)
@@ -339,6 +348,9 @@ class Keeper:
         for ref, box in hopeless:
             lost = RRefLost(f"the call that should have made the value of the reference {number(ref)} never came")
             box.fail(describe(lost, self.agent.name))
+        for _, creation in freed:
+            if creation is not None:
+                creation.dropped()
         del freed
         return wait
 
@@ -358,7 +370,7 @@ class Keeper:
             log.debug("telegrad: no letter to %r now: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:
-        key = _key_of(sender)
+        key = key_of(sender)
         with self._lock:
             self._heard_from(key)
             for letter in self._courier.receive(key, batch, monotonic()):
@@ -373,7 +385,7 @@ class Keeper:
             self._courier.hurry(key, monotonic())
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        key = _key_of(who)
+        key = key_of(who)
         if not isinstance(reason, PeerLost):
             self._on_death(key)
             return
@@ -432,19 +444,3 @@ class Keeper:
         self._events.put(None)
         self.origins.warn_of_leaks(leaked)
         del boxes
-
-
-def _failed(error: BaseException) -> BaseException:
-    """Why a value was never made: what its maker raised, or that the call itself failed."""
-    again = fresh(error)
-    if isinstance(again, (CallTimeout, PeerError)):
-        again.args = (f"RRef creation failed, the value may not exist: {error}",)
-    return again
-
-
-def _key(name: str, incarnation: str) -> str:
-    return f"{name}#{incarnation}"
-
-
-def _key_of(who: Identity) -> str:
-    return f"{who.name}#{who.incarnation}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from telegrad.agent.members import Identity
+
 Id = tuple[str, int]  # who made it, and that worker's number for it
 
 CONFIRM = "confirm"  # user to owner: I hold this fork
@@ -31,3 +33,8 @@ class Letter(NamedTuple):
     kind: str
     ref: Id
     fork: Id
+
+
+def key_of(who: Identity) -> str:
+    """A worker in this life: one of its name that comes later has another."""
+    return f"{who.name}#{who.incarnation}"

@@ -7,8 +7,8 @@ import os
 import sys
 
 from telegrad.rref.letters import Id
+from telegrad.wire.stories import debugging
 
-DEBUG_VARIABLE = "TELEGRAD_DEBUG"
 SHOWN = 20  # of the places where leaked references were made
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -19,7 +19,7 @@ class Origins:
     """Remembers, if asked to by the environment."""
 
     def __init__(self) -> None:
-        self._places: dict[Id, str] | None = {} if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") else None
+        self._places: dict[Id, str] | None = {} if debugging() else None
 
     def note(self, ref: Id) -> None:
         if self._places is not None:

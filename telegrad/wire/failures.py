@@ -1,8 +1,8 @@
 """How an exception travels: as itself where that can be, with what happened over there in its text.
 
-What is sent is the exception, pickled whole or in parts, and its story: the worker's name and the traceback. The story
-becomes part of the text of the exception that is rebuilt. So when that one is raised and described in its turn, on its
-way over several workers, the next story contains the earlier ones, in order.
+What is sent is the exception, pickled whole or in parts, and its story (`stories`). The story becomes part of the text
+of the exception that is rebuilt. When that one is raised and described in its turn, on its way over several workers,
+the next story is a block of its own and then the earlier ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import pickle
-import traceback
 from typing import Any, cast
 
 import torch
@@ -19,17 +18,16 @@ from torch import Tensor
 from telegrad.errors import CannotEncode, RemoteError
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
+from telegrad.wire.stories import STORY, Text, cut, keep_lines, own_notes, tell
 from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
-LONGEST_TEXT = 1 << 16
 LARGEST = 1 << 20  # bytes of an exception that is sent whole
-_STORY = "_telegrad_story"
 
 
-def describe(error: BaseException, worker: str) -> bytes:
-    """Everything that `rebuild` needs; never raises."""
-    story = _story(error, worker)
+def describe(error: BaseException, worker: str, function: str = "") -> bytes:
+    """Everything that `rebuild` needs; never raises. `function` is what was called, as users know it."""
+    story = tell(error, worker, function)
     kind = _original(type(error))
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     if not isinstance(error, Exception):
@@ -65,10 +63,10 @@ def fresh(error: BaseException) -> BaseException:
     """
     try:
         made: BaseException = _copy(error, type(error))
-        if _STORY in vars(error):
-            vars(made)[_STORY] = vars(error)[_STORY]
     except Exception:
         return error.with_traceback(None)
+    if STORY in vars(error):
+        _set(made, STORY, vars(error)[STORY])
     if error.__cause__ is not None:
         made.__cause__ = fresh(error.__cause__)
     if hasattr(error, "__notes__"):
@@ -76,18 +74,11 @@ def fresh(error: BaseException) -> BaseException:
     return made
 
 
-def _story(error: BaseException, worker: str) -> str:
-    try:
-        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except Exception:
-        lines = f"{type(error).__qualname__} (its text could not be made)\n"
-    return f"On worker {worker!r}:\n{_cut(lines)}"
-
-
-def _cut(text: str) -> str:
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[: LONGEST_TEXT // 2]}\n[...]\n{text[-LONGEST_TEXT // 2 :]}"
+def kept(error: BaseException) -> BaseException:
+    """The same error to be kept: without its frames, where it was raised as text."""
+    made = fresh(error)
+    keep_lines(made, error.__traceback__)
+    return made
 
 
 # There
@@ -113,7 +104,9 @@ def _load(sent: Sent) -> Any:
 def _whole(error: Exception) -> Exception:
     """The exception, if its own rules of pickling give it back unchanged."""
     kind = type(error)
-    plain = error if _original(kind) is kind else _copy(error, _original(kind))
+    plain = _copy(error, _original(kind)) if STORY in vars(error) or hasattr(error, "__notes__") else error
+    if hasattr(error, "__notes__"):
+        _set(plain, "__notes__", own_notes(error))
     if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
         raise TypeError("would lose what is in its slots")
     back = _load(_dump(plain))
@@ -131,7 +124,9 @@ class _InParts:
     def __reduce__(self) -> tuple[Any, ...]:
         error = self.error
         names = [*vars(error), *_slots_of(type(error))]
-        attributes = {name: getattr(error, name) for name in names if name != _STORY and hasattr(error, name)}
+        attributes = {name: getattr(error, name) for name in names if name != STORY and hasattr(error, name)}
+        if "__notes__" in attributes:
+            attributes["__notes__"] = own_notes(error)
         attributes = {name: value for name, value in attributes.items() if _travels(value)}
         kind = _original(type(error))
         args = _builtin_base(kind).__reduce__(error)[1]  # some have more than their `args`
@@ -145,8 +140,8 @@ def _sendable(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(part, BaseException) for part in value):
         return type(value)(map(_sendable, value))  # the members of a group
     if isinstance(value, str):
-        return _cut(value)
-    return value if _travels(value) else _cut(repr(value))
+        return cut(value)
+    return value if _travels(value) else cut(repr(value))
 
 
 def _travels(value: Any) -> bool:
@@ -185,21 +180,6 @@ def _builtin_base(kind: Any) -> Any:
 # Here: the story becomes part of the text
 
 
-class _Text(str):
-    """Equal to the original argument; shown with the story."""
-
-    story: str
-
-    def __str__(self) -> str:
-        return f"{str.__str__(self)}\n{self.story}"
-
-    def __repr__(self) -> str:
-        return f"{str.__repr__(self)}\n{self.story}"
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str.__str__(self),)
-
-
 _ORIGINAL = "_telegrad_original"
 _CACHED = 1024
 _tellers: dict[type[BaseException], type[BaseException]] = {}
@@ -212,17 +192,18 @@ def _telling(error: Any, story: str) -> BaseException:
         return error  # type: ignore[no-any-return]
     try:
         made: BaseException = _copy(error, _teller_of(kind))
-        vars(made)[_STORY] = story
+        vars(made)[STORY] = story
         return made
     except Exception:  # a type that cannot be subclassed or copied
         _set(error, "__cause__", RemoteError(story))
+        _set(error, STORY, story)
         return error  # type: ignore[no-any-return]
 
 
 def _tells_with_its_argument(error: Any, story: str) -> bool:
     """Put the story into the only argument, if the exception shows that one as its text."""
     plain = error.args
-    text = _Text(plain[0])
+    text = Text(plain[0])
     text.story = story
     _set(error, "args", (text,))
     try:
@@ -245,7 +226,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
         preface = "Original exception on remote side was:\n" if odd else ""
 
         def tell(self: BaseException) -> str:
-            return f"{kind.__str__(self)}\n{preface}{vars(self).get(_STORY, '')}"
+            return f"{kind.__str__(self)}\n{preface}{vars(self).get(STORY, '')}"
 
         members = {
             "__module__": kind.__module__,
@@ -293,5 +274,5 @@ def _copy(error: BaseException, kind: type[BaseException]) -> Any:
     for state in (*states, {name: getattr(error, name) for name in _slots_of(kind) if hasattr(error, name)}):
         for name, value in state.items():
             _set(made, name, value)
-    vars(made).pop(_STORY, None)
+    vars(made).pop(STORY, None)
     return made

@@ -75,13 +75,19 @@ def resolve(name: str) -> Callable[..., Any]:
 
 def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
     """The error that says what is missing and what helps."""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
     if module_name == MAIN:
         advice = "define it at the top level of the main program, outside of `if __name__ == '__main__'`"
-    else:
+    elif file is None:
         advice = "make the same version of that module importable on all workers"
+    else:
+        advice = (
+            f"its module here is {file}, as it was when this worker imported it, maybe an older version than that of "
+            "the caller. Start this worker anew with the same version"
+        )
     return FunctionNotFound(
         f"this worker has no {path!r} in module {module_name!r} ({error}); the RPC pickler does not serialize what can "
-        f"be imported by its name: {advice}"
+        f"be imported by its name: {advice}, or send the function itself, as telegrad.rpc.functions.by_value(function)"
     )
 
 

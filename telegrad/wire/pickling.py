@@ -16,7 +16,7 @@ import ctypes
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
+from telegrad.wire.culprits import blame
 from telegrad.wire.functions import not_found
 from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
 from telegrad.wire.tensors import memory
@@ -228,40 +229,14 @@ def _encode_by_value(value: Any, same_program: bool) -> Encoded:
     except CodecError:
         raise
     except Exception as error:
-        raise CannotEncode(
-            f"{_culprit(value, same_program)} cannot be sent: {error}. Send what it is made of, "
-            "or keep it where it is and call functions there"
-        ) from error
+        raise blame(value, partial(_can_dump, same_program=same_program), error) from error
 
 
-# What to blame
-
-
-def _culprit(value: Any, same_program: bool) -> str:
-    """Which part of a value cannot be pickled, as far as a look at its upper layers tells."""
-    where = ""
-    for _ in range(8):
-        parts = _parts_of(value, top=not where)
-        bad = next((part for part in parts if not _can_dump(part[1], same_program)), None)
-        if bad is None:
-            break
-        where, value = where + bad[0], bad[1]
-    return f"{where.lstrip('.') or 'a value'} of type {type(value).__module__}.{type(value).__qualname__}"
-
-
-def _parts_of(value: Any, top: bool) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, (tuple, list)):
-        if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # a call
-            args, kwargs = value[-2:]
-            yield from ((f"argument {number}", arg) for number, arg in enumerate(args))
-            yield from ((f"argument {name!r}", arg) for name, arg in kwargs.items())
-            yield from (("the function", function) for function in value[:-2])
-        else:
-            yield from ((f"[{index}]", part) for index, part in enumerate(value))
-    elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif not callable(value) or isinstance(value, torch.nn.Module):
-        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
+    """The same for a part of what could not be sent: as users see a call to which this package has added arguments."""
+    if said.__cause__ is None or _can_dump(value, same_program):
+        return said
+    return blame(value, partial(_can_dump, same_program=same_program), said.__cause__)
 
 
 def _can_dump(value: Any, same_program: bool) -> bool:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.wire.failures import LARGEST, LONGEST_TEXT, describe, rebuild
+from telegrad.wire.failures import LARGEST, describe, rebuild
+from telegrad.wire.stories import LONGEST_TEXT
 
 
 def journey(error, worker="w1"):

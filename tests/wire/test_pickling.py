@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -364,19 +365,65 @@ class Locked:
         self.lock = threading.Lock()
 
 
+class Locking(Locked):
+    def __call__(self):
+        pass
+
+    def method(self):
+        pass
+
+
+LOCK = threading.Lock()
+
+
+def closed_over():
+    lock = threading.Lock()
+    config = {"all": [lock]}
+
+    def step():
+        with lock:
+            pass
+
+    def deeper():
+        return config["all"]
+
+    def nested():
+        return deeper()
+
+    def with_default(value=lock):
+        pass
+
+    return step, deeper, nested, with_default, lambda: LOCK
+
+
+STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ([1, {"deep": threading.Lock()}], r"\[1\]\['deep'\] of type _thread.lock cannot be sent"),
-        (((1, threading.Lock()), {}), "argument 1 of type _thread.lock"),
-        (((), {"x": Locked()}), r"argument 'x'\.lock of type _thread.lock"),
-        ((plain, (threading.Lock(),), {}), "argument 0 of type"),
-        (threading.Lock(), "a value of type _thread.lock"),
+        ((STEP, (), {}), r"the variable `lock` that the function `step` uses \(_thread.lock\) cannot be sent"),
+        ((DEEPER, (), {}), r"the variable `config`\['all'\]\[0\] that the function `deeper` uses \(_thread.lock\)"),
+        (
+            (NESTED, (), {}),
+            r"`config`\['all'\]\[0\] that the variable `deeper`, a function, that the function `nested` uses",
+        ),
+        ((WITH_DEFAULT, (), {}), "the variable `value` that the function `with_default` uses"),
+        ((GLOBAL, (), {}), "the variable `LOCK` that the function `<lambda>` uses"),
+        (((1, [STEP]), {}), r"the variable `lock` that argument 1\[0\], a function, uses"),
+        (((functools.partial(plain, LOCK),), {}), r"argument 0\.args\[0\] \(_thread.lock\)"),
+        (((Locking().method,), {}), r"argument 0\.__self__\.lock \(_thread.lock\)"),
+        (((Locking(),), {}), r"argument 0\.lock \(_thread.lock\)"),
+        ([1, {"deep": threading.Lock()}], r"\[1\]\['deep'\] \(_thread.lock\) cannot be sent"),
+        (((1, threading.Lock()), {}), r"argument 1 \(_thread.lock\)"),
+        (((), {"x": Locked()}), r"argument 'x'\.lock \(_thread.lock\)"),
+        ((plain, (threading.Lock(),), {}), r"argument 0 \(_thread.lock\)"),
+        (threading.Lock(), r"a value \(_thread.lock\)"),
     ],
     ids=str,
 )
 def test_what_cannot_be_sent_is_named(value, text):
-    with pytest.raises(errors.CannotEncode, match=text + r".* Send what it is made of") as caught:
+    with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send what|Make it)") as caught:
         encode(value, True)
     assert isinstance(caught.value.__cause__, TypeError)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.reminder import Reminder
 from telegrad.compat.missing import missing_from
@@ -87,6 +88,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 # Calls
 
 
+@not_compiled
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -280,6 +282,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT
 # The end
 
 
+@not_compiled
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the group; graceful: once all have called this and nothing is in flight anywhere.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.compat import profiler
 from telegrad.compat.profiler import Session, fetch_report, profile_and_run
@@ -23,6 +24,7 @@ from telegrad.rpc.references import RRef
 To = str | int | WorkerInfo
 
 
+@not_compiled
 def rpc_sync(
     to: To, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
@@ -38,6 +40,7 @@ def rpc_sync(
         raise translated(error) from None
 
 
+@not_compiled
 def rpc_async(
     to: To, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[Any]:
@@ -48,6 +51,7 @@ def rpc_async(
     return api.call_async(to, call, timeout, CallFuture)
 
 
+@not_compiled
 def remote(
     to: To, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef[Any]:
@@ -95,7 +99,7 @@ def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
     began = session.now()
-    future = begin(Call(profile_and_run, args, call.kwargs, call.keeps))
+    future = begin(Call(profile_and_run, args, call.kwargs, call.keeps, call.asked or call.function))
     complete: Future[Any] = CallFuture()
 
     def fetch(_: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.compat.rpc import profiled
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
@@ -35,6 +36,7 @@ class RRef(references.RRef[T]):
     _profiled: Future[Any]  # done once the event of the call that made it is complete
     _type: Future[type]
 
+    @not_compiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if isinstance(value, torch.jit.ScriptModule) and type_hint is None:
             raise UsageError(
@@ -47,10 +49,12 @@ class RRef(references.RRef[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework by calling `rpc.init_rpc`?"
             ) from None
 
+    @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> T:
         self._check_alive("Cannot call to_here() on it after deletion.")
         return super().to_here(timeout)
 
+    @not_compiled
     def local_value(self) -> T:
         if self._box is None:
             raise NotOwner(
@@ -69,11 +73,13 @@ class RRef(references.RRef[T]):
         """As `rpc_sync`, but gives a reference to the result; an attribute that is not there is an error at once."""
         return RRefProxy(self._create_checked, timeout)
 
+    @not_compiled
     def _create_checked(self, method: str, timeout: float, args: Any, kwargs: Any) -> references.RRef[Any]:
         if method:
             self._keeper.agent.call(self._keeper.reach(self), find_attribute, (*self._id, method), None, timeout)
         return self._create(method, timeout, args, kwargs)
 
+    @not_compiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         if dist_autograd_ctx_id == -1 and self._box is None:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")

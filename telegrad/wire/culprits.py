@@ -1,0 +1,94 @@
+"""Which part of a value cannot be pickled, in the words of the program: an argument, a place in it, a variable."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from telegrad.errors import CannotEncode
+from telegrad.wire.functions import name_of
+
+DEEPEST = 12  # parts of parts that are looked at
+_ADVICE = "Send what it is made of, or keep it where it is and call functions there"
+_ADVICE_FOR_VARIABLES = (
+    "Make it inside of the function, or put both at the top level of a module that all workers import: then each uses "
+    "its own"
+)
+
+Part = tuple[str, Any]  # how it follows from what it is a part of
+
+
+def blame(value: Any, can_dump: Callable[[Any], bool], error: BaseException) -> CannotEncode:
+    """The error that names what keeps a value, or a call, from being sent; `error` says why."""
+    where, within, advice = "", "", _ADVICE
+    for _ in range(DEEPEST):
+        bad = next((part for part in _parts_of(value, top=not where) if not can_dump(part[1])), None)
+        if bad is None:
+            break
+        step, part = bad
+        if type(value) is FunctionType:
+            function = where if where.startswith("the function") else f"{where or 'a value'}, a function,"
+            where, within, advice = f"the variable `{step}`", f" that {function}{within} uses", _ADVICE_FOR_VARIABLES
+        else:
+            where += step
+        value = part
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    where = where.lstrip(".") or "a value"
+    return CannotEncode(f"{where}{within} ({kind}) cannot be sent: {error}. {advice}")
+
+
+def _parts_of(value: Any, top: bool) -> Iterable[Part]:
+    if isinstance(value, (tuple, list)):
+        if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # a call
+            yield from _parts_of_call(*value)
+        else:
+            yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, (set, frozenset)):
+        yield from ((f" (the member {part!r})", part) for part in value)
+    elif type(value) is FunctionType:
+        yield from _variables_of(value)
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif not isinstance(value, type):
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+def _parts_of_call(*call: Any) -> Iterable[Part]:
+    *functions, args, kwargs = call
+    yield from ((f"argument {number}", arg) for number, arg in enumerate(args))
+    yield from ((f"argument {name!r}", arg) for name, arg in kwargs.items())
+    yield from ((f"the function `{getattr(function, '__name__', function)}`", function) for function in functions)
+
+
+def _variables_of(function: FunctionType) -> Iterable[Part]:
+    """What a function that travels by value takes along."""
+    if name_of(function, True) is not None:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+    for name in sorted(names_in(function.__code__)):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    defaults = function.__defaults__ or ()
+    count = function.__code__.co_argcount
+    yield from zip(function.__code__.co_varnames[count - len(defaults) : count], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from function.__dict__.items()
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names that it, or a function inside of it, may look up among the globals."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_in(constant)
+    return names

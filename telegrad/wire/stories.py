@@ -1,0 +1,180 @@
+"""What the text of an exception tells of each worker that it went through: its name, the function, the user's lines.
+
+    On worker 'w1', in __main__.step:
+    Traceback (most recent call last):
+      File "train.py", line 9, in step
+        return rpc.rpc_sync("w2", loss, (x,))
+    On worker 'w2', in __main__.loss:
+    Traceback (most recent call last):
+      File "train.py", line 5, in loss
+        raise ValueError("no data")
+    ValueError: no data
+
+Frames of this package, and of what hands work from thread to thread, are left out; `TELEGRAD_DEBUG=1` keeps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import traceback
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from telegrad.errors import TelegradError
+
+DEBUG_VARIABLE = "TELEGRAD_DEBUG"
+LONGEST_TEXT = 1 << 16
+STORY = "_telegrad_story"  # where a rebuilt exception keeps it
+TRACEBACK = "Traceback (most recent call last):\n"
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INTERNALS = (
+    *(os.path.join(folder, "") for folder in (_PACKAGE, *asyncio.__path__, *concurrent.futures.__path__)),
+    *(str(module.__file__) for module in (torch.futures, threading, contextlib)),
+)
+_CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
+_MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
+_ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
+
+
+def debugging() -> bool:
+    """Whether the environment asks for all that may help those who debug this package itself."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+class Text(str):
+    """The only argument of a rebuilt exception: equal to the original one, shown with the story."""
+
+    story: str
+
+    def __str__(self) -> str:
+        return f"{str.__str__(self)}\n{self.story}"
+
+    def __repr__(self) -> str:
+        return f"{str.__repr__(self)}\n{self.story}"
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str.__str__(self),)
+
+
+class Lines(str):
+    """A note of an exception that is kept without its frames: where it was raised."""
+
+
+def tell(error: BaseException, worker: str, function: str = "") -> str:
+    """What happened to an exception on this worker, and on those before."""
+    if told_before(error, worker):
+        return story_of(error)
+    try:
+        told = _told(error)
+    except Exception:
+        told = f"{type(error).__qualname__} (its text could not be made)\n"
+    return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
+
+
+def told_before(error: BaseException, worker: str) -> bool:
+    """Whether this worker has told it before, and nothing has happened to it since."""
+    told_here = story_of(error).startswith((f"On worker {worker!r}:", f"On worker {worker!r}, "))
+    return told_here and not _all_lines(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text."""
+    try:
+        return str(error).strip().partition("\n")[0]
+    except Exception:
+        return "(its text could not be made)"
+
+
+def story_of(error: BaseException) -> str:
+    """That of the workers it came from; empty where it was raised here."""
+    args = error.args
+    if len(args) == 1 and type(args[0]) is Text:
+        return args[0].story
+    return vars(error).get(STORY, "")  # type: ignore[no-any-return]
+
+
+def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
+    """Note where an exception was raised, before its frames are forgotten."""
+    lines = _lines(traceback_)
+    if lines:
+        notes = [*getattr(error, "__notes__", ()), Lines(lines)]
+        error.__notes__ = notes  # type: ignore[attr-defined]
+
+
+def own_notes(error: BaseException) -> list[str]:
+    """The notes that others have added."""
+    return [note for note in getattr(error, "__notes__", ()) if type(note) is not Lines]
+
+
+def cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[: LONGEST_TEXT // 2]}\n[...]\n{text[-LONGEST_TEXT // 2 :]}"
+
+
+def _told(error: BaseException, seen: frozenset[int] = frozenset()) -> str:
+    """An exception as Python prints it: first what it followed from."""
+    seen |= {id(error)}
+    lines, story = _all_lines(error), story_of(error)
+    own = (TRACEBACK + lines if lines else "") + (story or _summary(error, bool(lines)))
+    before, link = _before(error)
+    if before is None or id(before) in seen:
+        return own
+    came = story_of(before)
+    if (came and came in str(error)) or (story and story in str(before)):  # one has the other's text in its own
+        return own
+    return _told(before, seen) + link + own
+
+
+def _before(error: BaseException) -> tuple[BaseException | None, str]:
+    cause = error.__cause__
+    if cause is not None:
+        return cause, _CAUSED
+    context = error.__context__
+    if context is None or error.__suppress_context__ or _same(context, error):
+        return None, ""
+    return context, _MEANWHILE
+
+
+def _same(one: BaseException, other: BaseException) -> bool:
+    """Whether one is the other, raised anew."""
+    try:
+        return type(one) is type(other) and repr(one) == repr(other)
+    except Exception:
+        return False
+
+
+def _summary(error: BaseException, has_lines: bool) -> str:
+    """Its type and text, and the members of a group."""
+    telling = traceback.TracebackException(type(error), error, None)
+    telling.__notes__ = None  # type: ignore[attr-defined]  # they travel by themselves
+    text = "".join(telling.format_exception_only())
+    text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # what else it tells stands above the story
+    left_out = error.__traceback__ is not None and not has_lines and not isinstance(error, TelegradError)
+    return text + (_ALL_OURS if left_out else "") + "".join(map(_member, getattr(error, "exceptions", ())))
+
+
+def _member(error: Any) -> str:
+    return "".join(f"  | {line}\n" for line in _told(error).splitlines())
+
+
+def _all_lines(error: BaseException) -> str:
+    """The outermost first: those where it was raised last, then those of the times before."""
+    notes = [note for note in getattr(error, "__notes__", ()) if type(note) is Lines]
+    return _lines(error.__traceback__) + "".join(reversed(notes))
+
+
+def _lines(traceback_: TracebackType | None) -> str:
+    frames = traceback.extract_tb(traceback_)
+    if not debugging():
+        frames = traceback.StackSummary.from_list(
+            [frame for frame in frames if not frame.filename.startswith(_INTERNALS)]
+        )
+    return "".join(frames.format())

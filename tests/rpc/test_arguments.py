@@ -1,0 +1,103 @@
+"""What cannot be a call is refused before it travels, with a text that shows how to write it."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad.errors import CannotEncode, InvalidArgument, UsageError
+from telegrad.rpc import RRef, TensorPipeRpcBackendOptions, remote, rpc_async, rpc_sync
+
+pytestmark = pytest.mark.usefixtures("here", "nothing_travels")
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+def take(*args, **kwargs):
+    return args, kwargs
+
+
+def annotated(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+@pytest.fixture
+def nothing_travels(five, request):
+    """A call that is refused was never begun."""
+    before = five[0].agent.started
+    yield
+    assert five[0].agent.started - before == (3 if "sent" in request.node.name else "allowed" in request.node.name)
+
+
+@pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
+@pytest.mark.parametrize("function", [take, annotated, torch.neg])
+@pytest.mark.parametrize("args", [3, torch.ones(3), torch.ones(()), "ab", {1: 2}, {1}, (i for i in "ab")], ids=repr)
+def test_arguments_that_are_no_tuple(call, function, args):
+    with pytest.raises(InvalidArgument, match=r"args must be a tuple .* write args=\(x,\)") as raised:
+        call("w1", function, args)
+    assert type(args).__name__ in str(raised.value)
+
+
+@pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
+@pytest.mark.parametrize("kwargs", [3, (1, 2), [("a", 1)], torch.ones(2)], ids=repr)
+def test_keywords_that_are_no_dictionary(call, kwargs):
+    with pytest.raises(InvalidArgument, match=r"kwargs must be a dictionary .* kwargs=\{'name': x\}"):
+        call("w1", take, (), kwargs)
+
+
+@pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
+def test_functions_that_cannot_be_called(call):
+    with pytest.raises(InvalidArgument, match=r"'take' \(str\) is not; give the function itself, without quotes"):
+        call("w1", "take")
+    with pytest.raises(InvalidArgument, match="should be callable, which 3"):
+        call("w1", 3)
+    with pytest.raises(InvalidArgument, match=r"as in thing\.method"):
+        call("w1", nn.Linear(2, 2).weight)
+
+
+@pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
+@pytest.mark.parametrize("timeout", [-5, -0.5, "5", None, float("nan")], ids=repr)
+def test_timeouts_that_are_none(call, timeout):
+    with pytest.raises(InvalidArgument, match="a timeout is a number of seconds, or 0 for no limit, not"):
+        call("w1", take, (), None, timeout)
+
+
+def test_timeouts_of_references():
+    reference = RRef(3)
+    with pytest.raises(InvalidArgument, match="a timeout is"):
+        reference.to_here(-3)
+
+
+def test_timeouts_of_options():
+    with pytest.raises(UsageError, match="rpc_timeout must be 0"):
+        TensorPipeRpcBackendOptions(rpc_timeout=-1)
+
+
+def test_it_is_caught_as_the_builtin_type():
+    for kind in (TypeError, ValueError, RuntimeError, UsageError):
+        with pytest.raises(kind):
+            rpc_sync("w1", take, 3)
+
+
+@pytest.mark.parametrize("args", [(1, 2), [1, 2], Pair(1, 2), torch.Size([1, 2])], ids=repr)
+def test_any_tuple_or_list_is_allowed(args):
+    assert rpc_sync("w1", take, args, collections.OrderedDict(a=3)) == ((1, 2), {"a": 3})
+
+
+def test_arguments_that_cannot_be_sent_are_counted_as_the_program_wrote_them():
+    lock = threading.Lock()
+    for refused in (
+        lambda: rpc_sync("w1", take, (1, [lock])),
+        lambda: RRef([]).rpc_sync().append(1, [lock]),
+        lambda: rpc_sync("w1", annotated, (RRef(torch.ones(1)), [lock])),
+    ):
+        with pytest.raises(CannotEncode, match=r"argument 1\[0\] \(_thread\.lock\) cannot be sent: cannot pickle"):
+            refused()

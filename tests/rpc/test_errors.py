@@ -1,0 +1,219 @@
+"""What the text of an error tells: one block for each worker that it went through, of the user's own lines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad.autograd as autograd
+from telegrad.errors import WorkersFailed
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def to(hops):
+    return f"w{1 + hops % 2}"
+
+
+def nested(hops):
+    if not hops:
+        raise ValueError("boom")
+    return rpc_sync(to(hops - 1), nested, (hops - 1,))
+
+
+def waiting(hops):
+    if not hops:
+        raise ValueError("boom")
+    return rpc_async(to(hops - 1), waiting, (hops - 1,)).wait()
+
+
+@functions.async_execution
+def chained(hops):
+    if not hops:
+        raise ValueError("boom")
+    return rpc_async(to(hops - 1), chained, (hops - 1,)).then(lambda done: done.wait())
+
+
+@functions.async_execution
+def passed_on(hops):
+    if not hops:
+        raise ValueError("boom")
+    found = torch.futures.Future()
+
+    def look(done):
+        try:
+            found.set_result(done.wait())
+        except ValueError as error:
+            found.set_exception(error)
+
+    rpc_async(to(hops - 1), passed_on, (hops - 1,)).add_done_callback(look)
+    return found
+
+
+async def awaited(hops):
+    if not hops:
+        raise ValueError("boom")
+    return await rpc_async(to(hops - 1), awaited, (hops - 1,))
+
+
+def referred(hops):
+    if not hops:
+        raise ValueError("boom")
+    return remote(to(hops - 1), referred, (hops - 1,)).to_here()
+
+
+class Relay:
+    def go(self, hops):
+        if not hops:
+            raise ValueError("boom")
+        return remote(to(hops - 1), Relay).rpc_sync().go(hops - 1)
+
+
+def by_proxy(hops):
+    return Relay().go(hops)
+
+
+def retold(hops):
+    """Each hop raises an error of its own, with the text of the last in it."""
+    try:
+        return nested(0) if not hops else rpc_sync(to(hops - 1), retold, (hops - 1,))
+    except ValueError as error:
+        raise ValueError(f"{error}") from error
+
+
+WAYS = [nested, waiting, chained, passed_on, awaited, referred, by_proxy, retold]
+
+
+def told_by(function, hops):
+    with pytest.raises(ValueError, match="boom") as raised:
+        rpc_sync(to(hops), function, (hops,))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("function", WAYS)
+def test_each_hop_adds_one_block(function):
+    texts = {hops: told_by(function, hops) for hops in (1, 2, 3, 7)}
+    longest = len(texts[2]) - len(texts[1]) + 16
+    for hops, text in texts.items():
+        assert text.count("On worker") == hops + 1
+        assert text.count("Traceback") <= (hops + 1) * (2 if function is retold else 1)
+        assert len(text) <= len(texts[1]) + (hops - 1) * longest
+
+
+@pytest.mark.parametrize("function", WAYS)
+def test_only_the_users_lines_are_told(function):
+    text = told_by(function, 2)
+    assert 'raise ValueError("boom")' in text
+    files = set(re.findall(r'File "([^"]+)"', text))
+    assert files == {__file__}
+
+
+def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch):
+    monkeypatch.setenv("TELEGRAD_DEBUG", "1")
+    assert "telegrad/agent/server.py" in told_by(nested, 0)
+
+
+def test_the_users_function_and_the_worker_are_named():
+    first, *_ = told_by(nested, 2).partition("Traceback")
+    assert first == f"boom\nOn worker 'w1', in {__name__}.nested:\n"
+    assert "On worker 'w1', in Relay.go:" in told_by(by_proxy, 2)
+
+
+def test_a_lambda_is_named(here):
+    with pytest.raises(ZeroDivisionError, match=r"in test_a_lambda_is_named\.<locals>\.<lambda>:"):
+        rpc_sync("w1", lambda: 1 / 0)
+
+
+def test_a_reference_that_failed_tells_of_its_making_alone():
+    reference = remote("w1", nested, (0,))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom") as raised:
+            reference.to_here()
+        assert str(raised.value).count("On worker") == 1
+
+
+def test_modules_and_optimizers_are_named():
+    with pytest.raises(TypeError, match=r"On worker 'w1', in RemoteModule\(Linear\):"):
+        RemoteModule("w1", nn.Linear, (3,))
+    module = RemoteModule("w1", nn.Linear, (3, 2))
+    with pytest.raises(RuntimeError, match=r"On worker 'w1', in Linear.forward:"):
+        module(torch.ones(1, 7))
+    with pytest.raises(ValueError, match=r"On worker 'w1', in DistributedOptimizer\(\):"):
+        DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=-1.0)
+
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        raise ArithmeticError("boom")
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_the_stage_of_a_pipeline_is_named(stages):
+    modules = [RemoteModule(to(i), nn.Identity) for i in range(stages - 1)] + [RemoteModule("w3", Wrong)]
+    with pytest.raises(ArithmeticError) as raised, autograd.context() as context:
+        Pipeline(modules, chunks=1).forward_backward(context, torch.ones(2, 1), torch.ones(2, 1), nn.MSELoss())
+    text = str(raised.value)
+    assert f"On worker 'w3', in stage {stages} of {stages} of a Pipeline (Wrong):" in text
+    assert text.count("On worker") == stages
+    assert text.count("Traceback") == 1
+    assert len(text) < 2000
+
+
+def test_several_workers_that_fail_are_told_in_one_line_each():
+    parameters = [remote(f"w{i}", nn.Parameter, (torch.ones(1),)) for i in (1, 2, 3)]
+    with pytest.raises(WorkersFailed) as raised:
+        DistributedOptimizer(torch.optim.SGD, parameters, lr=-1.0)
+    assert str(raised.value).count("\n") == 3
+    with pytest.raises(WorkersFailed) as raised:
+        rpc_sync("w4", make_optimizer, (parameters,))
+    assert str(raised.value).count("On worker") == 2
+    assert len(str(raised.value)) < 2000
+
+
+def make_optimizer(parameters):
+    return RRef(DistributedOptimizer(torch.optim.SGD, parameters, lr=-1.0))
+
+
+@functions.batch(max_size=3, max_wait=5.0)
+async def batched(values):
+    raise ValueError("boom")
+
+
+async def use_batched(value):
+    return await batched(value)
+
+
+def test_each_caller_of_a_batch_gets_the_lines_once():
+    for future in [rpc_async("w1", use_batched, (i,)) for i in range(3)]:
+        with pytest.raises(ValueError, match="boom") as raised:
+            future.wait()
+        assert str(raised.value).count("await batched(value)") == 1
+        assert str(raised.value).count("in batched\n") == 1
+
+
+def test_the_log_names_the_worker_and_the_users_function(caplog):
+    with caplog.at_level(logging.WARNING, logger="telegrad"):
+        told_by(by_proxy, 1)
+        with pytest.raises(ValueError, match="boom"):
+            rpc_sync("w1", awaited, (0,))
+    said = [record.getMessage() for record in caplog.records]
+    assert f"telegrad: worker 'w2': {__name__}.by_proxy, called by worker 'w0', raised ValueError: boom" in said
+    assert "telegrad: worker 'w1': Relay.go, called by worker 'w2', raised ValueError: boom" in said
+    assert f"telegrad: worker 'w1': {__name__}.awaited, called by worker 'w0', raised ValueError: boom" in said
+
+
+def test_futures_of_the_same_program_keep_where_they_failed():
+    async def wait():
+        return await rpc_async("w1", nested, (0,)).then(lambda done: done.wait())
+
+    with pytest.raises(ValueError, match="boom") as raised:
+        asyncio.run(wait())
+    assert str(raised.value).count("Traceback") == 1

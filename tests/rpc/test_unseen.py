@@ -1,0 +1,174 @@
+"""A failure that nobody has looked at leaves an error in the log; one that somebody sees does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+
+import pytest
+import torch
+
+from telegrad.agent import unseen
+from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch):
+    """What other tests have seen does not count."""
+    monkeypatch.setattr(unseen, "_seen", {})
+
+
+class Heard(logging.Handler):
+    """The errors of the log, and an event for the first."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.said = []
+        self.told = threading.Event()
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+        self.told.set()
+
+
+@pytest.fixture
+def log():
+    heard = Heard()
+    logging.getLogger("telegrad").addHandler(heard)
+    yield heard
+    logging.getLogger("telegrad").removeHandler(heard)
+
+
+def fail(text="boom"):
+    raise ValueError(text)
+
+
+def failed(*args):
+    """A future that has failed, and that nobody has looked at."""
+    future = rpc_async("w1", fail, args)
+    told = threading.Event()
+    torch._C.Future.add_done_callback(future, lambda _: told.set())  # as torch's own code does, unseen by Python
+    assert told.wait(PATIENCE)
+    return future
+
+
+def test_a_failure_that_nobody_saw_is_told_with_worker_function_and_error(log):
+    future = failed()
+    assert not log.said
+    del future
+    assert log.told.wait(PATIENCE)
+    (said,) = log.said
+    assert f"{__name__}.fail on worker 'w1' failed" in said
+    assert "ValueError: boom" in said
+    assert "raise ValueError(text)" in said
+
+
+def test_a_callback_that_fails_is_told(log):
+    rpc_async("w1", min, ((1, 2),)).then(lambda _: fail()).done()
+    assert log.told.wait(PATIENCE)
+    assert "a callback that was given to `then` failed" in log.said[0]
+
+
+def waited(future):
+    with pytest.raises(ValueError, match="boom"):
+        future.wait()
+
+
+def asked(future):
+    with pytest.raises(ValueError, match="boom"):
+        future.value()
+
+
+def called_back(future):
+    told = threading.Event()
+    future.add_done_callback(lambda _: told.set())
+    assert told.wait(PATIENCE)
+
+
+def gone_on_with(future):
+    with pytest.raises(ValueError, match="boom"):
+        future.then(lambda done: done.wait()).wait()
+
+
+def collected(future):
+    with pytest.raises(ValueError, match="boom"):
+        torch.futures.collect_all([future, rpc_async("w2", fail)]).wait()
+
+
+def all_waited_for(future):
+    with pytest.raises(ValueError, match="boom"):
+        torch.futures.wait_all([future, rpc_async("w2", fail)])
+
+
+def awaited(future):
+    async def wait():
+        return await future
+
+    with pytest.raises(ValueError, match="boom"):
+        asyncio.run(wait())
+
+
+@pytest.mark.parametrize("begin", [failed, lambda: rpc_async("w1", fail)], ids=["failed before", "fails meanwhile"])
+@pytest.mark.parametrize("see", [waited, asked, called_back, gone_on_with, collected, all_waited_for, awaited])
+def test_a_failure_that_somebody_saw_is_not_told(see, begin, log):
+    future = begin()
+    if see is asked and begin is not failed:
+        waited(future)
+    see(future)
+    del future
+    gc.collect()
+    failed("another").heed()
+    assert not log.said
+
+
+def test_a_future_of_the_programs_own_that_serves_a_call_is_not_told(log):
+    future = Future()
+    future.add_done_callback(lambda _: None)
+    future.set_exception(ValueError("boom"))
+    del future
+    assert not log.said
+
+
+def test_a_reference_whose_making_failed_unused_is_told(log, five):
+    reference = remote("w1", fail)
+    assert five[0].agent.rider.counts()["pending_creations"] <= 1
+    del reference
+    assert log.told.wait(PATIENCE)
+    (said,) = log.said
+    assert f"{__name__}.fail on worker 'w1' failed" in said
+
+
+def use(reference):
+    return isinstance(reference, RRef)
+
+
+@pytest.mark.parametrize(
+    "see",
+    [
+        lambda reference: reference.to_here(),
+        lambda reference: reference.future().wait(),
+        lambda reference: rpc_sync("w2", use, (reference,)),
+        lambda reference: reference.rpc_sync().anything(),
+    ],
+    ids=["to_here", "future", "sent", "proxy"],
+)
+def test_a_reference_that_was_used_is_not_told(see, log, five):
+    reference = remote("w1", fail)
+    with contextlib.suppress(ValueError):  # it may have failed before it could be sent
+        see(reference)
+    del reference
+    keeper = five[0].agent.rider
+    keeper.flush()
+    keeper.flush()
+    assert not log.said
+
+
+def test_a_call_whose_future_was_dropped_at_once_is_told(log):
+    rpc_async("w1", fail)
+    assert log.told.wait(PATIENCE)

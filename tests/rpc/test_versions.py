@@ -1,0 +1,122 @@
+"""A module that was edited on one worker, while another has imported the version before."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+import sys
+
+import pytest
+
+from telegrad.errors import FunctionNotFound, InvalidArgument
+from telegrad.rpc import functions, rpc_sync
+
+BEFORE = """
+def helper(x):
+    return x
+
+def step(x):
+    return helper(x)
+"""
+AFTER = """
+from telegrad.rpc import functions, rpc_async
+import math
+
+def helper(x):
+    return 10 * x + math.floor(0.5)
+
+def step(x, *, more=1):
+    return helper(x) + more
+
+def added(x):
+    return helper(x) + 2
+
+def factorial(n):
+    return n * factorial(n - 1) if n else 1
+
+@functions.by_value
+def decorated(n):
+    return n * decorated(n - 1) if n else helper(1)
+
+@functions.async_execution
+def later(to, x):
+    return rpc_async(to, abs, (-x,))
+
+async def awaited(x):
+    return helper(x)
+"""
+
+
+@pytest.fixture
+def edited(workers, tmp_path):
+    """Worker 1 has the version before, worker 0 and this process the one after."""
+    file = tmp_path / "edited_module.py"
+    file.write_text(BEFORE)
+    workers[1].run(load, str(tmp_path))
+    file.write_text(AFTER)
+    workers[0].run(load, str(tmp_path))
+    yield workers[0], str(file)
+    for worker in workers[:2]:
+        worker.run(unload, str(tmp_path))
+
+
+def load(folder):
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    sys.dont_write_bytecode = True  # two versions within a second
+    importlib.import_module("edited_module")
+
+
+def unload(folder):
+    sys.path.remove(folder)
+    del sys.modules["edited_module"]
+
+
+def call(name, *args, by_value=False, **kwargs):
+    function = getattr(importlib.import_module("edited_module"), name)
+    return rpc_sync("worker1", functions.by_value(function) if by_value else function, args, kwargs)
+
+
+def not_found():
+    with pytest.raises(FunctionNotFound) as raised:
+        call("added", 3)
+    return str(raised.value)
+
+
+def test_a_function_that_the_callee_does_not_have_is_told_with_its_file(edited):
+    worker, file = edited
+    said = worker.run(not_found)
+    assert re.search(r"this worker has no 'added' in module 'edited_module'", said)
+    assert f"its module here is {file}" in said
+    assert "maybe an older version" in said
+    assert "by_value(function)" in said
+    assert "On worker 'worker1'" in said
+
+
+def test_a_function_is_sent_by_value_where_that_is_asked_for(edited):
+    worker, _ = edited
+    assert worker.run(call, "step", 3) == 3
+    assert worker.run(lambda: call("step", 3, by_value=True)) == 31
+    assert worker.run(lambda: call("step", 3, by_value=True, more=5)) == 35
+    assert worker.run(lambda: call("added", 3, by_value=True)) == 32
+    assert worker.run(lambda: call("factorial", 5, by_value=True)) == 120
+    assert worker.run(lambda: call("later", "worker0", 3, by_value=True)) == 3
+    assert worker.run(lambda: call("awaited", 3, by_value=True)) == 30
+    assert worker.run(call, "decorated", 3) == 60
+    assert worker.run(call, "step", 3) == 3
+
+
+def local(x):
+    return x + 1
+
+
+def test_it_can_still_be_called_here():
+    assert functions.by_value(local)(1) == 2
+    assert functions.by_value(lambda: 5)() == 5
+
+
+@pytest.mark.parametrize("function", [abs, int, functions.by_value(local), "local", asyncio.Lock().acquire], ids=repr)
+def test_only_functions_are_sent_so(function):
+    with pytest.raises(InvalidArgument, match="made by def or lambda"):
+        functions.by_value(function)

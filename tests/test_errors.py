@@ -1,0 +1,46 @@
+"""Every exception is exported, in the tree atop its file, and in the table of the docs."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+import telegrad
+from telegrad import errors
+
+CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+TABLE = pathlib.Path(telegrad.__file__).parents[1].joinpath("docs", "rpc.md").read_text().partition("## Errors")[2]
+
+
+def parents(tree):
+    """The line above each name of the tree that stands further to the left."""
+    above, found = [], {}
+    for line in tree.splitlines():
+        name = line.lstrip(" │├└─").partition(" ")[0]
+        if not name or not hasattr(errors, name):
+            continue
+        depth = line.index(name)
+        above = [entry for entry in above if entry[0] < depth]
+        found[name] = above[-1][1] if above else None
+        above.append((depth, name))
+    return found
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_each_exception_is_exported_and_documented(kind):
+    assert kind.__name__ in errors.__all__
+    assert kind.__doc__
+    assert f"`{kind.__name__}`" in TABLE
+
+
+def test_the_tree_is_that_of_the_classes():
+    tree = parents(errors.__doc__)
+    assert set(tree) == {kind.__name__ for kind in CLASSES}
+    for name, parent in tree.items():
+        assert parent is None or parent in {base.__name__ for base in getattr(errors, name).__bases__}
+
+
+def test_all_is_sorted_and_complete():
+    assert errors.__all__ == sorted(errors.__all__)
+    assert set(errors.__all__) == {kind.__name__ for kind in CLASSES}
