@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from telegrad.agent import profiling
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.compat import profiler
@@ -33,6 +34,8 @@ def rpc_sync(
     if session is not None:
         return _profiled("sync", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture)).wait()
     try:
+        if profiling.enabled():
+            return profiling.recorded(api.event_of("sync", to, func), api.call_sync, to, call, timeout)
         return api.call_sync(to, call, timeout)
     except (TypeError, torch.jit.Error) as error:
         if translated(error) is error:
@@ -48,6 +51,9 @@ def rpc_async(
     session = profiler.session()
     if session is not None:
         return _profiled("async", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture))
+    if profiling.enabled():
+        name = api.event_of("async", to, func)
+        return profiling.recorded_async(name, api.call_async, to, call, timeout, CallFuture)
     return api.call_async(to, call, timeout, CallFuture)
 
 
@@ -57,6 +63,8 @@ def remote(
 ) -> RRef[Any]:
     call = _call(to, func, args, kwargs)
     session = profiler.session()
+    if session is None and profiling.enabled():
+        return profiling.recorded_creation(api.event_of("remote", to, func), api.create, to, call, timeout)
     if session is None:
         return api.create(to, call, timeout)
     made: list[RRef[Any]] = []
