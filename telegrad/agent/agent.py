@@ -91,8 +91,11 @@ class Agent:
         self._directory = directory
         self._connections.join(me, key, directory)
 
-    def close(self, reason: PeerError | None = None) -> None:
-        """Leave: calls in flight fail, here and at those who called."""
+    def close(self, reason: PeerError | None = None, forgotten: bool = False) -> None:
+        """Leave: calls in flight fail, here and at those who called.
+
+        With `forgotten` these are told that the program ends without `shutdown`.
+        """
         if not self._connections.begin_close():
             return
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
@@ -100,7 +103,7 @@ class Agent:
             self.rider.close()
         if self.recorder is not None:
             self.recorder.close(reason)
-        self._connections.close(reason)
+        self._connections.close(reason, forgotten)
         self._server.close()
         self._reactor.close()
         self._clock.close()

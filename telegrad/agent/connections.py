@@ -31,7 +31,7 @@ from telegrad.transport.listener import Listener
 from telegrad.transport.loopback import LoopEnd, loop
 from telegrad.transport.memory import Arena, SharedPool
 from telegrad.transport.tls import TlsFiles
-from telegrad.wire.messages import BYE, Frame
+from telegrad.wire.messages import BYE, FORGOTTEN, Frame
 
 log = logging.getLogger("telegrad")
 
@@ -291,16 +291,16 @@ class Connections:
             closed, self.closed = self.closed, True
         return not closed
 
-    def close(self, reason: PeerError) -> None:
-        """End them all: calls in flight fail, here and at those who called."""
+    def close(self, reason: PeerError, forgotten: bool) -> None:
+        """End them all: calls in flight fail, here and at those who called, who are told if this was `forgotten`."""
         with self._lock:
             peers, accepted = list(self._peers.values()), list(self._accepted)
         self.listener.close()
         for peer in peers:
-            peer.close(reason)
+            peer.close(reason, forgotten)
         for link in accepted:
             with contextlib.suppress(PeerError):
-                link.send(BYE)
+                link.send(BYE, flags=FORGOTTEN if forgotten else 0)
             link.close(reason)
 
     def release_memory(self) -> None:

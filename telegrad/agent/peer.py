@@ -25,7 +25,7 @@ from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import BYE, CARRIES, NOTICE, Frame
+from telegrad.wire.messages import BYE, CARRIES, FORGOTTEN, NOTICE, Frame
 
 SPIN = 250e-6  # as in the reactor: look again for this long before sleeping
 SPIN_WITHIN = 400e-6  # only where the last answer came within this time
@@ -398,7 +398,7 @@ class Peer:
         else:
             self._arm()
 
-    def close(self, reason: PeerError) -> None:
+    def close(self, reason: PeerError, forgotten: bool) -> None:
         """End the connection and every call on it."""
         with self._lock:
             self._closed = reason
@@ -410,6 +410,6 @@ class Peer:
             self._room.notify_all()
         if link is not None:
             with contextlib.suppress(PeerError):
-                link.send(BYE)
+                link.send(BYE, flags=FORGOTTEN if forgotten else 0)
             link.close(reason)
         self._fail(failed, reason)

@@ -213,7 +213,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 def _leave_at_exit() -> None:
     """A program that forgot `shutdown` ends without it."""
     if current.worker is not None:
-        current.worker.agent.close()
+        current.worker.agent.close(forgotten=True)
 
 
 def _forget_after_fork() -> None:

@@ -28,6 +28,7 @@ from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
     BYE,
+    FORGOTTEN,
     OPENED,
     RELEASE,
     RETIRE,
@@ -76,7 +77,7 @@ class Link:
         self._shares = stores.pool is not None  # and so descriptors may come
         self._on_frames = on_frames
         self._on_closed = on_closed
-        self._over = False  # the peer has said that nothing more follows
+        self._over: ShutDown | None = None  # the peer has said that nothing more follows
         self._lanes = (NO_LANES, NO_LANES) if self._shares else self._make_lanes(widen)  # to receive by, to send by
         self._incoming = Incoming(stores, self._lanes[False])
         self._maps = self._incoming.maps
@@ -300,7 +301,7 @@ class Link:
                 self.close(self._lost(f"the connection broke ({error})"))
                 return came
             if not count:
-                self.close(self._lost("the connection ended"))
+                self.close(self._lost("the connection ended: it died, or its program ended without calling shutdown()"))
                 return came
             came = True
             self._take(count)
@@ -327,8 +328,8 @@ class Link:
             self._on_frames(self, self._wanted(count))
         except Exception as error:
             self.close(self._lost(f"it sent what is no frame ({error})"))
-        if self._over:
-            self.close(ShutDown(f"worker {self.peer!r} shut down; calls in flight to it may or may not have run"))
+        if self._over is not None:
+            self.close(self._over)
 
     def _open(self, number: int, handle: bytes) -> None:
         """The peer will lend a block of an accelerator."""
@@ -349,11 +350,19 @@ class Link:
                 with self._lock:
                     self._outgoing.opened(bytes(frame.body).decode())
             elif frame.kind == BYE:
-                self._over = True
+                self._over = self._farewell(bool(frame.flags & FORGOTTEN))
             else:
                 yield frame
 
     # The end
+
+    def _farewell(self, forgotten: bool) -> ShutDown:
+        if not forgotten:
+            return ShutDown(f"worker {self.peer!r} shut down; calls in flight to it may or may not have run")
+        return ShutDown(
+            f"worker {self.peer!r} has ended without calling shutdown(); did its program end? Calls in flight to it "
+            "may or may not have run. Call rpc.shutdown() at the end of each worker's program: it waits for the others"
+        )
 
     def _lost(self, why: str) -> PeerLost:
         return PeerLost(

@@ -27,6 +27,8 @@ NO_GRAD = 1
 INFERENCE = 2
 # Of a NOTICE: it is of no use to anybody who waits, so that whatever came with it goes first.
 PATIENT = 1
+# Of a BYE: the program ended without calling `shutdown`.
+FORGOTTEN = 1
 # Of any frame: behind the body stands something for the rooms above, and its size; first what recorded its tensors.
 CARRIES = 4
 RECORDED = 8
