@@ -36,9 +36,11 @@ EVENTS = [
     "rpc_remote#add(worker0 -> worker1)",
     "rpc_sync#RemoteModule(Linear).forward(worker0 -> worker1)",
     "rpc_async#RemoteModule(Linear).forward(worker0 -> worker1)",
-    "rpc_sync#aten::add(worker0 -> worker1)",
-    "rpc_async#aten::mul(worker0 -> worker1)",
 ]
+FUNCTIONS = {
+    "legacy": ["rpc_sync#aten::add(worker0 -> worker1)", "rpc_async#aten::mul(worker0 -> worker1)"],
+    "kineto": ["call_sync#aten::add(worker0 -> worker1)", "call_async#aten::mul(worker0 -> worker1)"],
+}
 
 
 def work(rank, port, kind):
@@ -63,4 +65,4 @@ def work(rank, port, kind):
 def test_each_kind_of_call_is_an_event(kind):
     with processes(2) as group:
         names, _ = run_all(group, work, free_port(), kind)
-    assert set(EVENTS) - set(names) == set()
+    assert {*EVENTS, *FUNCTIONS[kind]} - set(names) == set()
