@@ -32,10 +32,21 @@ def function_name(function: Any) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def recorded(name: str, call: Callable[[], T]) -> T:
-    """The value of `call()`, as one event."""
+def recorded(name: str, call: Callable[..., T], *args: Any) -> T:
+    """The value of `call(*args)`, as one event."""
     with record_function(name):
-        return call()
+        return call(*args)
+
+
+def recorded_async(name: str, call: Callable[..., Future[T]], *args: Any) -> Future[T]:
+    """The future that `call(*args)` gives, as an event that ends with it."""
+    return recorded_until_done(name, lambda: call(*args), lambda future: future)[1]
+
+
+def recorded_creation(name: str, call: Callable[..., T], *args: Any) -> T:
+    """The reference that `call(*args)` gives, as an event that ends when its value exists."""
+    made: Any = recorded_until_done(name, lambda: call(*args), lambda made: made.future())[0]  # type: ignore[attr-defined]
+    return made  # type: ignore[no-any-return]
 
 
 def recorded_until_done(name: str, call: Callable[[], T], ending: Callable[[T], Future[Any]]) -> tuple[T, Future[Any]]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.compat import scripted
 from telegrad.compat.missing import missing_from
@@ -111,8 +112,7 @@ def run(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwarg
 
 def run_async(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwargs: Any) -> Future[Any]:
     if device == "cpu":
-        future: Future[Any] = module.rpc_async()(*args, **kwargs)
-        return future
+        return module._call_async("", DEFAULT, args, kwargs, "RemoteModule.forward")
     return rpc_async(module.owner(), remote_module.run_on_device, (module, device, has_map, args, kwargs))
 
 

@@ -163,7 +163,7 @@ def rpc_sync(
     """
     call = convert(func, args, kwargs)
     if profiling.enabled():
-        return profiling.recorded(event_of("sync", to, func), lambda: call_sync(to, call, timeout))
+        return profiling.recorded(event_of("sync", to, func), call_sync, to, call, timeout)
     return call_sync(to, call, timeout)
 
 
@@ -181,10 +181,7 @@ def rpc_async(
     """
     call = convert(func, args, kwargs)
     if profiling.enabled():
-        _, future = profiling.recorded_until_done(
-            event_of("async", to, func), lambda: call_async(to, call, timeout), lambda future: future
-        )
-        return future
+        return profiling.recorded_async(event_of("async", to, func), call_async, to, call, timeout)
     return call_async(to, call, timeout)
 
 
@@ -202,10 +199,7 @@ def remote(
     """
     call = convert(func, args, kwargs)
     if profiling.enabled():
-        made, _ = profiling.recorded_until_done(
-            event_of("remote", to, func), lambda: create(to, call, timeout), lambda made: made.future()
-        )
-        return made
+        return profiling.recorded_creation(event_of("remote", to, func), create, to, call, timeout)
     return create(to, call, timeout)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
+from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import seconds
 from telegrad.agent.futures import Future
+from telegrad.agent.naming import user_name
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
 from telegrad.rpc import current
@@ -72,6 +75,12 @@ class RRef(Operators, Handle, Generic[T]):
         """
         if self._box is not None:
             return self._open(timeout)
+        if profiling.enabled():
+            name = f"to_here#({self._keeper.agent.name})->({self._owner.name})"
+            return profiling.recorded(name, lambda: self._fetch(timeout))
+        return self._fetch(timeout)
+
+    def _fetch(self, timeout: float) -> T:
         value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout, self)
         return value
 
@@ -160,22 +169,36 @@ class RRef(Operators, Handle, Generic[T]):
 
     @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
-        owner = self._keeper.reach(self)
-        return self._keeper.agent.call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, asked)
+        owner, call = self._keeper.reach(self), self._keeper.agent.call
+        if profiling.enabled():
+            call = partial(profiling.recorded, self._event("sync", method, asked), call)
+        return call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, asked)
 
     @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
-        owner = self._keeper.reach(self)
-        return self._keeper.agent.call_async(
-            owner, methods.of(method), (*self._id, *args), kwargs, timeout, self, asked
-        )
+        owner, call = self._keeper.reach(self), self._keeper.agent.call_async
+        if profiling.enabled():
+            call = partial(profiling.recorded_async, self._event("async", method, asked), call)
+        return call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, self, asked)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
-        owner = self._keeper.reach(self)
-        made = self._keeper.create(owner, methods.of(method), (*self._id, *args), kwargs, timeout, self)
+        return self._make(method, methods.of(method), (*self._id, *args), kwargs, timeout, self)
+
+    def _make(
+        self, name: str, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any, asked: Any = None
+    ) -> RRef[Any]:
+        """Have the owner make another value; a profiler shows it under that name."""
+        create = self._keeper.create
+        if profiling.enabled():
+            create = partial(profiling.recorded_creation, self._event("remote", name), create)
+        made = create(self._keeper.reach(self), function, args, kwargs, timeout, keeps, asked)
         assert isinstance(made, RRef)
         return made
+
+    def _event(self, kind: str, method: str, asked: Any = None) -> str:
+        what = user_name(asked) if asked is not None else method or "__call__"
+        return profiling.event_name(kind, what, self._keeper.agent.name, self._owner.name)
 
     # Using it as if it were a tensor
 
@@ -187,9 +210,8 @@ class RRef(Operators, Handle, Generic[T]):
             self._keeper.check(each)
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
-        made = self._keeper.create(self._keeper.reach(self), with_values, args, kwargs, DEFAULT, held, function)
-        assert isinstance(made, RRef)
-        return made
+        name = operands[1] if function is call_method else profiling.function_name(function)
+        return self._make(name, with_values, args, kwargs, DEFAULT, held, function)
 
     def _lent(self) -> Borrowed:
         return Borrowed(self._id, self._owner.name)

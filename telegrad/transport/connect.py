@@ -65,7 +65,8 @@ def _reach(
             sock.close()
             if isinstance(error, ConnectionRefusedError) or transport == "unix":
                 raise PeerUnreachable(
-                    f"worker {wish.name!r} does not answer on this host ({error}): it has ended; the call has not run"
+                    f"worker {wish.name!r} does not answer on this host ({error}): it has ended, maybe without "
+                    "calling shutdown(); the call has not run"
                 ) from error
         else:
             tune_unix(sock)
@@ -77,8 +78,8 @@ def _reach(
     except OSError as error:
         host, port = wish.tcp
         raise PeerUnreachable(
-            f"worker {wish.name!r} does not answer at {host}:{port} ({error}): it has ended or cannot be reached from "
-            "here; the call has not run"
+            f"worker {wish.name!r} does not answer at {host}:{port} ({error}): it has ended, maybe without calling "
+            "shutdown(), or cannot be reached from here; the call has not run"
         ) from error
     tune_tcp(sock, silence)
     if tls is not None:

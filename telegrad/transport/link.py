@@ -300,7 +300,7 @@ class Link:
                 self.close(self._lost(f"the connection broke ({error})"))
                 return came
             if not count:
-                self.close(self._lost("the connection ended"))
+                self.close(self._lost("the connection ended: it died, or its program ended without calling shutdown()"))
                 return came
             came = True
             self._take(count)

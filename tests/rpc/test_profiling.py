@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import telegrad.autograd as autograd
 from telegrad.agent.profiling import event_name
+from telegrad.nn import RemoteModule
 from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE
 
@@ -47,6 +50,55 @@ def test_each_way_of_calling_is_an_event():
     assert {"rpc_sync#aten::add(w0 -> w1)", "rpc_async#aten::mul(w0 -> w2)"} <= seen.keys()
     assert seen["rpc_async#aten::mul(w0 -> w2)"].is_async
     assert "rpc_remote#Made(w0 -> w1)" in seen
+
+
+class Counter:
+    def add(self, number):
+        return number + 1
+
+    def __call__(self, number):
+        return number
+
+
+def use_all():
+    """Every kind of call that is no function of the API, to w1."""
+    counter, one = remote("w1", Counter), remote("w1", torch.ones, (2,))
+    counter.to_here()
+    counter.rpc_sync().add(1)
+    counter.rpc_sync()(1)
+    counter.rpc_async().add(1).wait()
+    counter.remote().add(1).to_here()
+    (one + 1).to_here()
+    one.sum().to_here()
+    module = RemoteModule("w1", nn.Linear, (2, 2))
+    module(torch.ones(2))
+    module.forward_async(torch.ones(2)).wait()
+    module.train()
+
+
+CALLS = {
+    "to_here#(w0)->(w1)",
+    "rpc_sync#add(w0 -> w1)",
+    "rpc_sync#__call__(w0 -> w1)",
+    "rpc_async#add(w0 -> w1)",
+    "rpc_remote#add(w0 -> w1)",
+    "rpc_remote#sum(w0 -> w1)",
+    "rpc_sync#RemoteModule(Linear).forward(w0 -> w1)",
+    "rpc_async#RemoteModule(Linear).forward(w0 -> w1)",
+}
+
+
+def test_each_way_of_using_a_reference_or_a_remote_module_is_an_event():
+    assert events(use_all).keys() >= CALLS
+
+
+def test_an_exported_trace_has_the_events(tmp_path):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        use_all()
+    seen.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {event.get("name") for event in trace["traceEvents"]} >= CALLS
+    assert {average.key for average in seen.key_averages()} >= CALLS
 
 
 def test_what_a_profiled_call_raises():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from telegrad.agent import profiling
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.compat import profiler
@@ -33,6 +34,8 @@ def rpc_sync(
     if session is not None:
         return _profiled("sync", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture)).wait()
     try:
+        if profiling.enabled():
+            return profiling.recorded(_event("sync", to, func), api.call_sync, to, call, timeout)
         return api.call_sync(to, call, timeout)
     except (TypeError, torch.jit.Error) as error:
         if translated(error) is error:
@@ -48,6 +51,8 @@ def rpc_async(
     session = profiler.session()
     if session is not None:
         return _profiled("async", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture))
+    if profiling.enabled():
+        return profiling.recorded_async(_event("async", to, func), api.call_async, to, call, timeout, CallFuture)
     return api.call_async(to, call, timeout, CallFuture)
 
 
@@ -57,6 +62,8 @@ def remote(
 ) -> RRef[Any]:
     call = _call(to, func, args, kwargs)
     session = profiler.session()
+    if session is None and profiling.enabled():
+        return profiling.recorded_creation(_event("remote", to, func), api.create, to, call, timeout)
     if session is None:
         return api.create(to, call, timeout)
     made: list[RRef[Any]] = []
@@ -68,6 +75,11 @@ def remote(
     made_and_seen = _profiled("remote", to, call, session, create)
     made[0]._set_profiling_future(made_and_seen)
     return made[0]
+
+
+def _event(kind: str, to: To, function: Any) -> str:
+    """The name of an event in `torch.profiler`: programs for the reference expect that none is called `rpc_...`."""
+    return api.event_of(kind, to, function).replace("rpc_", "call_", 1)
 
 
 def _call(to: To, function: Any, args: Any, kwargs: Any) -> Call:

@@ -1,0 +1,68 @@
+"""Profilers see every kind of call in the drop-in mode, too."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from tests.cluster import free_port, processes, run_all
+
+
+class Counter:
+    def add(self, number):
+        return number + 1
+
+
+def use_all(rpc, remote_module):
+    counter = rpc.remote("worker1", Counter)
+    counter.to_here()
+    counter.rpc_sync().add(1)
+    counter.rpc_async().add(1).wait()
+    counter.remote().add(1).to_here()
+    module = remote_module("worker1", nn.Linear, (2, 2))
+    module(torch.ones(2))
+    module.forward_async(torch.ones(2)).wait()
+    rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+    rpc.rpc_async("worker1", torch.mul, args=(torch.ones(2), 1)).wait()
+
+
+EVENTS = [
+    "to_here#(worker0)->(worker1)",
+    "rpc_sync#add(worker0 -> worker1)",
+    "rpc_async#add(worker0 -> worker1)",
+    "rpc_remote#add(worker0 -> worker1)",
+    "rpc_sync#RemoteModule(Linear).forward(worker0 -> worker1)",
+    "rpc_async#RemoteModule(Linear).forward(worker0 -> worker1)",
+]
+FUNCTIONS = {
+    "legacy": ["rpc_sync#aten::add(worker0 -> worker1)", "rpc_async#aten::mul(worker0 -> worker1)"],
+    "kineto": ["call_sync#aten::add(worker0 -> worker1)", "call_async#aten::mul(worker0 -> worker1)"],
+}
+
+
+def work(rank, port, kind):
+    import telegrad.compat
+
+    telegrad.compat.install()
+    rpc = importlib.import_module("torch.distributed.rpc")
+    remote_module = importlib.import_module("torch.distributed.nn.api.remote_module").RemoteModule
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    names = []
+    if rank == 0:
+        profiler = importlib.import_module("torch.profiler" if kind == "kineto" else "torch.autograd.profiler_legacy")
+        with profiler.profile() as seen:
+            use_all(rpc, remote_module)
+        names = [event.name for event in (seen.events() if kind == "kineto" else seen.function_events)]
+    rpc.shutdown()
+    return names
+
+
+@pytest.mark.parametrize("kind", ["kineto", "legacy"])
+def test_each_kind_of_call_is_an_event(kind):
+    with processes(2) as group:
+        names, _ = run_all(group, work, free_port(), kind)
+    assert {*EVENTS, *FUNCTIONS[kind]} - set(names) == set()

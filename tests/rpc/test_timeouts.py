@@ -1,0 +1,139 @@
+"""Timeouts, and workers that end without a word, are told in the words of the program."""
+
+from __future__ import annotations
+
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad.autograd as autograd
+from telegrad.errors import CallTimeout, PeerUnreachable, ShutDown
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE, agents
+
+SHORT = 0.05
+
+held = threading.Event()
+
+
+@pytest.fixture
+def impatient(here, five):
+    """This worker's calls wait for a moment only; those that are held go on after the test."""
+    held.clear()
+    agent = five[0].agent
+    before, agent.timeout = agent.timeout, SHORT
+    yield agent
+    agent.timeout = before
+    held.set()
+
+
+def hold(*_):
+    held.wait(PATIENCE)
+    return torch.ones(1)
+
+
+def annotated(value: torch.Tensor) -> torch.Tensor:
+    return hold()
+
+
+class Holding(nn.Module):
+    def __init__(self, made=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        if not made:
+            hold()
+
+    def forward(self, x):
+        return hold()
+
+    def method(self):
+        return hold()
+
+
+class HoldingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        hold()
+
+
+def optimize():
+    agent = current.agent()
+    agent.timeout = PATIENCE  # the first optimizer of a process imports a lot
+    module = RemoteModule("w1", nn.Linear, (1, 1))
+    optimizer = DistributedOptimizer.for_module(HoldingSGD, module, lr=0.1)
+    with autograd.context() as context:
+        autograd.backward(context, module(torch.ones(1)).sum())
+        agent.timeout = SHORT
+        optimizer.step(context)
+
+
+def pipe():
+    pipeline = Pipeline([RemoteModule("w1", Holding), RemoteModule("w2", nn.Identity)], chunks=1)
+    with autograd.context() as context:
+        pipeline.forward_backward(context, torch.ones(1, 1), torch.ones(1, 1), nn.MSELoss())
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: rpc_sync("w1", hold), f"{__name__}.hold"),
+        (lambda: rpc_async("w1", hold).wait(), f"{__name__}.hold"),
+        (lambda: rpc_sync("w1", lambda: hold()), r"<lambda>.<locals>.<lambda>"),
+        (lambda: rpc_sync("w1", annotated, (remote("w2", torch.ones, (1,)),)), f"{__name__}.annotated"),
+        (lambda: rpc_async("w1", annotated, (remote("w2", torch.ones, (1,)),)).wait(), f"{__name__}.annotated"),
+        (lambda: remote("w1", hold).to_here(), r"to_here\(\) of <RRef w0/\d+ on 'w1'.*>"),
+        (lambda: remote("w1", hold).future().wait(), f"{__name__}.hold"),
+        (lambda: remote("w1", Holding).rpc_sync().method(), r"method\(\) of the value of a reference"),
+        (lambda: remote("w1", Holding).rpc_async().method().wait(), r"method\(\) of the value of a reference"),
+        (lambda: RemoteModule("w1", Holding, (False,)), r"RemoteModule\(\)"),
+        (lambda: RemoteModule("w1", Holding)(1), r"RemoteModule\(Holding\)\.forward"),
+        (lambda: RemoteModule("w1", Holding).forward_async(1).wait(), r"RemoteModule\(Holding\)\.forward"),
+        (optimize, r"DistributedOptimizer\.step"),
+        (pipe, r"Pipeline\.forward_backward"),
+    ],
+)
+def test_a_timeout_names_what_was_called(call, name, impatient):
+    with pytest.raises(CallTimeout, match=rf"\({SHORT} s\): {name} on worker 'w1'\. It may still be running"):
+        call()
+
+
+def test_a_value_of_ones_own_that_is_not_made_in_time_is_named(impatient):
+    reference = remote("w0", hold)
+    with pytest.raises(CallTimeout, match=r"<RRef w0/\d+ here.*>: the value was not made within 0.05 s"):
+        reference.to_here()
+    assert isinstance(reference, RRef)
+
+
+def test_a_worker_that_ended_without_shutdown_is_guessed_as_such():
+    arrived, end = threading.Event(), threading.Event()
+
+    def wait():
+        arrived.set()
+        end.wait(PATIENCE)
+
+    with agents(2) as pair:
+        future = pair[0].agent.call_async("w1", Call(wait), (), None)
+        assert arrived.wait(PATIENCE)
+        pair[1].end_with_the_program()  # as the interpreter does at its exit
+        end.set()
+        with pytest.raises(ShutDown, match=r"'w1' left without the others: its program ended without rpc.shutdown\(\)"):
+            future.wait()
+        with pytest.raises(PeerUnreachable, match=r"'w1' .* it has ended, maybe without calling shutdown\(\)"):
+            pair[0].agent.call("w1", hold, (), None)
+
+
+class Call:
+    """A function of this process that is called by way of agents in it."""
+
+    functions: ClassVar[list] = []
+
+    def __init__(self, function):
+        self.number = len(self.functions)
+        self.functions.append(function)
+
+    def __call__(self):
+        return self.functions[self.number]()
