@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
-from telegrad.autograd.graph import RecvNode, edge_of
+from telegrad.autograd.graph import RecvNode, edge_of, run_backward
 from telegrad.autograd.passes import Order
 from telegrad.autograd.replicas import showing
 from telegrad.devices.streams import Streams
@@ -36,7 +36,7 @@ _SECOND_TIME = (
 
 def run(
     node: Node,
-    gradients: Mapping[int, Tensor],
+    gradients: Mapping[int, Tensor | None],
     fire: bool,
     order: Order,
     accumulate: Accumulate,
@@ -44,20 +44,19 @@ def run(
 ) -> Given:
     """What a node gives to those that follow it. With `fire` the hooks of its tensors have not been called yet."""
     with torch.set_grad_enabled(order.create):
-        if fire:
-            gradients = _call_tensor_hooks(node, gradients, order)
-            streams.keep(gradients.values())
         if hasattr(node, "variable"):
-            accumulate(node, gradients[0])
+            whole = (_call_tensor_hooks(node, gradients, order) if fire else gradients).get(0)
+            if whole is not None:
+                accumulate(node, whole)
             return ()
-        taken: tuple[Tensor | None, ...] = tuple(gradients.get(number) for number in range(len(node._input_metadata)))
-        taken = _call_hooks(_hooks(node.register_prehook), taken)
+        shown, taken = _taken(node, gradients, fire, order)
+        streams.keep(taken)
         made = iter(_wanted(node, _as_tuple(_apply(node, taken, order, accumulate))))
         given = tuple(
             _fit(next(made, None), following, number) if following is not None else None
             for following, number in node.next_functions
         )
-        given = _call_hooks(_hooks(node.register_hook), given, taken)
+        given = _call_hooks(_hooks(node.register_hook), given, shown)
         if torch.is_anomaly_check_nan_enabled():
             _check_nan(node, given)
         if not order.retain:
@@ -65,6 +64,22 @@ def run(
             _free(node)
     streams.keep(given)
     return given
+
+
+def _taken(node: Node, gradients: Mapping[int, Tensor | None], fire: bool, order: Order) -> tuple[Given, Given]:
+    """For each output the gradient or None, after the hooks that may change it: as later hooks see it, and the node."""
+    outputs = range(len(node._input_metadata))
+    if is_function(node) and any(gradients.get(number) is None for number in outputs):
+        return _taken_by_function(node, gradients, order)
+    if fire:
+        gradients = _call_tensor_hooks(node, gradients, order)
+    taken = _call_hooks(_hooks(node.register_prehook), tuple(gradients.get(number) for number in outputs))
+    return taken, taken
+
+
+def is_function(node: Node) -> bool:
+    """Whether it is a node in Python that a user may have written."""
+    return hasattr(node, "apply") and type(node) is not RecvNode
 
 
 def _apply(node: Node, taken: Given, order: Order, accumulate: Accumulate) -> Any:
@@ -90,11 +105,56 @@ def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
 # Hooks
 
 
-def _call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor], order: Order) -> dict[int, Tensor]:
+def _call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor | None], order: Order) -> dict[int, Tensor | None]:
     """To enter and to leave the engine at one edge does this and nothing else."""
-    edges = [GradientEdge(node, number) for number in gradients]
-    given = torch.autograd.grad(edges, edges, list(gradients.values()), retain_graph=True, create_graph=order.create)
-    return dict(zip(gradients, given, strict=True))
+    edges, entering, lacking = _entrance(node, gradients)
+    given = torch.autograd.grad(edges, edges, entering, retain_graph=True, create_graph=order.create)
+    return {} if lacking else {edge.output_nr: gradient for edge, gradient in zip(edges, given, strict=True)}
+
+
+def _entrance(node: Node, gradients: Mapping[int, Tensor | None]) -> tuple[list[GradientEdge], list[Tensor], bool]:
+    """Where the engine begins, and with what; without any gradient it cannot, and does so with one of zeros."""
+    there = {number: gradient for number, gradient in gradients.items() if gradient is not None}
+    lacking = not there
+    if lacking:
+        number = next(iter(gradients))
+        expected = node.variable if hasattr(node, "variable") else node._input_metadata[number]
+        there[number] = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
+    return [GradientEdge(node, number) for number in there], list(there.values()), lacking
+
+
+class _Stopped(Exception):
+    """The engine was about to call a function."""
+
+
+def _taken_by_function(node: Node, gradients: Mapping[int, Tensor | None], order: Order) -> tuple[Given, Given]:
+    """What the engine shows to hooks and gives to a function in Python, where some outputs have no gradient.
+
+    It gives zeros for them, if the function wants that, which nobody else can know. So it begins there, calls the
+    hooks, and is stopped as it calls the function.
+    """
+    edges, entering, lacking = _entrance(node, gradients)
+    following = next(GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None)
+    shown: list[Given] = []
+    taken: list[Given] = []
+
+    def stop(*given: Any) -> None:
+        taken.append(given)
+        raise _Stopped
+
+    with contextlib.ExitStack() as stack:
+        if lacking:
+            first = node.register_prehook(lambda given: (None,) * len(given))
+            first.hooks_dict_ref().move_to_end(first.id, last=False)
+            stack.callback(first.remove)
+        stack.callback(node.register_prehook(shown.append).remove)
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which would tell of an error
+        node.apply, node.apply_boxed = stop, lambda given: stop(*given)
+        stack.callback(delattr, node, "apply")
+        stack.callback(delattr, node, "apply_boxed")
+        stack.enter_context(contextlib.suppress(_Stopped))
+        run_backward(edges, entering, [following], True, order.create)
+    return shown[0], taken[0]
 
 
 def _hooks(register: Callable[[Any], Any]) -> list[Callable[..., Any]]:

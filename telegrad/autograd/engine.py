@@ -17,8 +17,8 @@ from telegrad.autograd import byhand, replicas
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import total
 from telegrad.autograd.graph import Origin, RecvNode, Send, device_of, edge_of, run_backward
-from telegrad.autograd.passes import Order
-from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Node, Schedule, Step
+from telegrad.autograd.passes import WITHOUT, Order
+from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Call, Node, Schedule, Step
 from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
 
@@ -75,7 +75,12 @@ class LocalPass:
         self._order = order
         self._outlet = outlet
         self._roots: list[GradientEdge] = []
-        self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients that have not been used
+        self._pending: dict[
+            Node, dict[int, Tensor | None]
+        ] = {}  # gradients that have not been used; None: there is none
+        self._lacking = False  # a node had no gradient at all, so that the engine could not begin there
+        self._told: set[Node] = set()  # nodes whose hooks have been called with what is pending
+        self._entered: list[tuple[Node, int]] = []  # where the pass has come to, as the current act began
         self._coming: dict[Identity, int] = {}  # how many messages' gradients the current step will bring, if several
         self._unshipped: set[Origin] = set()
         self._received_on: set[torch.Stream] = set()  # where the Recvs of the current step ran
@@ -133,13 +138,17 @@ class LocalPass:
             for edge, gradient in zip(self._edges[entry], parts, strict=False):
                 if gradient is None:
                     continue
+                if gradient is WITHOUT:
+                    if not isinstance(edge, Tensor):
+                        self._enter(edge.node, edge.output_nr, None)
+                    continue
                 if self._streams.used:  # it may have come another way than the tensor went
                     gradient = gradient.to(device_of(edge))
                 if isinstance(edge, Tensor):
                     self._context.gradients.add(edge, gradient, self._order.create)
                 else:
                     self._enter(edge.node, edge.output_nr, gradient)
-            schedule.close(entry, True)
+            schedule.close(entry)
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
         self._begin()
@@ -155,7 +164,7 @@ class LocalPass:
         self._buried = True
         schedule = self._schedule
         for entry in [entry for entry in schedule.open if entry not in self._marked]:
-            schedule.close(entry, False)
+            schedule.close(entry)
         self._run()
 
     @property
@@ -190,7 +199,8 @@ class LocalPass:
     def _run(self) -> None:
         schedule, self._context.running = self._schedule, self
         try:
-            for step in schedule.steps():
+            step = schedule.step(self._pending, self._lacking)
+            if step is not None:
                 self._run_step(step)
             if self._unreduced:
                 self._reduce(schedule)
@@ -198,17 +208,32 @@ class LocalPass:
             self._context.running = None
 
     def _run_step(self, step: Step) -> None:
-        for node in step.recvs:
+        recvs = self._recvs(step)
+        for node in recvs:
             self._check(node.origin)
-        self._unshipped = {node.origin for node in step.recvs}
-        self._coming = Counter([node.origin.sender for node in step.recvs]) if len(step.recvs) > 1 else {}
-        self._run_engine(step)
-        for node in step.recvs:
+        self._unshipped = {node.origin for node in recvs}
+        self._coming = Counter([node.origin.sender for node in recvs]) if len(recvs) > 1 else {}
+        for act in step.acts:
+            if type(act) is not Call:
+                self._run_by_hand(act)
+            elif self._lacking and any(map(self._lacks, act.nodes)):
+                for node in act.nodes:
+                    self._run_by_hand(node)
+            else:
+                self._run_engine(act)
+        for node in recvs:
             if node.origin in self._unshipped:
                 self._ship_nothing(node)
-        for node, fire in step.by_hand:
-            self._run_by_hand(node, fire)
         self._outlet.flush()
+
+    def _recvs(self, step: Step) -> Sequence[Node]:
+        """What leads to other workers and runs in a step, or is not reached."""
+        acts = step.acts
+        if len(acts) == 1 and type(acts[0]) is Call and not step.unreached:
+            return acts[0].recvs
+        kind = self._schedule.kind
+        found = [each for act in acts for each in (act.recvs if type(act) is Call else [act])]
+        return [node for node in found if kind(node) == RECV] + step.unreached
 
     def _check(self, origin: Origin) -> None:
         if origin.context is not self._context:
@@ -220,6 +245,15 @@ class LocalPass:
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """A Recv runs, on whatever thread the engine has for it."""
         self._received_on.update(self._streams.current())
+        if any(gradient is None for gradient in gradients):
+            reached = outputs_reached(self._entered, origin)
+            gradients = [
+                WITHOUT if gradient is None and number in reached else gradient
+                for number, gradient in enumerate(gradients)
+            ]
+        self._ship(origin, gradients)
+
+    def _ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         self._unshipped.discard(origin)
         left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
         self._outlet.add(origin.sender, origin.number, gradients, left > 0)
@@ -227,20 +261,28 @@ class LocalPass:
     def _ship_nothing(self, node: Node) -> None:
         """That no gradient comes is worth saying to a sender that waits."""
         if not self._buried or self._schedule.is_marked(node):
-            self.ship(node.origin, ())
+            self._ship(node.origin, ())
 
-    def _run_engine(self, step: Step) -> None:
+    def _lacks(self, node: Node) -> bool:
+        """Whether the pass has come to a node, but no gradient has."""
+        pending = self._pending.get(node)
+        return pending is not None and all(gradient is None for gradient in pending.values())
+
+    def _run_engine(self, call: Call) -> None:
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        for node in step.roots:
+        entered = self._entered = []
+        for node in (*call.nodes, *call.fed) if call.fed else call.nodes:
             for number, entering in self._pending.pop(node, {}).items():
-                roots.append(GradientEdge(node, number))
-                gradients.append(entering)
+                entered.append((node, number))
+                if entering is not None:
+                    roots.append(GradientEdge(node, number))
+                    gradients.append(entering)
         if not roots:
             return
-        fed = [GradientEdge(node, number) for node in step.fed for number in range(len(node._input_metadata))]
-        wanted: list[Any] = [GradientEdge(leaf, 0) for leaf in step.leaves]
-        wanted += [node.anchor for node in step.recvs]
+        fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
+        wanted: list[Any] = [GradientEdge(leaf, 0) for leaf in call.leaves]
+        wanted += [node.anchor for node in call.recvs]
         wanted += fed
         if not wanted:
             return
@@ -248,36 +290,50 @@ class LocalPass:
         self._streams.keep(given)  # nodes run on the streams of the forward pass
         self._streams.follow(self._received_on)  # what hooks made there; the engine sees to all other nodes
         self._received_on.clear()
-        for leaf, gradient in zip(step.leaves, given, strict=False):
+        for leaf, gradient in zip(call.leaves, given, strict=False):
             if gradient is not None:
                 shared = _holders(gradient) > UNSHARED
                 self._accumulate(leaf, gradient, shared)
-        for edge, gradient in zip(fed, given[len(given) - len(fed) :], strict=True):
+        if fed:
+            self._feed(call, fed, given[len(given) - len(fed) :])
+
+    def _feed(self, call: Call, edges: Sequence[GradientEdge], given: Sequence[Tensor | None]) -> None:
+        """What a call of the engine gives to nodes that run by hand, after their hooks."""
+        self._told.update(call.fed)
+        reached = [*self._entered, *(edge for node in call.nodes for edge in node.next_functions)]
+        for node, number in reached:
+            if node in self._told:
+                self._enter(node, number, None)
+        for edge, gradient in zip(edges, given, strict=True):
             if gradient is not None:
                 self._enter(edge.node, edge.output_nr, gradient)
 
-    def _run_by_hand(self, node: Node, fire: bool) -> None:
+    def _run_by_hand(self, node: Node) -> None:
         pending = self._pending.pop(node, None)
-        kind = self._schedule.kind(node)
-        if kind == RECV:
-            self._check(node.origin)
         if pending is None:
-            if kind == RECV:
-                self._ship_nothing(node)
             return
+        self._entered = [(node, number) for number in pending]
+        fire = node not in self._told
         given = byhand.run(node, pending, fire, self._order, self._accumulate, self._streams)
+        if self._schedule.kind(node) == RECV:
+            return
         for (following, number), gradient in zip(node.next_functions, given, strict=False):
-            if following is not None and gradient is not None:
+            if following is not None:
                 self._enter(following, number, gradient)
 
-    def _enter(self, node: Node, number: int, gradient: Tensor) -> None:
-        """A gradient has come to a node's output, or all of it to a leaf."""
+    def _enter(self, node: Node, number: int, gradient: Tensor | None) -> None:
+        """The pass has come to a node's output, with its gradient; or with all of it to a leaf."""
         if self._schedule.kind(node) == PLAIN:
-            self._accumulate(node, gradient)
+            if gradient is not None:
+                self._accumulate(node, gradient)
             return
         waiting = self._pending.setdefault(node, {})
         known = waiting.get(number)
-        waiting[number] = gradient if known is None else total(known, gradient)
+        self._lacking |= gradient is None
+        if known is None:
+            waiting[number] = gradient
+        elif gradient is not None:
+            waiting[number] = total(known, gradient)
 
     def _accumulate(self, node: Node, gradient: Tensor, shared: bool = False) -> None:
         """The gradient of a leaf, which for one with hooks is all of it."""
@@ -290,3 +346,18 @@ class LocalPass:
             byhand.call_post_accumulate_hooks(leaf, whole)
         for hook in byhand.hooks_of_leaf_node(leaf):
             hook((), (gradient,))
+
+
+def outputs_reached(starts: Iterable[tuple[Node, int]], origin: Origin) -> set[int]:
+    """To which of the tensors that came in one message a pass comes that has come to these outputs of nodes."""
+    stack: list[tuple[Node, int]] = list(starts)
+    seen: set[Node] = set()
+    reached: set[int] = set()
+    while stack:
+        node, number = stack.pop()
+        if getattr(node, "origin", None) is origin:
+            reached.add(number)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack += node.next_functions
+    return reached

@@ -12,13 +12,17 @@ from torch import Tensor
 from telegrad.agent.agent import Agent
 from telegrad.agent.members import Identity
 from telegrad.autograd.contexts import Context
-from telegrad.autograd.passes import Ledger, Order, Report, Shipment
+from telegrad.autograd.passes import WITHOUT, Ledger, Order, Report, Shipment
 
 SMALL = 4096  # bytes
+NOWHERE = -1  # among `tensors`: stands for WITHOUT
 
 
 class Parcel(NamedTuple):
-    """A shipment on its way: of each message its number, and for each of its tensors which of `tensors`, or None."""
+    """A shipment on its way: of each message its number, and for each of its tensors which of `tensors`.
+
+    None where the pass has not come to it.
+    """
 
     order: tuple[Any, ...]
     key: tuple[str, int]
@@ -34,8 +38,8 @@ def wrap(shipment: Shipment, report: Report | None) -> tuple[Parcel, list[Tensor
     for number, gradients in shipment.gradients:
         own: list[int | None] = []
         for gradient in gradients:
-            if gradient is None:
-                own.append(None)
+            if gradient is None or gradient is WITHOUT:
+                own.append(None if gradient is None else NOWHERE)
                 continue
             place = places.setdefault(id(gradient), len(tensors))
             if place == len(tensors):
@@ -53,7 +57,7 @@ def _lean(gradient: Tensor) -> Tensor:
 
 
 def unwrap(parcel: Parcel) -> tuple[Shipment, Report | None]:
-    tensors = parcel.tensors
+    tensors = (*parcel.tensors, WITHOUT)  # the last, where NOWHERE leads
     gradients = [
         (number, [None if place is None else tensors[place] for place in places]) for number, places in parcel.gradients
     ]

@@ -22,6 +22,7 @@ Key = tuple[str, int]  # who sent it, and a number
 
 RUNNING, MARKING, BURYING, ENDED = "running", "marking", "burying", "ended"
 NAMED = 5  # sends, in the error that tells of the missing ones
+WITHOUT: Any = "without"  # in the place of a gradient: the pass has come to a tensor, but there is no gradient
 
 
 class Order(NamedTuple):
@@ -45,7 +46,10 @@ class Start(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """Gradients of tensors that were sent: of each message its number, and for each of its tensors one or None."""
+    """Gradients of tensors that were sent: of each message its number, and for each of its tensors one, or `WITHOUT`.
+
+    None where the pass has not come to a tensor.
+    """
 
     order: Order
     key: Key

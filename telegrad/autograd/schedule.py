@@ -4,15 +4,24 @@ Gradients enter at *entries*: the roots, and the tensors that were sent away. A 
 it is open any more, for then its gradient is whole. So each closing entry (its gradient has come, or it is known that
 none will) settles some nodes, and each node is settled once: the work of a whole pass is linear in the graph.
 
-What is settled together runs in one call of the engine, except where a settled node feeds one that is not. The engine
-would call the hooks of the latter with a part of its gradient; so such a node, and all that it leads to, runs by hand.
+What is settled together runs as torch's engine would run it: of the nodes that are ready, the newest first. Where
+nothing behind them waits for more, that is one call of the engine, which sees to the order by itself.
 
-Nodes are known here by `next_functions` and by what `kinds` says of their types alone.
+Elsewhere the order is found out here. The engine would call the hooks of a node that still waits with a part of its
+gradient; so what feeds such a node runs by hand, and what comes between two such in one call of the engine, if nothing
+else speaks against it.
+
+Nodes are known here by `next_functions` and `_sequence_nr`, by what `kinds` says of their types, and by whether they
+have an `apply`, as those have that are written in Python.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
 from typing import Any, NamedTuple
 
 PLAIN = 1  # a leaf that may take its gradient in parts: it is wanted by many, and waits for nobody
@@ -24,17 +33,20 @@ Node = Any
 Kinds = Mapping[type, Callable[[Node], int]]
 
 
+class Call(NamedTuple):
+    """What runs in one call of the engine."""
+
+    nodes: Sequence[Node]  # where gradients enter; in an ordered step all that run, in their order
+    leaves: Sequence[Node]  # whose gradients it shall give
+    recvs: Sequence[Node]  # which it shall run
+    fed: Sequence[Node] = ()  # of those run by hand afterwards: what comes there it shall give
+
+
 class Step(NamedTuple):
     """What can run now."""
 
-    roots: list[Node]  # where gradients enter the engine
-    leaves: list[Node]  # whose gradients it shall give
-    recvs: list[Node]  # which it shall run
-    fed: list[Node]  # of those run by hand afterwards: what comes there it shall give
-    by_hand: list[tuple[Node, bool]]  # in order; and whether their hooks are to be called then
-
-
-NOTHING = Step([], [], [], [], [])
+    acts: list[Call | Node]  # one after the other; a node runs by hand
+    unreached: list[Node] = []  # noqa: RUF012 - nobody changes it  # what leads to other workers, to whom nothing goes
 
 
 class Region:
@@ -48,14 +60,16 @@ class Region:
         self.recvs: list[Node] = []
         self.entries: list[int] = []
         self.open = 0  # entries
-        self.came = False  # gradients of any
-        self.alone: list[Node] = []
-        self.closed: list[tuple[int, bool]] = []  # entries since the last step; whether gradients came
-        self.ranks: Ranks | None = None  # where some nodes have to run before others are settled
+        self.alone = False  # whether there are nodes that the engine cannot run as a part of something
+        self.closed: list[int] = []  # entries since the last step
+        self.ranked = False
 
     def note(self, node: Node, kind: int) -> None:
         """A node that is special, and no plain leaf."""
-        (self.recvs if kind == RECV else self.leaves if kind == LEAF else self.alone).append(node)
+        if kind == ALONE:
+            self.alone = True
+        else:
+            (self.recvs if kind == RECV else self.leaves).append(node)
 
     def take(self, other: Region) -> None:
         other.merged = self
@@ -64,78 +78,139 @@ class Region:
         self.leaves += other.leaves
         self.recvs += other.recvs
         self.entries += other.entries
-        self.alone += other.alone
+        self.alone |= other.alone
 
 
 class Ranks:
-    """For each node of a region what it waits for."""
+    """For each node of some regions what it waits for."""
 
-    def __init__(self, nodes: Iterable[Node], kind: Mapping[Node, int]) -> None:
+    def __init__(self, kind: Mapping[Node, int]) -> None:
+        self.kind = kind
         self.next: dict[Node, list[Node]] = {}
-        self.before: dict[Node, list[Node]] = {}
         self.waits: dict[Node, int] = {}  # for so many edges and entries; settled nodes are not in here
-        self.reached: set[Node] = set()  # unsettled ones that a gradient, or the word that none comes, leads to
+        self.uses: Counter[Node] = Counter()  # of plain leaves, by nodes that are not settled
+        self._ages = count()  # tell apart what has the same number
+
+    def add(self, nodes: Iterable[Node], starts: Iterable[Node]) -> None:
+        """A region; `starts` has a node as often as entries lead there."""
+        waits, kind = self.waits, self.kind
         for node in nodes:
-            self.waits.setdefault(node, 0)
+            waits.setdefault(node, 0)
             after = [] if kind.get(node) == RECV else [m for m, _ in node.next_functions if m is not None]
             self.next[node] = after
             for m in after:
-                self.before.setdefault(m, []).append(node)
-                if kind.get(m) != PLAIN:
-                    self.waits[m] = self.waits.get(m, 0) + 1
-
-    def settle(self, starts: Iterable[Node], reached: bool) -> list[Node]:
-        """An entry has closed: the nodes that wait for nothing now and are reached, in an order in which they can run.
-
-        `starts` has a node as often as the entry leads there.
-        """
-        freed = []
+                if kind.get(m) == PLAIN:
+                    self.uses[m] += 1
+                else:
+                    waits[m] = waits.get(m, 0) + 1
         for node in starts:
-            if reached:
-                self.reached.add(node)
-            if self._count_down(node):
-                freed.append(node)
-        settled = []
-        while freed:
-            node = freed.pop()
-            touched = node in self.reached
-            if touched:
-                self.reached.remove(node)
-                settled.append(node)
-            for m in self.next[node]:
-                if m in self.waits:
-                    if touched:
-                        self.reached.add(m)
-                    if self._count_down(m):
-                        freed.append(m)
-        return settled
+            waits[node] += 1
 
-    def _count_down(self, node: Node) -> bool:
-        self.waits[node] -= 1
-        if self.waits[node]:
+    def settle(self, starts: Iterable[Node], waiting: Collection[Node]) -> tuple[list[Node], list[Node]]:
+        """Entries have closed: which nodes wait for nothing now, in torch's order; and those that nothing comes to.
+
+        `starts` has a node as often as entries lead there, `waiting` are those to which something has come.
+        """
+        ready: list[tuple[float, int, Node]] = []
+        reached: set[Node] = set()
+        order: list[Node] = []
+        unreached: list[Node] = []
+
+        def count_down(node: Node) -> None:
+            self.waits[node] -= 1
+            if not self.waits[node]:
+                del self.waits[node]
+                runs = node in waiting or node in reached
+                heappush(ready, (-node._sequence_nr() if runs else -inf, next(self._ages), node))
+
+        for node in starts:
+            count_down(node)
+        while ready:
+            number, _, node = heappop(ready)
+            (unreached if number == -inf else order).append(node)
+            for m in self.next[node]:
+                if self.kind.get(m) == PLAIN:
+                    self.uses[m] -= 1
+                    continue
+                if number != -inf:
+                    reached.add(m)
+                count_down(m)
+        return order, unreached
+
+
+class Cast:
+    """Says of settled nodes, from the last to the first, whether they run by hand or in which call of the engine.
+
+    What a call gives to a node outside of it has gone through that node's hooks. So a call may do that only for one
+    that gets nothing more later, and that then runs by hand, without those hooks; not for one in Python, which needs
+    them then (see `byhand`). And a call that does so must not ask for a leaf behind such a node, since the engine would
+    run the node to get there.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._groups: list[list[Node]] = []  # of each act its nodes, from the last to the first
+        self._by_hand: set[int] = set()  # which of them
+        self._home: dict[Node, int] = {}  # in which of them a node is, and which is the last to give to a plain leaf
+        self._feeder: dict[Node, int] = {}  # which is the last to give to a node outside of it
+        self._feeds = self._shares = False  # the current call, to such a node; to a leaf that others use later
+
+    def take(self, node: Node) -> None:
+        """The node before those that were taken."""
+        place = len(self._groups) - 1
+        if place < 0 or place in self._by_hand:
+            place, self._feeds, self._shares = place + 1, False, False
+        in_engine = self._in_engine(node, place)
+        if not in_engine:
+            place = len(self._groups)
+            self._by_hand.add(place)
+        if place == len(self._groups):
+            self._groups.append([])
+        self._groups[place].append(node)
+        self._home[node] = place
+        for m in self._ranks.next[node]:
+            if self._ranks.kind.get(m) == PLAIN:
+                self._home.setdefault(m, place)
+            elif self._home.get(m) != place:
+                self._feeder.setdefault(m, place)
+
+    def _in_engine(self, node: Node, place: int) -> bool:
+        """Whether the engine may run the node in the call that is at that place."""
+        kind = self._ranks.kind
+        if kind.get(node) == ALONE:
             return False
-        del self.waits[node]
+        feeds, shares = self._feeds, self._shares
+        for m in self._ranks.next[node]:
+            if kind.get(m) == PLAIN:
+                shares |= self._ranks.uses[m] > 0 or self._home.get(m, place) != place
+            elif self._home.get(m) != place:
+                feeds = True
+                if not self._may_feed(m, place):
+                    return False
+        if feeds and shares:
+            return False
+        self._feeds, self._shares = feeds, shares
         return True
 
-    def by_hand(self, settled: list[Node], alone: Callable[[Node], bool]) -> set[Node]:
-        """Which of the settled nodes must not run in the engine's call.
+    def _may_feed(self, m: Node, place: int) -> bool:
+        in_python = hasattr(m, "apply") and self._ranks.kind.get(m) != RECV
+        return self._home.get(m) in self._by_hand and not in_python and self._feeder.get(m, place) == place
 
-        Seams, which feed a node that is not settled; what they lead to, since the engine would run a seam to get there;
-        and whoever else feeds that, since a hook sees what all of them give.
-        """
-        now = set(settled)
-        hand = {node for node in settled if alone(node) or any(m in self.waits for m in self.next[node])}
-        grow, after = list(hand), set()
-        while grow:
-            for m in self.next.get(grow.pop(), ()):
-                if m in after:
-                    continue
-                after.add(m)
-                grow.append(m)
-                joining = [node for node in (m, *self.before[m]) if node in now and node not in hand]
-                hand.update(joining)
-                grow += joining
-        return hand
+    def acts(self) -> list[Call | Node]:
+        """In order."""
+        fed: dict[int, list[Node]] = {}
+        for m, place in self._feeder.items():
+            fed.setdefault(place, []).append(m)
+        return [
+            group[0] if place in self._by_hand else self._call(group[::-1], fed.get(place, []))
+            for place, group in reversed([*enumerate(self._groups)])
+        ]
+
+    def _call(self, nodes: list[Node], fed: list[Node]) -> Call:
+        kind = self._ranks.kind
+        plain = {m: None for node in nodes for m in self._ranks.next[node] if kind.get(m) == PLAIN}
+        leaves = [node for node in nodes if kind.get(node) == LEAF]
+        return Call(nodes, [*plain, *leaves], [node for node in nodes if kind.get(node) == RECV], fed)
 
 
 class Schedule:
@@ -151,6 +226,7 @@ class Schedule:
         for entry in entries:
             self._region[entry] = region = _root(self._region[entry])
             region.open += 1
+        self._ranks = Ranks(self._kind)
         self._changed: dict[Region, None] = {}
         self._marked: set[Node] = set()
 
@@ -162,7 +238,7 @@ class Schedule:
     def settled(self, node: Node) -> bool:
         """Whether all that can still come to a node has come; what leads there may have to run yet."""
         region = _root(self._home[node])
-        return not region.open if region.ranks is None else node not in region.ranks.waits
+        return node not in self._ranks.waits if region.ranked else not region.open
 
     def special(self, kind: int) -> list[Node]:
         """All nodes of a kind but plain leaves."""
@@ -200,50 +276,54 @@ class Schedule:
 
     # Entries close
 
-    def close(self, entry: int, came: bool) -> None:
+    def close(self, entry: int) -> None:
         """The gradients of an entry have come, or it is known that none will."""
         region = self._region.pop(entry)
         region.open -= 1
-        region.came |= came
-        region.closed.append((entry, came))
+        region.closed.append(entry)
         if region.nodes or region.plain:  # else all that came went to leaves
             self._changed[region] = None
 
-    def steps(self) -> Iterable[Step]:
-        """What can run after entries closed; each step is to be run before the next is asked for."""
-        while self._changed:
-            region, _ = self._changed.popitem()
-            yield self._step(region)
+    def step(self, waiting: Collection[Node], ordered: bool) -> Step | None:
+        """What can run after entries closed, if something can. `waiting` are the nodes to which something has come.
 
-    def _step(self, region: Region) -> Step:
-        if not region.came:
-            return NOTHING
-        closed, region.closed = region.closed, []
-        if not (region.open or region.alone or region.ranks) and all(came for _, came in closed):
-            starts = [node for entry in region.entries for node in self._entries[entry]]
-            return Step(list(dict.fromkeys(starts)), [*region.plain, *region.leaves], region.recvs, [], [])
-        return self._ranked_step(region, closed)
+        An `ordered` step names all nodes, since some may have to run by hand.
+        """
+        regions, self._changed = list(self._changed), {}
+        if not regions:
+            return None
+        if ordered or any(region.open or region.alone for region in regions):
+            return self._ordered_step(regions, waiting)
+        return Step([self._whole(regions, waiting)])
 
-    def _ranked_step(self, region: Region, closed: list[tuple[int, bool]]) -> Step:
-        ranks = region.ranks
-        if ranks is None:
-            ranks = region.ranks = Ranks(region.nodes, self._kind)
-            for entry in region.entries:
-                for node in self._starts(entry):
-                    ranks.waits[node] += 1
-        settled = [node for entry, came in closed for node in ranks.settle(self._starts(entry), came)]
-        kind = self._kind
-        hand = ranks.by_hand(settled, lambda node: kind.get(node) == ALONE)
-        engine = [node for node in settled if node not in hand]
-        fed = {m for node in engine for m in ranks.next[node] if m in hand}
-        plain = {m: None for node in engine for m in ranks.next[node] if kind.get(m) == PLAIN}
-        return Step(
-            roots=[*engine, *fed],
-            leaves=[*plain, *(node for node in engine if kind.get(node) == LEAF)],
-            recvs=[node for node in engine if kind.get(node) == RECV],
-            fed=list(fed),
-            by_hand=[(node, node not in fed) for node in settled if node in hand],
-        )
+    def _whole(self, regions: list[Region], waiting: Collection[Node]) -> Call:
+        """All that is left of regions of which no entry is open."""
+        starts: list[Node] = []
+        recvs: list[Node] = []
+        for region in regions:
+            if region.ranked:
+                region.ranked = False
+                starts += [node for node in region.nodes if node in waiting]
+                recvs += [node for node in region.recvs if node in self._ranks.waits]
+            else:
+                starts += [node for entry in region.entries for node in self._entries[entry]]
+                recvs += region.recvs
+        leaves = [leaf for region in regions for leaf in (*region.plain, *region.leaves)]
+        return Call(list(dict.fromkeys(starts)), list(dict.fromkeys(leaves)), recvs)
+
+    def _ordered_step(self, regions: list[Region], waiting: Collection[Node]) -> Step:
+        starts: list[Node] = []
+        for region in regions:
+            if not region.ranked:
+                region.ranked = True
+                self._ranks.add(region.nodes, [node for entry in region.entries for node in self._starts(entry)])
+            starts += [node for entry in region.closed for node in self._starts(entry)]
+            region.closed.clear()
+        order, unreached = self._ranks.settle(starts, waiting)
+        cast = Cast(self._ranks)
+        for node in reversed(order):
+            cast.take(node)
+        return Step(cast.acts(), [node for node in unreached if self._kind.get(node) == RECV])
 
     def _starts(self, entry: int) -> list[Node]:
         return [node for node in self._entries[entry] if self._kind.get(node) != PLAIN]

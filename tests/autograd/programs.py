@@ -6,10 +6,10 @@ place it is a copy. Nothing else may differ: gradients, which hooks were called 
 
 from __future__ import annotations
 
-import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import telegrad.autograd as autograd
 from telegrad.errors import ContextEnded, UnusedSends
 from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
+from tests.autograd import orders
+from tests.autograd.functions import Told, recomputed
+from tests.autograd.making import make
 
 SIZE = 3
 BOUND = 0.3
@@ -33,7 +36,9 @@ class Stage:
         self.leaves: list[torch.Tensor] = []
         self.hooked: dict[int, list[Any]] = defaultdict(list)  # by hook, what it was called with
         self.ran: Counter[int] = Counter()  # by node
+        self.took: dict[int, list[list[torch.Tensor | None]]] = defaultdict(list)  # by node, what it was given
         self.keep: list[Any] = []
+        self.numbered: set[Any] = set()  # nodes
 
 
 class Counted(torch.autograd.Function):
@@ -48,6 +53,7 @@ class Counted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (_,) = ctx.saved_tensors
+        orders.ran(ctx.number)
         ctx.stage.ran[ctx.number] += 1
         return gradient * 2, None, None
 
@@ -83,11 +89,16 @@ OPERATIONS = {
     "constant": lambda a, b: a.detach() * b,
     "no grad": lambda a, b: torch.no_grad()(torch.mul)(a, b),
 }
-USUAL = ["add", "mul", "addmm", "broadcast", "cat", "unbind", "split", "view", "in place"]
 
 
 def perform(key: int, worker: str, instruction: tuple[Any, ...]) -> None:
     stage = stages[key, worker]
+    before = len(stage.values)
+    _perform(stage, instruction)
+    orders.renumber(stage.values[before:], stage.numbered)
+
+
+def _perform(stage: Stage, instruction: tuple[Any, ...]) -> None:
     kind, *what = instruction
     values = stage.values
     if kind == "leaf":
@@ -102,6 +113,13 @@ def perform(key: int, worker: str, instruction: tuple[Any, ...]) -> None:
     elif kind == "counted":
         number, a = what
         values.append(Counted.apply(values[a], stage, number))
+    elif kind == "told":
+        number, way, numbers = what
+        values += Told.apply(stage, number, way, *(values[each] for each in numbers))
+    elif kind == "recompute":
+        numbers, a, b = what
+        constant = values[b].detach()
+        values.append(recomputed(lambda x: (x * constant).sin(), values[a], numbers))
     elif kind == "module":
         number, seed, a = what
         _add_module(stage, number, seed, values[a])
@@ -111,28 +129,35 @@ def perform(key: int, worker: str, instruction: tuple[Any, ...]) -> None:
         stage.leaves.append(table.requires_grad_())
         chosen = torch.tensor([0, 2, 2]).to(device)
         values.append(torch.nn.functional.embedding(chosen, table, sparse=True) * values[a])
-    elif kind == "hook":
-        number, a = what
-        if values[a].requires_grad:
-            values[a].register_hook(lambda gradient: _called(stage, number, gradient))
-    elif kind == "leaf hook":
-        number, a = what
-        stage.leaves[a].register_post_accumulate_grad_hook(
-            lambda leaf: stage.hooked[number].append(leaf.grad.to_dense().clone())
-        )
+    else:
+        _hang_hook(stage, kind, *what)
+
+
+def _hang_hook(stage: Stage, kind: str, number: int, a: int) -> None:
+    if kind == "leaf hook":
+        stage.leaves[a].register_post_accumulate_grad_hook(lambda leaf: _called_after(stage, number, leaf.grad))
+        return
+    value = stage.values[a]
+    if kind == "hook":
+        if value.requires_grad:
+            value.register_hook(lambda gradient: _called(stage, number, gradient))
     elif kind == "node hook":
-        number, a = what
-        if type(values[a].grad_fn).__name__ not in ("NoneType", "RecvBackward", "CloneBackward0"):
-            values[a].grad_fn.register_hook(lambda given, _: stage.ran.update([number]))
+        if type(value.grad_fn).__name__ not in ("NoneType", "RecvBackward", "CloneBackward0"):
+            value.grad_fn.register_hook(lambda given, _: stage.ran.update([number]))
     else:
         raise AssertionError(kind)
 
 
 def _called(stage: Stage, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
+    if gradient is None or not gradient.to_dense().any():  # where there is none, one who runs by hand sees zeros
         return None
     stage.hooked[number].append(gradient.detach().to_dense().clone())
     return gradient.clamp(-BOUND, BOUND) if not gradient.is_sparse else None
+
+
+def _called_after(stage: Stage, number: int, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        stage.hooked[number].append(gradient.to_dense().clone())
 
 
 def _add_module(stage: Stage, number: int, seed: int, value: torch.Tensor) -> None:
@@ -188,78 +213,9 @@ def take_from(key: int, worker: str, reference: RRef[Any]) -> None:
 
 WRAPS = {"list": list, "tuple": tuple, "dict": lambda ts: dict(enumerate(ts)), "box": Box}
 UNWRAPS = {list: list, tuple: list, dict: lambda wrapped: list(wrapped.values()), Box: lambda box: box.tensors}
-FETCHES = ["call", "future", "reference"]
-PUSHES = ["argument", "shared", "created"]
 
 
 # Programs
-
-
-class Program(NamedTuple):
-    count: int  # of workers
-    instructions: list[tuple[int, tuple[Any, ...]]]  # with the worker of each
-    roots: list[tuple[int, int]]
-    variant: str  # how backward is run
-
-
-VARIANTS = ["once", "once", "once", "fast", "twice", "at once", "second order"]
-
-
-def make(seed: int) -> Program:
-    draw = random.Random(seed)
-    variant = draw.choice(VARIANTS)
-    count = draw.choice([1, 2, 2, 3, 3, 4, 5])
-    steps = draw.choice([6, 12, 25, 40])
-    lengths = [0] * count
-    leaves = [0] * count
-    numbers = iter(range(1, 1 << 30))
-    program: list[tuple[int, tuple[Any, ...]]] = []
-
-    def add(worker: int, *instruction: Any) -> None:
-        program.append((worker, instruction))
-
-    for worker in range(count):
-        for _ in range(draw.choice([1, 2])):
-            add(worker, "leaf", draw.randrange(1 << 30))
-            lengths[worker] += 1
-            leaves[worker] += 1
-    special = draw.random() < 0.6 and variant != "second order"
-    hooks = draw.random() < 0.7
-    for _ in range(steps):
-        worker = draw.randrange(count)
-        length = lengths[worker]
-        pick = lambda: draw.randrange(max(0, length - 6), length)  # noqa: E731, B023 - called at once
-        chance = draw.random()
-        if chance < 0.4 and count > 1:
-            other = draw.choice([each for each in range(count) if each != worker or draw.random() < 0.1])
-            sent = [pick() for _ in range(draw.choice([1, 1, 2, 3]))]
-            wrap = draw.choice(sorted(WRAPS))
-            if draw.random() < 0.5:
-                add(other, "fetch", worker, sent, wrap, draw.choice(FETCHES))
-            else:
-                add(worker, "push", other, sent, wrap, draw.choice(PUSHES))
-            lengths[other] += len(sent)
-            continue
-        if hooks and chance < 0.5:
-            add(worker, draw.choice(["hook", "hook", "node hook"]), next(numbers), pick())
-            continue
-        if special and hooks and chance < 0.52:
-            add(worker, "leaf hook", next(numbers), draw.randrange(leaves[worker]))
-            continue
-        if chance < 0.6:
-            add(worker, "counted", next(numbers), pick())
-        elif special and chance < 0.64:
-            add(worker, "module", next(numbers), draw.randrange(1 << 30), pick())
-            leaves[worker] += 2
-        elif special and chance < 0.68:
-            add(worker, "embedding", draw.randrange(1 << 30), pick())
-            leaves[worker] += 1
-        else:
-            add(worker, "operation", draw.choice(sorted(OPERATIONS) if special else USUAL), pick(), pick())
-        lengths[worker] += 1
-    wheres = [0] if draw.random() < 0.7 else draw.sample(range(count), draw.randint(1, count))
-    roots = [(w, n) for w in sorted(wheres) for n in sorted(draw.sample(range(lengths[w]), min(3, lengths[w])))]
-    return Program(count, program, roots, variant)
 
 
 class Outcome:
@@ -268,13 +224,17 @@ class Outcome:
     def __init__(self, places: list[Stage], gradients: list[dict[torch.Tensor, torch.Tensor]]) -> None:
         self.hooked = {key: calls for place in places for key, calls in place.hooked.items()}
         self.ran = sum((place.ran for place in places), Counter())
+        self.took = {number: runs for place in places for number, runs in place.took.items()}
         self.gradients = [
             [gradient.get(leaf) for leaf in place.leaves] for place, gradient in zip(places, gradients, strict=True)
         ]
 
 
 def root(key: int, worker: str, number: int) -> torch.Tensor:
-    return stages[key, worker].values[number].sum()
+    stage = stages[key, worker]
+    made = stage.values[number].sum()
+    orders.renumber([made], stage.numbered)
+    return made
 
 
 def run_in_one_place(seed: int) -> Outcome | None:
@@ -418,6 +378,12 @@ def compare(seed: int, expected: Outcome, found: Outcome) -> None:
                 assert one.is_sparse == other.is_sparse, f"{what}: sparse {one.is_sparse}, {other.is_sparse}"
                 assert torch.allclose(one.to_dense(), other.to_dense()), f"{what}: {one} and {other}"
     assert expected.ran == found.ran, f"nodes ran {expected.ran} and {found.ran}"
+    for number in expected.took.keys() | found.took.keys():
+        one, other = expected.took.get(number, []), found.took.get(number, [])
+        assert len(one) == len(other), f"node {number} ran {len(one)} and {len(other)} times"
+        for a, b in zip(chain(*one), chain(*other), strict=True):
+            same = a is b is None or (a is not None and b is not None and torch.allclose(a, b))
+            assert same, f"node {number} took {a} and {b}"
     for number in expected.hooked.keys() | found.hooked.keys():
         one, other = expected.hooked.get(number, []), found.hooked.get(number, [])
         assert len(one) == len(other), f"hook {number} was called {len(one)} and {len(other)} times"
@@ -431,7 +397,10 @@ def check(seed: int) -> bool:
         expected = run_in_one_place(seed)
         if expected is None:
             return False
-        compare(seed, expected, run_on_workers(seed))
+        with orders.watching() as passes:
+            found = run_on_workers(seed)
+        compare(seed, expected, found)
+        orders.check(passes)
     except Unused:
         return False
     finally:

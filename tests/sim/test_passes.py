@@ -6,17 +6,21 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import pytest
 
 from telegrad.autograd import passes
 from telegrad.autograd.passes import Driver, Ledger, Missing, Order, Participant
-from telegrad.autograd.schedule import LEAF, PLAIN, RECV, Schedule
+from telegrad.autograd.schedule import LEAF, PLAIN, RECV, Call, Schedule
 
 SEED = os.environ.get("TELEGRAD_SEED")
 SEEDS = [int(SEED)] if SEED else range(300)
 MANY_SEEDS = [int(SEED)] if SEED else range(300, 10_300)
+
+
+ages = count()
 
 
 class Node:
@@ -26,6 +30,10 @@ class Node:
         self.worker = worker
         self.next_functions = [(each, 0) for each in following]
         self.runs = 0
+        self.age = next(ages)
+
+    def _sequence_nr(self) -> int:
+        return self.age
 
 
 class Leaf(Node):
@@ -79,7 +87,7 @@ class FakeLocal:
         for entry, came in gradients:
             if any(came):
                 self.pending.update(node for node in self.node_of(entry) if type(node) is not Leaf)
-            self.schedule.close(entry, True)
+            self.schedule.close(entry)
         self.run()
 
     def mark(self, sends: Any) -> Any:
@@ -93,18 +101,32 @@ class FakeLocal:
     def bury(self) -> None:
         self.buried = True
         for entry in [entry for entry in self.schedule.open if entry not in self.marked]:
-            self.schedule.close(entry, False)
+            self.schedule.close(entry)
         self.run()
 
     def run(self) -> None:
-        for step in self.schedule.steps():
-            for node in self.order(step):
-                self.run_node(node)
+        ordered = self.world.draw.random() < 0.2
+        step = self.schedule.step(self.pending, ordered)
+        if step is None:
+            return
+        calls = [act for act in step.acts if isinstance(act, Call)]
+        hand = [act for act in step.acts if not isinstance(act, Call)]
+        ordered |= bool(hand or step.unreached or len(calls) > 1)
+        for act in step.acts:
+            if isinstance(act, Call):
+                self.call(act, ordered)
+            else:
+                self.run_node(act)
+        recvs = [node for call in calls for node in call.recvs] + [node for node in hand if type(node) is RecvNode]
+        for node in recvs + step.unreached:
+            if not node.runs and (not self.buried or self.schedule.is_marked(node)):
+                self.world.ship(self.me, node, False)
 
-    def order(self, step: Any) -> list[Node]:
-        """The nodes of a step as the engine and then the hand would run them."""
-        hand = [node for node, _ in step.by_hand]
-        seen: set[Node] = set(hand)
+    def call(self, call: Call, ordered: bool) -> None:
+        """Run the nodes behind those where gradients enter, as the engine would, up to what it shall give."""
+        behind = reachable(call.fed) - set(call.fed)
+        assert not behind.intersection([*call.leaves, *call.recvs, *call.fed]), "the engine would run what waits"
+        seen: set[Node] = set(call.fed)
         found: list[Node] = []
 
         def visit(node: Node) -> None:
@@ -115,21 +137,20 @@ class FakeLocal:
                 visit(following)
             found.append(node)
 
-        for node in step.roots:
-            if node not in seen and node in self.pending:
+        for node in call.nodes:
+            if node in self.pending:
                 visit(node)
-        unshipped = [node for node in step.recvs if node not in seen]
-        return found[::-1] + hand + unshipped
+        assert not ordered or set(found) == set(call.nodes), "a call ran something else"
+        for node in found[::-1]:
+            self.run_node(node)
 
     def run_node(self, node: Node) -> None:
-        given = node in self.pending
-        self.pending.discard(node)
-        if given:
-            node.runs += 1
-            self.world.check(node)
-            self.pending.update(following for following, _ in node.next_functions if type(following) is not Leaf)
-        if type(node) is RecvNode and (given or not self.buried or self.schedule.is_marked(node)):
-            self.world.ship(self.me, node, given)
+        self.pending.remove(node)
+        node.runs += 1
+        self.world.check(node)
+        self.pending.update(following for following, _ in node.next_functions if type(following) is not Leaf)
+        if type(node) is RecvNode:
+            self.world.ship(self.me, node, True)
 
     @property
     def starved(self) -> bool:
@@ -138,6 +159,17 @@ class FakeLocal:
     @property
     def waiting(self) -> list[str]:
         return [str(entry) for entry in self.schedule.open]
+
+
+def reachable(starts: Iterable[Node]) -> set[Node]:
+    """On one worker."""
+    stack, seen = list(starts), set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+    return seen
 
 
 class World:

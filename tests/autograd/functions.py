@@ -1,0 +1,103 @@
+"""Functions in Python that tell when their nodes run and with what, and such as rely on the order of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.autograd import orders
+
+
+class Way(NamedTuple):
+    """What a function is like."""
+
+    outputs: int
+    materialize: bool
+    gives: tuple[bool, ...]  # for each input, whether there is a gradient
+    aside: bool = False  # whether the last output has none
+
+
+class Told(torch.autograd.Function):
+    """Tells when its node runs, and what of that is None."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: Any, number: int, way: Way, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.stage, ctx.number, ctx.way = stage, number, way
+        ctx.set_materialize_grads(way.materialize)
+        made = tuple(sum(xs) * (0.5 + each) for each in range(way.outputs))
+        if way.aside:
+            ctx.mark_non_differentiable(made[-1])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        orders.ran(ctx.number)
+        ctx.stage.took[ctx.number].append([None if each is None else each.detach().clone() for each in gradients])
+        parts = [each * (0.5 + place) for place, each in enumerate(gradients) if each is not None]
+        total = sum(parts[1:], parts[0]) if parts else None
+        return (None, None, None, *(total if gives else None for gives in ctx.way.gives))
+
+
+# Recomputation in two nodes, as pipelines have it: that which runs the function anew was made after that which needs it
+
+
+class Ahead(torch.autograd.Function):
+    """Gives nothing back: is there to run the function anew."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: list[Any], function: Callable[..., Any], number: int, x: torch.Tensor) -> Any:
+        ctx.shared, ctx.function, ctx.number = shared, function, number
+        ctx.random = torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return x.new_empty(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        orders.ran(ctx.number)
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.random)
+            ctx.shared.append((ctx.function(x), x))
+        return None, None, None, None
+
+
+class Behind(torch.autograd.Function):
+    """Its backward needs what the other has run anew."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: list[Any], function: Callable[..., Any], number: int, x: torch.Tensor) -> Any:
+        ctx.shared, ctx.number = shared, number
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        orders.ran(ctx.number)
+        y, x = ctx.shared.pop()
+        torch.autograd.backward(y, gradient)
+        return None, None, None, x.grad
+
+
+class Join(torch.autograd.Function):
+    """The first, once the second is there, which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def recomputed(function: Callable[..., Any], x: torch.Tensor, numbers: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    """The same, but the function is run anew in the backward pass."""
+    shared: list[Any] = []
+    random = torch.get_rng_state()
+    y = Behind.apply(shared, function, numbers[0], x)
+    after = torch.get_rng_state()
+    torch.set_rng_state(random)
+    token = Ahead.apply(shared, function, numbers[1], x)
+    torch.set_rng_state(after)
+    return Join.apply(y, token)

@@ -1,0 +1,159 @@
+"""In which order torch's engine would run the nodes of one worker, given what came when: found out by trying.
+
+Of the nodes that are reached, and that nothing leads to which may still run, it runs the newest. `watching` notes what
+comes to each worker in each pass, and which numbered nodes run; `check` compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from telegrad.autograd.engine import ROOTS, LocalPass
+from telegrad.autograd.graph import RecvNode
+
+Node = Any
+Batch = list[tuple[int, list[Node]]]  # entries that close at once, and which of their nodes are reached
+
+_acting = threading.local()
+_numbers = itertools.count(1 << 40)  # above those that torch gives, and below those of received tensors
+
+
+def renumber(values: Iterable[Any], known: set[Node]) -> None:
+    """Number the new nodes by their age, whatever threads made them: torch counts for each thread."""
+    found, stack = [], [value.grad_fn for value in values if value.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in known or type(node) is RecvNode or hasattr(node, "variable"):
+            continue
+        known.add(node)
+        found.append(node)
+        stack += [following for following, _ in node.next_functions if following is not None]
+    for node in sorted(found, key=lambda node: node._sequence_nr()):
+        node._set_sequence_nr(next(_numbers))
+
+
+class Watched:
+    """One worker's part of a pass."""
+
+    def __init__(self, local: LocalPass) -> None:
+        self.local = local
+        self.batches: list[Batch] = []
+        self.ran: list[int] = []
+
+    def came(self, gradients: Iterable[tuple[int, Sequence[Any]]]) -> None:
+        edges = self.local._edges
+        self.batches.append(
+            [
+                (
+                    entry,
+                    [
+                        edge.node
+                        for edge, part in zip(edges[entry], parts, strict=False)
+                        if part is not None and hasattr(edge, "node")
+                    ],
+                )
+                for entry, parts in gradients
+            ]
+        )
+
+    def buried(self) -> None:
+        closed = {entry for batch in self.batches for entry, _ in batch}
+        self.batches.append([(e, []) for e in self.local._edges if e not in closed and e not in self.local._marked])
+
+    def expected(self) -> list[int]:
+        entries = {
+            entry: [edge.node for edge in edges if hasattr(edge, "node")] for entry, edges in self.local._edges.items()
+        }
+        return [node.number for node in in_order(entries, self.batches) if hasattr(node, "number")]
+
+
+def ran(number: int) -> None:
+    """A node runs."""
+    watched = getattr(_acting, "watched", None)
+    if watched is not None:
+        watched.ran.append(number)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Watched]]:
+    """Note what every worker of this process does in passes."""
+    all_: dict[LocalPass, Watched] = {}
+    originals = {name: getattr(LocalPass, name) for name in ("start", "arrive", "bury")}
+
+    def wrapped(name: str) -> Any:
+        def act(local: LocalPass, *given: Any) -> None:
+            watched = _acting.watched = all_.setdefault(local, Watched(local))
+            _note(watched, name, *given)
+            try:
+                originals[name](local, *given)
+            finally:
+                _acting.watched = None
+
+        return act
+
+    for name in originals:
+        setattr(LocalPass, name, wrapped(name))
+    try:
+        yield all_.values()
+    finally:
+        for name, original in originals.items():
+            setattr(LocalPass, name, original)
+
+
+def _note(watched: Watched, name: str, given: Any = ()) -> None:
+    if name == "start":
+        watched.batches.append([(ROOTS, [root.grad_fn for root in given if root.grad_fn is not None])])
+        return
+    watched.local._begin()
+    if name == "bury":
+        watched.buried()
+    else:
+        watched.came(given)
+
+
+def check(all_: Iterable[Watched]) -> None:
+    for watched in all_:
+        expected = watched.expected()
+        assert watched.ran == expected, f"nodes ran in the order {watched.ran}, not {expected}"
+
+
+def in_order(entries: Mapping[int, Sequence[Node]], batches: Iterable[Batch]) -> list[Node]:
+    """All nodes that run."""
+    ahead = {node: _reachable(_following(node)) for node in _reachable(itertools.chain(*entries.values()))}
+    open_, waiting, done = set(entries), set(), []
+    for batch in batches:
+        for entry, reached in batch:
+            open_.remove(entry)
+            waiting.update(reached)
+        unsettled = _reachable(node for entry in open_ for node in entries[entry])
+        while True:
+            ready = [
+                node for node in waiting if node not in unsettled and not any(node in ahead[other] for other in waiting)
+            ]
+            if not ready:
+                break
+            newest = max(ready, key=lambda node: node._sequence_nr())
+            waiting.remove(newest)
+            waiting.update(_following(newest))
+            done.append(newest)
+    return done
+
+
+def _following(node: Node) -> list[Node]:
+    return (
+        [] if type(node) is RecvNode else [following for following, _ in node.next_functions if following is not None]
+    )
+
+
+def _reachable(starts: Iterable[Node]) -> set[Node]:
+    stack, seen = list(starts), set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += _following(node)
+    return seen

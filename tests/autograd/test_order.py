@@ -1,0 +1,329 @@
+"""What runs in a backward pass, in which order and with what, is as in one process; also where gradients come late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import telegrad.autograd as autograd
+from telegrad.autograd import byhand
+from telegrad.rpc import current, rpc_sync
+from tests.autograd.functions import Join, recomputed
+from tests.cluster import agents, free_port, group
+
+ran: list[str] = []
+took: list[tuple[torch.Tensor | None, ...]] = []
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with agents(2) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def here(request):
+    if "pair" in request.fixturenames:
+        current.enter(request.getfixturevalue("pair")[0].agent)
+    ran.clear()
+    took.clear()
+
+
+class Named(torch.autograd.Function):
+    """Tells that it runs."""
+
+    @staticmethod
+    def forward(ctx, name, *xs):
+        ctx.name, ctx.count = name, len(xs)
+        return sum(xs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ran.append(ctx.name)
+        return None, *[gradient] * ctx.count
+
+
+class Two(torch.autograd.Function):
+    """Has two outputs."""
+
+    boxed_grads_call = False
+
+    @staticmethod
+    def forward(ctx, x, materialize=True):
+        ctx.set_materialize_grads(materialize)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        took.append((first, second))
+        return (0 if first is None else first * 2) + (0 if second is None else second * 3), None
+
+
+class Boxed(Two):
+    """Takes its gradients in a list."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def backward(ctx, gradients):
+        return Two.backward(ctx, *gradients)
+
+
+class Aside(torch.autograd.Function):
+    """Gives nothing back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ran.append("aside")
+        took.append((gradient,))
+        return None  # noqa: RET501 - as users write it
+
+
+def double(x):
+    return x * 2
+
+
+def call(x, hops=1):
+    for _ in range(hops):
+        x = rpc_sync("w1", double, (x,))
+    return x
+
+
+def late(x):
+    """Whatever `x` comes from has to wait for what comes back from here."""
+    return call(x, 3).sum()
+
+
+LATE = pytest.mark.parametrize("end", [lambda x: 0, late], ids=["at once", "late"])
+
+
+@LATE
+def test_of_the_nodes_that_are_ready_the_newest_runs_first(pair, end):
+    with autograd.context() as context:
+        base = torch.ones(2, requires_grad=True) * 1
+        old = Named.apply("old", base)
+        new = Named.apply("new", base)
+        autograd.backward(context, call(Named.apply("join", new, old)).sum() + end(base))
+    assert ran == ["join", "new", "old"]
+
+
+def test_what_comes_together_runs_in_one_order(pair):
+    """Two chains that meet nowhere, whose gradients come in one message: newest first across both."""
+    with autograd.context() as context:
+        a, b = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
+        a, b = Named.apply("1", a), Named.apply("2", b)
+        a, b = Named.apply("3", a), Named.apply("4", b)
+        a, b = rpc_sync("w1", both, (a, b))
+        autograd.backward(context, (a + b).sum())
+    assert ran == ["4", "3", "2", "1"]
+
+
+def both(a, b):
+    return a * 2, b * 2
+
+
+def test_what_other_workers_sent_apart_and_gets_back_together_runs_in_one_order(pair):
+    """On the worker that is called, too, where the tensors of two calls are two regions of the graph."""
+    with autograd.context() as context:
+        a, b = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
+        keys = [rpc_sync("w1", begin, (each, name)) for each, name in ((a, "1"), (b, "2"))]
+        ends = [rpc_sync("w1", go_on, (key, name)) for key, name in zip(keys, "34", strict=True)]
+        autograd.backward(context, sum(ends).sum())
+    assert ran == ["4", "3", "2", "1"]
+
+
+BEGUN: list[torch.Tensor] = []
+AGES = iter(range(1 << 40, 1 << 41))  # torch counts for each thread, and calls run on several
+
+
+def aged(tensor):
+    tensor.grad_fn._set_sequence_nr(next(AGES))
+    return tensor
+
+
+def begin(x, name):
+    BEGUN.append(aged(Named.apply(name, x)))
+    return len(BEGUN) - 1
+
+
+def go_on(key, name):
+    return aged(Named.apply(name, BEGUN[key]))
+
+
+@LATE
+@pytest.mark.parametrize("function", [Two, Boxed])
+def test_an_output_without_gradient_has_one_of_zeros(pair, end, function):
+    with autograd.context() as context:
+        leaf = torch.ones(2, requires_grad=True)
+        base = leaf * 1
+        first, second = function.apply(base)
+        second.register_hook(lambda gradient: ran.append(str(gradient)))
+        autograd.backward(context, call(first).sum() + end(base))
+        assert autograd.get_gradients(context)[leaf].tolist() == [12 if end is late else 4] * 2
+    assert [[each.tolist() for each in given] for given in took] == [[[2, 2], [0, 0]]]
+    assert ran == ["None"]
+
+
+@LATE
+def test_an_output_without_gradient_has_none_where_the_function_says_so(pair, end):
+    with autograd.context() as context:
+        base = torch.ones(2, requires_grad=True) * 1
+        autograd.backward(context, call(Two.apply(base, False)[0]).sum() + end(base))
+    assert [each is None for each in took[0]] == [False, True]
+
+
+@LATE
+def test_a_node_runs_that_is_reached_but_has_no_gradient(pair, end):
+    with autograd.context() as context:
+        base = torch.ones(2, requires_grad=True) * 1
+        autograd.backward(context, call(Join.apply(base, Aside.apply(base))).sum() + end(base))
+    assert ran == ["aside"]
+    assert took[0][0].tolist() == [0, 0]
+
+
+@LATE
+def test_a_node_runs_that_is_reached_from_another_worker_without_gradient(pair, end):
+    with autograd.context() as context:
+        leaf, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        base, apart = leaf * 1, Named.apply("apart", unused)
+        autograd.backward(context, rpc_sync("w1", joined, (base, Aside.apply(base), apart)).sum() + end(base))
+        assert unused not in autograd.get_gradients(context)
+    assert ran == ["aside"], "and what the function did not use does not run"
+
+
+def joined(x, aside, apart):
+    return Join.apply(x, aside) * 1
+
+
+@LATE
+def test_an_argument_that_is_not_used_has_no_gradient(pair, end):
+    with autograd.context() as context:
+        used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        autograd.backward(context, rpc_sync("w1", joined, (used, used, unused)).sum() + end(used))
+        assert set(autograd.get_gradients(context)) == {used}
+
+
+def test_hooks_of_a_function_that_runs_by_hand_see_what_they_see_in_one_process(pair):
+    seen = []
+    for remote in (lambda x, hops=1: x.clone(), call):
+        with autograd.context() as context:
+            leaf = torch.ones(2, requires_grad=True)
+            base = leaf * 1
+            first, _ = Two.apply(base)
+            first.grad_fn.register_prehook(lambda given: seen.append(("before", *map(str, given))))
+            first.grad_fn.register_hook(lambda given, taken: seen.append(("after", *map(str, given), *map(str, taken))))
+            loss = (remote(first) / (2 if remote is call else 1)).sum() + (remote(base, 3)).sum()
+            loss.backward() if remote is not call else autograd.backward(context, loss)
+    assert seen[:2] == seen[2:]
+
+
+def test_anomaly_mode_does_not_warn_of_what_is_no_error(pair, recwarn):
+    with torch.autograd.detect_anomaly(), autograd.context() as context:
+        recwarn.clear()
+        base = torch.ones(2, requires_grad=True) * 1
+        autograd.backward(context, call(Two.apply(base)[0]).sum() + late(base))
+    assert len(took) == 1
+    assert not [each for each in recwarn if "Error detected" in str(each.message)]
+
+
+def test_where_all_gradients_are_there_the_engine_runs_the_rest_by_itself(pair, monkeypatch):
+    """By hand runs only what gives to a node that waits, and what is in Python behind it."""
+    by_hand = []
+    original = byhand.run
+    monkeypatch.setattr(byhand, "run", lambda node, *rest: by_hand.append(type(node).__name__) or original(node, *rest))
+    with autograd.context() as context:
+        base = torch.ones(2, requires_grad=True) * 1
+        side = base.sin().cos().exp().tanh()
+        for _ in range(20):
+            base = base.relu()
+        autograd.backward(context, call(side).sum() + late(base) + late(base.sin()))
+    assert by_hand == ["SinBackward0"] * by_hand.count("SinBackward0")
+
+
+# Programs that rely on the order
+
+
+class Part(nn.Module):
+    """A layer whose random numbers must be the same when it is run anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(x).sin() * x
+
+
+@LATE
+def test_what_is_recomputed_is_there_before_it_is_needed(pair, end):
+    """Recomputation in two nodes, as pipelines have it, with its random numbers."""
+    leaf, part = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), Part()
+    found = []
+    for function in (lambda part, x: part(x), lambda part, x: recomputed(part, x)):
+        torch.manual_seed(5)
+        with autograd.context() as context:
+            base = leaf * 1
+            one, other = function(part, base), function(part, base.cos())
+            autograd.backward(context, call(one * other).sum() + end(base))
+            found.append(autograd.get_gradients(context)[leaf])
+    assert torch.allclose(*found)
+
+
+class Shared(torch.autograd.Function):
+    """Adds up its gradient among the replicas, as a normalisation does that is synchronised."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient * ctx.factor
+        torch.distributed.all_reduce(total)
+        took.append((total,))
+        return total, None
+
+
+@pytest.fixture(scope="module")
+def replicas():
+    """Two that have a process group of their own, and one that both call."""
+    with group(3) as made:
+        port = free_port()
+        for rank in range(2):
+            made[rank].begin(join, rank, port)
+        for rank in range(2):
+            made[rank].end()
+        yield made[:2]
+
+
+def join(rank, port):
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+
+def step(rank, far):
+    """Two collectives that do not depend on each other; what comes before them may have to wait for `far` hops."""
+    took.clear()
+    with autograd.context() as context:
+        base = torch.ones(2, requires_grad=True) * 1
+        old = Shared.apply(base, 1.0)
+        new = Shared.apply(base, 10.0)
+        loss = rpc_sync("worker2", double, (new + old * 3,)).sum()
+        for _ in range(far):
+            base = rpc_sync("worker2", double, (base,))
+        autograd.backward(context, loss + base.sum())
+    return [total.tolist() for (total,) in took]
+
+
+@pytest.mark.parametrize("far", [(0, 0), (3, 3), (0, 3)], ids=["at once", "late", "late on one"])
+def test_collectives_in_backward_meet_their_like(replicas, far):
+    for rank, replica in enumerate(replicas):
+        replica.begin(step, rank, far[rank])
+    for replica in replicas:
+        assert replica.end() == [[2 * 2 * 10.0] * 2, [2 * 2 * 3.0] * 2]
