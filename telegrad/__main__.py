@@ -6,6 +6,7 @@ python -m telegrad -m package.module [arguments]
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -20,6 +21,7 @@ def main() -> None:
         print(__doc__)
         sys.exit(0 if arguments else 2)
     compat.install()
+    gc.freeze()  # torch stays: the collector need not look through it again and again, and once more at the exit
     print(f"telegrad {VERSION} serves torch.distributed.rpc", file=sys.stderr)
     if arguments[0] == "-m":
         if len(arguments) == 1:

@@ -6,6 +6,7 @@ until that process imports torch.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -92,6 +93,7 @@ def inherit() -> None:
 def _inherited() -> None:
     forget_import("torch")
     _substitute()
+    gc.freeze()  # torch stays: the collector need not look through it again and again, and once more at the exit
 
 
 def _substitute() -> bool:
