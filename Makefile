@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint nightly chaos bench bench-peers conformance clean
+.PHONY: demo test lint nightly chaos bench bench-programs bench-peers conformance clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -30,6 +30,9 @@ chaos: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+bench-programs: $(INSTALLED)
+	$(BIN)/python -m benchmarks.programs
 
 bench-peers: $(PEERS)/.installed
 	$(PEERS)/bin/python -m benchmarks.peers

@@ -16,6 +16,11 @@ from benchmarks.peers.rows import ROWS as SHARED_ROWS
 from benchmarks.peers.side import why_not_installed
 from benchmarks.plot import draw, needed
 from benchmarks.processes import Child, Failed, answer_all, children_killed
+from benchmarks.programs.__main__ import ROWS as PROGRAMS
+from benchmarks.programs.__main__ import STEP, WHOLE, measure
+from benchmarks.programs.report import DROP_IN, NATIVE, name_of
+from benchmarks.programs.report import table as programs_table
+from benchmarks.programs.side import FOLDER, ProgramSide
 from benchmarks.report import number, spread, table, verdict
 from benchmarks.results import Result, Run
 from benchmarks.rows import ROWS
@@ -160,3 +165,42 @@ def test_a_timeline_is_that_of_the_usual_course(capsys):
     assert timeline.show({usual: [[0, 10], [0, 30], [0, 20]], odd: [[0, 500, 900]]}) == 20
     assert "3 of 4 steps" in (said := capsys.readouterr().out)
     assert "stumbles" not in said
+
+
+@pytest.mark.timeout(200)  # three programs, each with processes that import torch
+def test_a_program_is_timed_on_each_side():
+    row = next(row for row in PROGRAMS if row.name == "actors")
+    results = measure(row, 1, 1)
+    assert [(each.name, each.ours_failed, each.theirs_failed) for each in results] == [
+        (name_of("actors", side, what), "", "") for side in (NATIVE, DROP_IN) for what in (WHOLE, STEP)
+    ]
+    assert all(0 < step.ours[0] / 1e3 < whole.ours[0] for whole, step in (results[:2], results[2:]))
+    text = programs_table(Run("a machine", results, {}), ["actors"], ["1 thread"], [WHOLE, STEP])
+    assert "| actors | 1 thread | start to exit, s |" in text
+    assert "Telegrad: from start to exit, the median of the ratios is" in text
+
+
+def test_every_program_is_there_and_names_no_library():
+    assert {row.name for row in PROGRAMS} | {"__init__", "__main__", "common", "library", "report", "side"} == {
+        path.stem for path in FOLDER.glob("*.py")
+    }
+    for row in PROGRAMS:
+        source = (FOLDER / f"{row.name}.py").read_text()
+        assert "from library import" in source
+        assert "telegrad" not in source
+        assert "distributed.rpc" not in source
+
+
+@pytest.mark.parametrize(
+    ("program", "story"),
+    [
+        ("import time; time.sleep(60)", "hung: no end within 2 s"),
+        ("raise SystemExit(3)", "ended with status 3"),
+        ("print('nothing')", "said nothing of its steps: 'nothing"),
+    ],
+)
+def test_a_program_that_fails_says_how(tmp_path, monkeypatch, program, story):
+    monkeypatch.setattr("benchmarks.programs.side.FOLDER", tmp_path)
+    (tmp_path / "actors.py").write_text(program)
+    with pytest.raises(Failed, match=story):
+        ProgramSide("telegrad", 1).measure(PROGRAMS[-1]._replace(patience=2.0 if "hung" in story else 30.0))

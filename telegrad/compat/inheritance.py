@@ -9,6 +9,7 @@ file is never held while modules of Telegrad are imported, and torch is imported
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -84,8 +85,13 @@ def _turn_on() -> None:
     if not _on:
         _check_free()
         _on = True
-        after_import("torch", lambda _: _take_effect())
+        after_import("torch", lambda _: _begin_with_torch())
     _set_paths([BOOT, *_other_paths()])
+
+
+def _begin_with_torch() -> None:
+    _take_effect()
+    gc.freeze()  # torch stays: the collector need not look through it again and again, and once more at the exit
 
 
 def _take_effect() -> None:

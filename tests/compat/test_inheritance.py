@@ -99,3 +99,16 @@ def test_usage(arguments):
     done = subprocess.run([sys.executable, "-m", "telegrad", *arguments], capture_output=True, text=True, timeout=30)
     assert (done.returncode == 0) == (arguments == ["--help"])
     assert "telegrad" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("command", "frozen"), [(["-m", "telegrad", "SCRIPT"], True), (["SCRIPT"], False)])
+def test_the_collector_is_spared_torch_where_nothing_of_the_program_is_there_yet(tmp_path, command, frozen):
+    program = """
+    if __name__ == "__main__":
+        import subprocess, telegrad.compat
+        telegrad.compat.install()
+        look = "import gc, torch; print(gc.get_freeze_count() > len(gc.get_objects()), flush=True)"
+        exec(look)
+        subprocess.run([sys.executable, "-c", look])
+    """
+    assert run(tmp_path, program, *command)[0].split() == [str(frozen), "True"]
