@@ -33,12 +33,12 @@ class Underway:
         """The call is done: warn where one was changed meanwhile."""
         shape = next((shape for counter, before, shape in self._counters if counter._version != before), None)
         if shape is not None:
-            name = getattr(function, "__qualname__", repr(function)).removeprefix("methods.call_")
+            name = getattr(function, "__name__", repr(function))
             hint(
                 "changed underway",
                 f"a tensor of shape {tuple(shape)} was written to while the call of {name} that sends it to worker "
-                f"{worker!r} was under way: what arrives there may be the old values, the new ones, or some of each. Write to it "
-                "once the call's future is done, or send tensor.clone()",
+                f"{worker!r} was under way: what arrives there may be the old values, the new ones, or some of each. "
+                "Write to it once the call's future is done, or send tensor.clone()",
                 self._line,
             )
 

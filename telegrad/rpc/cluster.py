@@ -25,6 +25,7 @@ from telegrad.agent.stores import Meeting
 from telegrad.autograd.conductor import Conductor
 from telegrad.devices.maps import Devices, faults
 from telegrad.errors import CallTimeout, DeviceError, PeerError, PeerLost
+from telegrad.rpc import actors
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import open_roots
@@ -47,6 +48,7 @@ class Worker:
         self._farewell: Farewell | None = None
         self._changed = threading.Event()
         self.keeper = Keeper(agent, lambda: handle.__new__(handle))
+        actors.serve(agent, self.keeper)
         self.conductor = Conductor(agent, lambda values: open_roots(self.keeper, values))
         if isinstance(directory, Members):
             self._farewell = Farewell(me.id, {member.id for member in directory})
