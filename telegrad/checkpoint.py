@@ -209,6 +209,8 @@ def _find(path: str, start: tuple[str, ...], only: set[str] | None = None) -> An
         for name, way in metadata.planner_data.items()
         if way[:depth] == start and (only is None or way[depth] in only)
     }
+    if not ways and only is None:
+        raise UsageError(f"the checkpoint in {path!r} has no {'.'.join(start)}")
     flat = {name: _target(metadata, name) for name in ways}
     _read(path, flat)
     if () in ways.values():  # a value, not a dictionary

@@ -179,3 +179,14 @@ def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path):
                 function(state, tmp_path)
         with pytest.raises(UsageError, match="give its path, not Linear"):
             function({}, nn.Linear(2, 2))
+
+
+def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_path):
+    with agents(1) as workers:
+        current.enter(workers[0].agent)
+        checkpoint.save({"epoch": 3, "none": {}}, tmp_path)
+        state = {"step": 7}
+        with pytest.raises(UsageError, match="has no step"):
+            checkpoint.load(state, tmp_path)
+        assert state == {"step": 7}
+        current.enter(None)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.agent import autocast, errands
+from telegrad.agent import errands, scene
 from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines, seconds
+from telegrad.agent.entrance import Doorkeeper
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
 from telegrad.agent.members import Identity, Member
 from telegrad.agent.naming import OWN_ARGUMENTS, user_name
@@ -32,7 +33,7 @@ from telegrad.agent.underway import Underway
 from telegrad.errors import CannotEncode, PeerError, ShutDown, UnknownWorker
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import AUTOCAST, CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, Frame, load
+from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, SCENE, Frame, load
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import blame_again, decode, encode
 
@@ -250,9 +251,11 @@ class Agent:
             if parts["blobs"]:
                 pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        if autocast.is_on():
-            flags |= AUTOCAST
-            parts["body"] = body = load(body, autocast.described())
+        if scene.matters():
+            said = scene.described(pending)
+            if said:
+                flags |= SCENE
+                parts["body"] = body = load(body, said)
         context = self.recorder.current() if self.recorder is not None else None
         if context is not None:
             flags |= RECORDED
@@ -295,6 +298,11 @@ class Agent:
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Have `wrap(function)` run in place of each function that others call; None ends it."""
         self._server.wrap = wrap
+
+    def keep_door(self, doorkeeper: Doorkeeper) -> Server:
+        """Have `doorkeeper` say when calls run whose order counts; what runs them."""
+        self._server.doorkeeper = doorkeeper
+        return self._server
 
     def run(self, act: Callable[[Any], None], argument: Any, short: bool, errand: bool = False) -> None:
         """Have `act(argument)`, which may be user code, run on a thread for that, as a call would.

@@ -145,8 +145,9 @@ class Future(torch.futures.Future[T]):
         def wake(_: torch.futures.Future[T]) -> None:
             loop.call_soon_threadsafe(pass_on)
 
+        in_turn = getattr(self.call, "in_turn", None)
         self.add_done_callback(wake)
-        return waiter.__await__()
+        return waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
 
     @not_compiled
     def value(self) -> T:

@@ -36,6 +36,7 @@ ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 
 AnyLink = Link | LoopEnd
+_UNWATCHED = contextlib.nullcontext()
 _yield = getattr(os, "sched_yield", lambda: None)
 
 
@@ -213,7 +214,7 @@ class Peer:
     def wait(self, pending: Pending) -> bool:
         """Wait until `pending` is done; False where its deadline passed before."""
         if self._reactor.on_worker():
-            with self._reactor.waiting():
+            with self._reactor.waiting(), pending.in_turn.waited_for() if pending.in_turn else _UNWATCHED:
                 return self._wait(pending)
         return self._wait(pending)
 

@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.futures import Future, Outcome
+from telegrad.agent.scene import InTurn
 from telegrad.agent.underway import Underway
 from telegrad.wire.messages import Frame
 
@@ -30,6 +31,7 @@ class Pending:
         "error",
         "frame",
         "id",
+        "in_turn",
         "keeps",
         "left",
         "outcome",
@@ -55,6 +57,7 @@ class Pending:
         self.keeps = keeps
         self.id = 0
         self.weight = 0  # bytes of its tensors
+        self.in_turn: InTurn | None = None  # where a method of an actor makes it
         self.underway: Underway | None = None  # where it sends tensors from their own memory
         self.frame: Frame | None = None
         self.error: BaseException | None = None

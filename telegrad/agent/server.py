@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from time import perf_counter
-from types import CoroutineType, coroutine
+from types import CoroutineType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from telegrad.agent import autocast, errands
+from telegrad.agent import errands
 from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
+from telegrad.agent.entrance import Arrival, Doorkeeper, Entrance
 from telegrad.agent.futures import Signal
 from telegrad.agent.members import Identity
 from telegrad.agent.naming import RUNS, user_name
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
+from telegrad.agent.scene import entered, in_setting, setting
 from telegrad.devices.routes import for_answers
 from telegrad.devices.streams import Streams
 from telegrad.errors import CannotEncode, PeerError, UsageError
@@ -29,16 +30,15 @@ from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve
 from telegrad.wire.messages import (
-    AUTOCAST,
     CALL,
     CARRIES,
     FAILURE,
-    INFERENCE,
     NO_GRAD,
     NOTICE,
     PATIENT,
     RECORDED,
     RESULT,
+    SCENE,
     Frame,
     load,
     unload,
@@ -60,7 +60,7 @@ log = logging.getLogger("telegrad")
 class Caller:
     """Who is at the other end of an accepted connection."""
 
-    __slots__ = ("identity", "link", "name", "place", "same_program")
+    __slots__ = ("entrance", "identity", "link", "name", "place", "same_program")
 
     def __init__(self, identity: Identity, same_program: bool, map_: Iterable[tuple[str, str]]) -> None:
         """`map_` leads from its devices to those of this worker."""
@@ -69,6 +69,7 @@ class Caller:
         self.same_program = same_program
         self.place = for_answers(identity.name, dict(map_))
         self.link: AnyLink | None = None
+        self.entrance = Entrance()
 
 
 class Later(NamedTuple):
@@ -103,8 +104,11 @@ class Server:
         self.pack: Callable[[Sequence[Any], Identity, None], bytes]
         self.streams: Streams
         self.recorder: Recorder | None = None
+        self.doorkeeper: Doorkeeper | None = None
+        self.orders = False  # the doorkeeper is asked for functions that are known to be short, too
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what to call instead
         self._short: dict[bytes, bool] = {}  # by the function's name
+        self._short_in_order: dict[bytes, bool] = {}  # of those that the doorkeeper heeds
         self._lock = threading.Lock()  # guards _loop and _running
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = 0  # calls whose functions returned a future or a coroutine
@@ -118,8 +122,12 @@ class Server:
             if frame.flags & CARRIES:
                 frame = self._take_cargo(frame, caller.identity)
             if frame.kind == CALL:
-                cost = QUICK if frame.head and self._short.get(frame.head) else LONG
-                self._reactor.submit(Work(self._run, (caller, frame), cost))
+                short = frame.head and self._short.get(frame.head)
+                if (not short or self.orders) and self._heeds(frame.head):
+                    caller.entrance.put(frame)
+                    self._reactor.submit(Work(self._run_in_order, caller, self._cost_in_order(frame)))
+                else:
+                    self._reactor.submit(Work(self._run, (caller, frame), QUICK if short else LONG))
             elif frame.kind == NOTICE:
                 if frame.flags & PATIENT:
                     self._reactor.submit(Work(self._notice, (caller, frame), IDLE))
@@ -139,16 +147,19 @@ class Server:
         else:
             self._serve(*work)
 
-    def _serve(self, caller: Caller, frame: Frame) -> None:
+    def _serve(self, caller: Caller, frame: Frame, arrival: Arrival | None = None) -> None:
         start = perf_counter()
         function: Any = None
         args: Any = None
         try:
-            frame, tensors = take_tensors(frame, self.recorder, caller.identity)
-            function, args, kwargs = open_call(frame, tensors)
+            if arrival is None:
+                frame, tensors = take_tensors(frame, self.recorder, caller.identity)
+                function, args, kwargs = open_call(frame, tensors)
+                del tensors
+            else:
+                function, args, kwargs = arrival.take()
             if self.wrap is not None:
                 function = self.wrap(function)
-            del tensors
             if frame.flags:
                 with setting(frame):
                     result = function(*args, **kwargs)
@@ -160,13 +171,14 @@ class Server:
             args = None  # memory that was lent for them goes back together with the answer
             del kwargs
             if frame.head:
-                limit = SHORT if self._short.get(frame.head) else SHORT + HANDING_OVER
-                self._short[frame.head] = self._reactor.worked_until() - start < limit
+                known = self._short if arrival is None else self._short_in_order
+                limit = SHORT if known.get(frame.head) else SHORT + HANDING_OVER
+                known[frame.head] = self._reactor.worked_until() - start < limit
         except BaseException as error:
             self._fail(caller, frame, error, user_name(function, args) if function is not None else "")
         else:
             if type(result) is CoroutineType:
-                self._await(caller, frame, result, result if hasattr(function, RUNS) else function)
+                self._await(caller, frame, result, result if hasattr(function, RUNS) else function, arrival)
             elif type(result) is Later:
                 self._when_done(caller, frame, result.future, result.function)
             elif hasattr(function, ASYNC_MARK):
@@ -237,6 +249,58 @@ class Server:
             link.fail(error)
             raise
 
+    # Calls whose order counts
+
+    def _heeds(self, name: bytes) -> bool:
+        return self.doorkeeper is not None and self.doorkeeper.heeds(name)
+
+    def _cost_in_order(self, frame: Frame) -> int:
+        return QUICK if self._short_in_order.get(frame.head) else LONG
+
+    def _run_in_order(self, caller: Caller) -> None:
+        frame = caller.entrance.begin()
+        if frame is None:
+            return
+        with self.streams.turn():
+            arrival = self._admit(caller, frame)
+        if caller.entrance.end():
+            self._reactor.submit(Work(self._run_in_order, caller, LONG))
+        if arrival is not None:
+            self._perform(arrival)
+
+    def _admit(self, caller: Caller, frame: Frame) -> Arrival | None:
+        """Open a call; None where it shall not run now."""
+        assert self.doorkeeper is not None
+        try:
+            frame, tensors = take_tensors(frame, self.recorder, caller.identity)
+            arrival = Arrival(caller, frame, open_call(frame, tensors))
+        except BaseException as error:
+            self._fail(caller, frame, error, "")
+            return None
+        self._count(1)  # it may wait
+        try:
+            return arrival if self.doorkeeper.admit(arrival) else None
+        except BaseException as error:
+            self.refuse(arrival, error)
+            return None
+
+    def perform(self, arrival: Arrival) -> None:
+        """Have a call run that was not admitted at once."""
+        self._reactor.submit(Work(self._perform, arrival, self._cost_in_order(arrival.frame)))
+
+    def _perform(self, arrival: Arrival) -> None:
+        try:
+            with self.streams.turn(), entered(arrival.scene):
+                self._serve(arrival.caller, arrival.frame, arrival)
+        finally:
+            self._count(-1)
+            arrival.end()
+
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:
+        """A call that was not admitted at once will not run."""
+        self._count(-1)
+        self._fail(arrival.caller, arrival.frame, error, user_name(arrival.function, arrival.args))
+
     # Functions that go on after they returned
 
     def _when_done(self, caller: Caller, call: Frame, future: Any, function: Any) -> None:
@@ -257,19 +321,29 @@ class Server:
 
         future.add_done_callback(done)
 
-    def _await(self, caller: Caller, call: Frame, awaitable: Coroutine[Any, Any, Any], function: Any) -> None:
+    def _await(
+        self,
+        caller: Caller,
+        call: Frame,
+        awaitable: Coroutine[Any, Any, Any],
+        function: Any,
+        arrival: Arrival | None,
+    ) -> None:
         self._count(1)
+        on_end = arrival.keep_end() if arrival is not None else None
         special = call.flags or call.context is not None or self.streams.used
 
         async def run() -> None:
             try:
-                result = await (_in_setting(awaitable, call, self.streams) if special else awaitable)
+                result = await (in_setting(awaitable, call, self.streams) if special else awaitable)
             except BaseException as error:
                 self._fail(caller, call, error, user_name(function))
             else:
                 self._send(caller, self._answer(caller, call, result, function))
             finally:
                 self._count(-1)
+                if on_end is not None:
+                    on_end()
 
         asyncio.run_coroutine_threadsafe(run(), self._event_loop())
 
@@ -315,7 +389,7 @@ class Server:
 def open_call(frame: Frame, tensors: Sequence[Tensor]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function and the arguments of a CALL."""
     references = frame.cargo.references if frame.cargo is not None else ()
-    body = unload(frame.body)[0] if frame.flags & AUTOCAST else frame.body
+    body = unload(frame.body)[0] if frame.flags & SCENE else frame.body
     value = decode(body, tensors, references)
     frame.blobs.clear()  # the tensors keep what they need
     if references:
@@ -359,34 +433,3 @@ def _about_result(error: BaseException) -> BaseException:
         said.__cause__ = error.__cause__
         return said
     return error
-
-
-@contextlib.contextmanager
-def setting(call: Frame) -> Generator[None, None, None]:
-    """The grad mode, the autocast and the context that the caller was in."""
-    with contextlib.ExitStack() as stack:
-        if call.flags:
-            stack.enter_context(torch.inference_mode(bool(call.flags & INFERENCE)))
-            stack.enter_context(torch.set_grad_enabled(not call.flags & NO_GRAD))
-        if call.flags & AUTOCAST:
-            stack.enter_context(autocast.entered(unload(call.body)[1]))
-        if call.context is not None:
-            stack.enter_context(call.context.entered())
-        yield
-
-
-@coroutine
-def _in_setting(inner: Coroutine[Any, Any, Any], call: Frame, streams: Streams) -> Generator[Any, Any, Any]:
-    """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them."""
-    step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
-    while True:
-        try:
-            with streams.turn(), setting(call):
-                waited = step()
-        except StopIteration as stop:
-            return stop.value
-        try:
-            sent = yield waited
-            step = lambda sent=sent: inner.send(sent)  # type: ignore[misc]  # noqa: E731
-        except BaseException as error:
-            step = lambda error=error: inner.throw(error)  # type: ignore[misc]  # noqa: E731

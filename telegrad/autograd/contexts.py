@@ -194,6 +194,10 @@ class Contexts:
         """The context of that id, if this worker takes part in it."""
         return self._contexts.get(id_)
 
+    def has_ended(self, id_: int) -> bool:
+        """Whether this worker knows that the context has ended."""
+        return id_ in self._ended
+
     def find(self, id_: int) -> Context:
         """The context of that id.
 

@@ -14,7 +14,7 @@ from telegrad.compat import scripted
 from telegrad.compat.missing import missing_from
 from telegrad.nn import remote_module
 from telegrad.nn.place import parse_place
-from telegrad.rpc import RRef, rpc_async
+from telegrad.rpc import RRef, WorkerInfo, rpc_async
 from telegrad.wire.reducers import REDUCERS
 
 __all__ = ["RemoteModule"]
@@ -45,7 +45,7 @@ class RemoteModule(remote_module.RemoteModule):
 
     def __init__(
         self,
-        remote_device: str,
+        remote_device: str | WorkerInfo,
         module_cls: Callable[..., nn.Module],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
@@ -56,10 +56,10 @@ class RemoteModule(remote_module.RemoteModule):
 
     @classmethod
     def init_from_module_rref(
-        cls, remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+        cls, remote_device: str | WorkerInfo, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
         """A handle of a module that exists already; it runs where that one is, whatever worker is named."""
-        _, device = parse_place(str(remote_device))
+        _, device = parse_place(remote_device)
         place = module_rref.owner_name() + (f"/{device}" if device is not None else "")
         made = super().init_from_module_rref(place, module_rref)
         made._make_scriptable(_module_interface_cls)

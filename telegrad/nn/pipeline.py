@@ -116,6 +116,10 @@ class Pipeline(nn.Module):
         schedule: str = "1f1b",
     ) -> None:
         super().__init__()
+        if isinstance(stages, RemoteModule | RRef) or not isinstance(chunks, int):
+            raise UsageError(
+                "the stages of a pipeline are a list, and chunks a number: Pipeline([first, second], chunks=8)"
+            )
         if not stages or chunks < 1:
             raise UsageError("a pipeline needs at least one stage, and one chunk")
         if schedule not in SCHEDULES:

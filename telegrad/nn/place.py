@@ -5,16 +5,20 @@ from __future__ import annotations
 import torch
 
 from telegrad.errors import UsageError
+from telegrad.rpc import WorkerInfo
 
 RANK = "rank:"
 
 
-def parse_place(text: str) -> tuple[str | int, torch.device | None]:
+def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None]:
     """The worker, by its name or rank, and the device there, if one is named.
 
     Raises:
         UsageError: that is no place.
     """
+    if isinstance(given, int):
+        raise UsageError(_advice(given, f"for the worker of that rank write '{RANK}{given}'"))
+    text = given.name if isinstance(given, WorkerInfo) else str(given)
     worker, _, device = text.partition("/")
     if not worker or (not device and _is_device(worker)):
         raise UsageError(_advice(text, "it names no worker"))
@@ -26,7 +30,7 @@ def parse_place(text: str) -> tuple[str | int, torch.device | None]:
         raise UsageError(_advice(text, str(error))) from error
 
 
-def _advice(text: str, why: str) -> str:
+def _advice(text: object, why: str) -> str:
     return f"{text!r} is no place for a module: {why}. Write 'worker' or 'worker/device', such as 'trainer0/cpu'"
 
 

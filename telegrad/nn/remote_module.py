@@ -21,7 +21,7 @@ from telegrad.agent.naming import known_as, runs_as
 from telegrad.errors import UsageError
 from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
-from telegrad.rpc import RRef, rpc_async, rpc_sync
+from telegrad.rpc import RRef, WorkerInfo, rpc_async, rpc_sync
 from telegrad.rpc.references import Proxy
 from telegrad.wire.reducers import REDUCERS
 
@@ -45,7 +45,8 @@ class RemoteModule(nn.Module):
     """A handle of a module on another worker: its `forward` runs there, and gradients find their way back to it.
 
     `remote_device` is a worker, with a device or without: `"trainer0"`, `"trainer0/cpu"`, `"ps0/cuda:0"`,
-    `"rank:1/cpu"`. The module is made there by `module_cls(*args, **kwargs)`. The handle can be sent to other workers.
+    `"rank:1/cpu"`; or a `WorkerInfo`. The module is made there by `module_cls(*args, **kwargs)`. The handle can be sent
+    to other workers.
 
     To a module on an accelerator, arguments on accelerators travel along the device map; what did not arrive on its
     device is moved there. Results and state come back along the map or, without a map to that worker, on the CPU.
@@ -66,22 +67,22 @@ class RemoteModule(nn.Module):
 
     def __init__(
         self,
-        remote_device: str,
+        remote_device: str | WorkerInfo,
         module_cls: Callable[..., nn.Module],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        worker, device = parse_place(str(remote_device))
+        worker, device = parse_place(remote_device)
         there = device or torch.device("cpu")
         check_maker(module_cls, args, kwargs)
         self._represent(*rpc_sync(worker, _make, (module_cls, there, tuple(args or ()), dict(kwargs or {}))))
         self._signature = _signature_of(module_cls)
 
     @classmethod
-    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
+    def init_from_module_rref(cls, remote_device: str | WorkerInfo, module_rref: RRef[nn.Module]) -> Self:
         """A handle of a module that exists already; where `remote_device` names a device, it is moved there."""
-        worker, device = parse_place(str(remote_device))
+        worker, device = parse_place(remote_device)
         owner = module_rref.owner()
         if worker not in owner:
             raise UsageError(f"{module_rref!r} is not on worker {worker!r}, but on {owner.name!r}: say so")
@@ -246,7 +247,7 @@ class RemoteModule(nn.Module):
         except AttributeError:
             raise AttributeError(
                 f"RemoteModule has no attribute {name!r}. Methods of the module itself are called by "
-                f"``get_module_rref().rpc_sync().{name}(...)``"
+                f"``get_module_rref().rpc_sync().{name}(...)``; for copies of its parameters, see ``state_dict()``"
             ) from None
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

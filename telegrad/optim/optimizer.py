@@ -135,6 +135,16 @@ class DistributedOptimizer(Optimizer):
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any) -> None:
+        if not isinstance(context_id, int):
+            raise UsageError(
+                f"{method}() takes the id of a context, not {type(context_id).__name__}: "
+                f"write `with autograd.context() as context_id:`, and {method}(context_id) inside"
+            )
+        if current.conductor().contexts.has_ended(context_id):  # the owners may not have heard of it yet
+            raise ContextEnded(
+                f"the autograd context with id: {context_id} has ended, and its gradients with it: "
+                f"call {method}() inside of its `with` block"
+            )
         counts = together(self.locals, lambda _, local: _begin(local, method, context_id, *args)).values()
         if all(count is None for count in counts):
             raise ContextEnded(

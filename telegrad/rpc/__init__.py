@@ -2,6 +2,7 @@
 
 from telegrad.agent.futures import Future
 from telegrad.rpc import functions
+from telegrad.rpc.actors import actor
 from telegrad.rpc.api import (
     UNSET_RPC_TIMEOUT,
     _rref_context_get_debug_info,
@@ -38,6 +39,7 @@ __all__ = [
     "TlsFiles",
     "WorkerInfo",
     "_rref_context_get_debug_info",
+    "actor",
     "debug_info",
     "functions",
     "get_worker_info",

@@ -41,6 +41,7 @@ from telegrad.agent.stores import Meeting, Place, join_store
 from telegrad.autograd.conductor import Conductor
 from telegrad.devices.maps import Devices, faults
 from telegrad.errors import CallTimeout, DeviceError, LeftEarly, PeerError, PeerLost, ShutDown, StoreLost, UsageError
+from telegrad.rpc import actors
 from telegrad.rpc.membership import Membership
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
@@ -75,6 +76,7 @@ class Worker:
         self._changed = threading.Event()
         self._stories: dict[int, str] = {}  # of those who left early or died
         self.keeper = Keeper(agent, lambda: handle.__new__(handle))
+        actors.serve(agent, self.keeper)
         self.conductor = Conductor(agent, lambda values: open_roots(self.keeper, values))
         if isinstance(directory, Members):
             self._farewell = Farewell(me.id, {member.id for member in directory})

@@ -61,9 +61,9 @@ def when_full(box: Box) -> Future[None]:
 class Method:
     """Calls a method of a value that this worker owns, or the value itself where the name is empty."""
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-        self.__qualname__ = f"methods.{_CALL}{name}"
+    def __init__(self, attribute: str) -> None:
+        self.__name__ = name = attribute[len(_CALL) :]
+        self.__qualname__ = f"methods.{attribute}"
         known_as(f"{name or '__call__'}() of the value of a reference")(self)
         setattr(self, OWN_ARGUMENTS, 2)
 
@@ -80,18 +80,28 @@ class Method:
 class _Methods:
     """A function for each method: the callee learns of each function by its name how long it takes."""
 
+    def __init__(self) -> None:
+        self._kind = _CALL
+
     def of(self, name: str) -> Method:
-        made: Method = getattr(self, _CALL + name)
+        made: Method = getattr(self, self._kind + name)
         return made
 
     def __getattr__(self, attribute: str) -> Method:
-        if not attribute.startswith(_CALL):
+        if not attribute.startswith((_CALL, _TURN)):
             raise AttributeError(attribute)
-        made = self.__dict__[attribute] = Method(attribute.removeprefix(_CALL))
+        made = self.__dict__[attribute] = Method(attribute)
         return made
+
+    def may_take_turns(self) -> None:
+        """From now on what this process calls may be actors, so that the callee must heed the order."""
+        self._kind = _TURN
 
 
 _CALL = "call_"  # before a method's name, which may be that of any attribute
+_TURN = "turn_"
+METHODS = f"{__name__}:methods.".encode()  # with what their names begin on the way
+TURNS = METHODS + _TURN.encode()
 methods = _Methods()
 
 

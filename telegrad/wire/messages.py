@@ -25,7 +25,7 @@ CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED = ran
 # Flags of a CALL: the caller's modes, as the function would find them in a local call.
 NO_GRAD = 1
 INFERENCE = 2
-AUTOCAST = 16  # it was in autocast: which, stands behind the body, before what else stands there
+SCENE = 16  # more that surrounds the caller stands behind the body, before what else stands there
 # Of a NOTICE: it is of no use to anybody who waits, so that whatever came with it goes first.
 PATIENT = 1
 # Of any frame: behind the body stands something for the rooms above, and its size; first what recorded its tensors.

@@ -257,6 +257,10 @@ def test_what_cannot_be_a_pipeline():
         Pipeline([make_stage(0)])((torch.ones(3, 5), torch.ones(4, 5)))
     with pytest.raises(UsageError, match="samples along their first dimension"):
         Pipeline([make_stage(0)])(torch.ones(()))
+    with pytest.raises(UsageError, match=r"stages of a pipeline are a list.*Pipeline\(\[first, second\], chunks=8\)"):
+        Pipeline(make_stage(0), make_stage(1))
+    with pytest.raises(UsageError, match="stages of a pipeline are a list"):
+        Pipeline(RemoteModule("w1", make_stage, (0,)))
     with pytest.raises(UsageError, match="a stage is a RemoteModule, a reference to a module or a module"):
         Pipeline(["w1"])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import telegrad.autograd as autograd
 from telegrad.errors import TelegradWarning, UnknownWorker, UsageError
 from telegrad.nn import RemoteModule
-from telegrad.rpc import RRef, current, debug_info, remote, rpc_sync
+from telegrad.rpc import RRef, current, debug_info, get_worker_info, remote, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -361,3 +361,9 @@ def test_nothing_is_said_where_no_gradient_is_wanted():
 def test_what_cannot_make_a_module_is_refused_here(arguments, said):
     with pytest.raises(UsageError, match=said):
         RemoteModule("w1", *arguments)
+
+
+def test_a_worker_may_be_named_by_its_info_but_not_by_a_bare_rank():
+    assert RemoteModule(get_worker_info("w1"), nn.Linear, (2, 1)).on == "w1"
+    with pytest.raises(UsageError, match="write 'rank:1'"):
+        RemoteModule(1, nn.Linear, (2, 1))

@@ -494,3 +494,17 @@ def test_a_step_without_a_backward_pass_says_that_it_did_nothing():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.step(context)
+
+
+def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_heard_of_it():
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum())
+    with pytest.raises(ContextEnded, match=r"has ended.*call step\(\) inside"):
+        optimizer.step(context)
+    with pytest.raises(
+        UsageError, match=r"takes the id of a context, not context: write `with autograd\.context\(\) as"
+    ):
+        optimizer.step(autograd.context())
+    assert leaf.to_here().sum() == 9

@@ -1,0 +1,165 @@
+"""What surrounds a call and holds in its function, too: the caller's autocast, and the actors that wait for it.
+
+A method of an actor has its turn while it runs. Each call that it makes is a hop, and so is named what is done for the
+sake of that call, wherever: a call back to the actor would wait for the turn, and the turn for it. While the method
+waits for a hop, such calls are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from types import coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from telegrad.devices import streams
+from telegrad.devices.streams import Streams
+from telegrad.wire.messages import INFERENCE, NO_GRAD, SCENE, Frame, unload
+from telegrad.wire.tensors import DTYPES, NAMES
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from telegrad.agent.pending import Pending
+
+_is_autocast_on = torch._C._is_any_autocast_enabled  # for a device, whichever: the fastest way to ask
+
+Hops = tuple[tuple[str, int], ...]
+
+
+class Turn:
+    """The time in which one method of an actor runs."""
+
+    def __init__(self, key: str, on_wait: Callable[[Turn, tuple[str, int]], None]) -> None:
+        """`on_wait` is called with each hop that the method begins to wait for."""
+        self.key = key
+        self.awaited: set[tuple[str, int]] = set()
+        self.on_wait = on_wait
+        self.calls = itertools.count()
+
+
+class InTurn(NamedTuple):
+    """By which method of an actor a call was made."""
+
+    turn: Turn
+    hop: tuple[str, int]
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Inside, the method waits for the call."""
+        self.turn.awaited.add(self.hop)
+        try:
+            self.turn.on_wait(self.turn, self.hop)
+            yield
+        finally:
+            self.turn.awaited.discard(self.hop)
+
+    def awaiting(self, waiter: asyncio.Future[Any]) -> Generator[Any, None, Any]:
+        """Await a future so."""
+        with self.waited_for():
+            return (yield from waiter.__await__())
+
+
+class Scene(NamedTuple):
+    """Where some code runs."""
+
+    hops: Hops = ()  # for whose sake
+    turn: Turn | None = None  # in which
+
+
+_current: ContextVar[Scene | None] = ContextVar("telegrad_scene", default=None)
+_entered = False  # whether there was ever a scene in this process
+
+
+def matters() -> bool:
+    """Whether there may be something to tell of this thread."""
+    return _entered or _is_autocast_on()
+
+
+def described(pending: Pending) -> bytes:
+    """What to tell of this thread, which makes a call; empty where there is nothing."""
+    here = _current.get()
+    if here is None and not _is_autocast_on():
+        return b""
+    kinds = [kind for kind in ("cpu", streams.kind()) if kind and torch.is_autocast_enabled(kind)]
+    types = {kind: NAMES[torch.get_autocast_dtype(kind)] for kind in kinds}
+    hops, turn = here or Scene()
+    if turn is not None:
+        hop = turn.key, next(turn.calls)
+        pending.in_turn = InTurn(turn, hop)
+        hops += (hop,)
+    return pickle.dumps((types, torch.is_autocast_cache_enabled(), hops), 5) if types or hops else b""
+
+
+@contextmanager
+def holding(description: bytes | memoryview) -> Iterator[None]:
+    """Inside, what was told of the caller holds here; autocast for the devices that this worker has."""
+    types, cached, hops = pickle.loads(description)
+    with ExitStack() as stack:
+        for kind, name in types.items():
+            if kind in ("cpu", streams.kind()):
+                stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
+        if hops:
+            here = _current.get()
+            stack.enter_context(entered(Scene(hops, here and here.turn)))
+        yield
+
+
+@contextmanager
+def entered(scene: Scene | None) -> Iterator[None]:
+    """Inside, this thread's code runs in that scene."""
+    if scene is None:
+        yield
+        return
+    global _entered
+    _entered = True
+    token = _current.set(scene)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def hops_of(description: bytes | memoryview) -> Hops:
+    """For whose sake a call was made."""
+    hops: Hops = pickle.loads(description)[2]
+    return hops
+
+
+# All that surrounds a call
+
+
+@contextmanager
+def setting(call: Frame) -> Generator[None, None, None]:
+    """The grad mode, the context and the scene that the caller was in."""
+    with ExitStack() as stack:
+        if call.flags:
+            stack.enter_context(torch.inference_mode(bool(call.flags & INFERENCE)))
+            stack.enter_context(torch.set_grad_enabled(not call.flags & NO_GRAD))
+        if call.flags & SCENE:
+            stack.enter_context(holding(unload(call.body)[1]))
+        if call.context is not None:
+            stack.enter_context(call.context.entered())
+        yield
+
+
+@coroutine
+def in_setting(inner: Coroutine[Any, Any, Any], call: Frame, streams: Streams) -> Generator[Any, Any, Any]:
+    """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them."""
+    step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
+    while True:
+        try:
+            with streams.turn(), setting(call):
+                waited = step()
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield waited
+            step = lambda sent=sent: inner.send(sent)  # type: ignore[misc]  # noqa: E731
+        except BaseException as error:
+            step = lambda error=error: inner.throw(error)  # type: ignore[misc]  # noqa: E731

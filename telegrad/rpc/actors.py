@@ -1,0 +1,234 @@
+"""Actors: objects whose methods, called from elsewhere, run one after the other.
+
+Whose turn it is is decided as calls are opened, which happens for each caller in the order in which its calls came. A
+call that has to wait is a heap of opened arguments, and no thread. Of several callers, each in turn gets a call in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from typing import Any, TypeVar
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.entrance import Arrival
+from telegrad.agent.members import Identity
+from telegrad.agent.scene import Scene, Turn
+from telegrad.errors import RRefError, UsageError
+from telegrad.rpc.batching import Batched
+from telegrad.rpc.values import METHODS, TURNS, Method, methods
+from telegrad.rref.box import Box
+from telegrad.rref.keeper import Keeper
+from telegrad.rref.letters import Id
+
+C = TypeVar("C", bound=type)
+
+_MARK = "_telegrad_actor"
+
+_lock = threading.Lock()  # guards both below
+_used = False  # there is a class of actors in this process
+_all: weakref.WeakSet[Actors] = weakref.WeakSet()
+
+
+def actor(cls: C) -> C:
+    """Mark a class: methods of one object that are called through references run one after the other.
+
+    Each caller's calls run in the order in which it made them; of several callers none waits for all calls of
+    another. Calls that wait hold no thread. A method that is an `async def` has its turn until it ends. One that is
+    marked with `functions.async_execution` has its turn until it returns its future, and one in batches has none.
+
+    A method must not wait for a call that comes back to its own object: that call is refused with a UsageError.
+    """
+    if not isinstance(cls, type):
+        raise UsageError(f"@rpc.actor marks a class, not {cls!r}: write it above `class {type(cls).__name__}:`")
+    setattr(cls, _MARK, _mark())
+    return cls
+
+
+class _Mark:
+    """Arms the process to which a class comes by value, too."""
+
+    def __reduce__(self) -> Any:
+        return _mark, ()
+
+
+def _mark() -> _Mark:
+    global _used
+    with _lock:
+        _used = True
+        methods.may_take_turns()
+        for each in _all:
+            each.arm()
+    return _Mark()
+
+
+def serve(agent: Agent, keeper: Keeper) -> None:
+    """Have the actors of a worker take turns."""
+    made = Actors(agent, keeper)
+    with _lock:
+        _all.add(made)
+        if _used:
+            made.arm()
+
+
+class _Queue:
+    """The calls of one busy actor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value  # so that its id remains its own
+        self.turn: Turn | None = None  # of the method that runs
+        self.method = ""
+        self._waiting: dict[Identity, deque[Arrival]] = {}  # by caller; whose turn is next comes first
+
+    def add(self, arrival: Arrival) -> None:
+        self._waiting.setdefault(arrival.caller.identity, deque()).append(arrival)
+
+    def next(self) -> Arrival | None:
+        """The first call of the caller who has waited for longest."""
+        caller = next(iter(self._waiting), None)
+        if caller is None:
+            return None
+        calls = self._waiting.pop(caller)
+        arrival = calls.popleft()
+        if calls:
+            self._waiting[caller] = calls
+        return arrival
+
+    def take_for(self, hop: tuple[str, int]) -> list[Arrival]:
+        """Those for the sake of a hop, which wait no longer."""
+        found: list[Arrival] = []
+        for caller, calls in list(self._waiting.items()):
+            found += [each for each in calls if hop in each.hops]
+            kept = deque(each for each in calls if hop not in each.hops)
+            if kept:
+                self._waiting[caller] = kept
+            else:
+                del self._waiting[caller]
+        return found
+
+
+class Actors:
+    """Those of one worker."""
+
+    def __init__(self, agent: Agent, keeper: Keeper) -> None:
+        self._agent = agent
+        self._keeper = keeper
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # guards both below
+        self._queues: dict[int, _Queue] = {}  # of actors that are busy, by the ids of the objects
+        self._coming: dict[Id, deque[Arrival]] = {}  # calls of values that are not made yet
+        self._heeded = TURNS
+        self._server = agent.keep_door(self)
+
+    def arm(self) -> None:
+        """There are actors in this process: heed also the calls of those who know of none."""
+        self._heeded = METHODS
+        self._server.orders = True
+
+    # What the server asks
+
+    def heeds(self, name: bytes) -> bool:
+        return name.startswith(self._heeded)
+
+    def admit(self, arrival: Arrival) -> bool:
+        maker, number = arrival.args[:2]
+        try:
+            box = self._keeper.box((maker, number))
+        except RRefError:
+            return True  # and fails
+        with self._lock:
+            if self._waits_for_value((maker, number), box, arrival):
+                return False
+            return self._enqueue(box.value, arrival)
+
+    # With the lock held
+
+    def _waits_for_value(self, ref: Id, box: Box, arrival: Arrival) -> bool:
+        coming = self._coming.get(ref)
+        if coming is None:
+            if box.full:
+                return False
+            coming = self._coming[ref] = deque()
+            self._agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
+        coming.append(arrival)
+        return True
+
+    def _enqueue(self, value: Any, arrival: Arrival) -> bool:
+        """Whether a call may run now."""
+        if not _takes_turns(value, arrival):
+            return True
+        queue = self._queues.get(id(value))
+        if queue is None:
+            queue = self._queues[id(value)] = _Queue(value)
+            self._begin(queue, arrival)
+            return True
+        if queue.turn is not None and queue.turn.awaited.intersection(arrival.hops):
+            raise _deadlock(queue, arrival)
+        queue.add(arrival)
+        return False
+
+    def _begin(self, queue: _Queue, arrival: Arrival) -> None:
+        key = f"{self._agent.incarnation}:{next(self._numbers)}"
+        queue.turn = Turn(key, lambda turn, hop: self._refuse(queue, turn, hop))
+        queue.method = _name_of(arrival)
+        arrival.scene = Scene(arrival.hops, queue.turn)
+        arrival.on_end = lambda: self._end(queue)
+
+    # As things happen
+
+    def _has_come(self, ref: Id, box: Box) -> None:
+        """The value of a reference was made, or failed: who waited for it goes on."""
+        ready: list[Arrival] = []
+        refused: list[tuple[Arrival, UsageError]] = []
+        with self._lock:
+            for arrival in self._coming.pop(ref):
+                try:
+                    if self._enqueue(box.value, arrival):
+                        ready.append(arrival)
+                except UsageError as fault:
+                    refused.append((arrival, fault))
+        for arrival in ready:
+            self._server.perform(arrival)
+        for arrival, error in refused:
+            self._server.refuse(arrival, error)
+
+    def _end(self, queue: _Queue) -> None:
+        """A turn is over: the next."""
+        with self._lock:
+            queue.turn = None
+            arrival = queue.next()
+            if arrival is None:
+                del self._queues[id(queue.value)]
+                return
+            self._begin(queue, arrival)
+        self._server.perform(arrival)
+
+    def _refuse(self, queue: _Queue, turn: Turn, hop: tuple[str, int]) -> None:
+        """A method begins to wait for a hop: what waits for that method for the sake of the hop would never run."""
+        with self._lock:
+            still = queue.turn is turn  # else what it left behind, such as a callback, waits
+            refused = [(each, _deadlock(queue, each)) for each in queue.take_for(hop)] if still else []
+        for arrival, error in refused:
+            self._server.refuse(arrival, error)
+
+
+def _takes_turns(value: Any, arrival: Arrival) -> bool:
+    kind = type(value)
+    return hasattr(kind, _MARK) and not isinstance(getattr(kind, _name_of(arrival), None), Batched)
+
+
+def _name_of(arrival: Arrival) -> str:
+    function = arrival.function
+    assert isinstance(function, Method)
+    return function.__name__
+
+
+def _deadlock(queue: _Queue, arrival: Arrival) -> UsageError:
+    kind = type(queue.value).__qualname__
+    return UsageError(
+        f"{kind}.{queue.method} waits for a call that calls {kind}.{_name_of(arrival)} of the same object, and an "
+        "actor runs one method at a time: neither would ever end. Call the other method in place (self.method()), or "
+        "do not wait for that call inside of a method"
+    )

@@ -1,0 +1,353 @@
+"""Actors: the methods of one object run one after the other, in the order of each caller."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+
+import pytest
+import torch
+
+from telegrad import errors
+from telegrad.rpc import RRef, actor, current, functions, remote, rpc_async, rpc_sync
+from telegrad.rpc.actors import _Queue
+from tests.cluster import PATIENCE, agents, group
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@actor
+class Log:
+    """Writes down who called, and notices two at once."""
+
+    def __init__(self, gate=None):
+        if gate is not None:
+            assert gates[gate].wait(PATIENCE)
+        self.seen = []
+        self.inside = 0
+        self.most = 0
+        self.friend = None
+
+    def note(self, *what):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.seen.append(what)
+        self.inside -= 1
+        return len(self.seen)
+
+    def note_slowly(self, *what):
+        """Another thread may have the lead meanwhile."""
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        rpc_sync("w0", abs, (-1,))
+        self.seen.append(what)
+        self.inside -= 1
+
+    async def note_later(self, *what):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        await asyncio.sleep(0)
+        await rpc_async("w0", abs, (-1,))
+        self.seen.append(what)
+        self.inside -= 1
+
+    def wait_for(self, gate):
+        started.set()
+        assert gates[gate].wait(PATIENCE)
+
+    def fail(self):
+        raise ArithmeticError("as asked")
+
+    def all(self):
+        return self.most, list(self.seen)
+
+
+class Heir(Log):
+    """Actors are inherited."""
+
+
+class Plain:
+    def __init__(self):
+        self.event = threading.Event()
+
+    def wait(self):
+        return self.event.wait(PATIENCE)
+
+    def set(self):
+        self.event.set()
+
+
+gates: dict[str, threading.Event] = {}
+started = threading.Event()
+
+
+@pytest.fixture
+def gate(request):
+    name = request.node.name
+    gates[name] = threading.Event()
+    started.clear()
+    yield name
+    gates[name].set()
+
+
+def test_calls_run_in_the_order_in_which_they_were_made():
+    log = remote("w1", Log)
+    for number in range(200):
+        log.rpc_async().note_slowly(number) if number % 3 else log.remote().note(number)
+    most, seen = log.rpc_sync().all()
+    assert most == 1
+    assert seen == [(number,) for number in range(200)]
+
+
+def make_calls(log, number, seed):
+    """On a caller: calls of all kinds, with arguments that take different ways."""
+    chance = random.Random(seed + number)
+    calls = []
+    for index in range(100):
+        method = chance.choice(["note", "note_slowly", "note_later"])
+        proxy = chance.choice([log.rpc_async, log.remote])()
+        payload = torch.zeros(chance.choice([0, 1, 100, 10_000, 100_000]))
+        calls.append(getattr(proxy, method)(number, index, len(payload), payload.sum(), chance.choice([1, Plain])))
+    for each in calls:
+        each.wait() if isinstance(each, torch.futures.Future) else each.to_here()
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_order_under_load_from_several_callers(transport):
+    seed = int(os.environ.get("TELEGRAD_SEED") or random.randrange(1 << 30))
+    print(f"SEED={seed}")
+    with agents(4, transport=transport, num_worker_threads=4) as workers:
+        current.enter(workers[0].agent)
+        log = remote("w1", Heir)
+        for each in [rpc_async(f"w{number}", make_calls, (log, number, seed)) for number in range(4)]:
+            each.wait()
+        most, seen = log.rpc_sync().all()
+        current.enter(None)
+    assert most == 1
+    for number in range(4):  # the second of them is the owner itself
+        assert [each[1] for each in seen if each[0] == number] == list(range(100))
+
+
+def test_calls_that_wait_hold_no_thread_and_other_objects_go_on(gate):
+    log, other, plain = remote("w1", Log), remote("w1", Log), remote("w1", Plain)
+    log.rpc_sync().all()
+    held = log.rpc_async().wait_for(gate)
+    assert started.wait(PATIENCE)
+    threads = threading.active_count()
+    waiting = [log.rpc_async().note(number) for number in range(500)]
+    assert other.rpc_sync(10).note("meanwhile") == 1
+    plain.rpc_sync(10).set()
+    assert rpc_sync("w1", abs, (-3,), timeout=10) == 3
+    assert threading.active_count() < threads + 8
+    assert not any(each.done() for each in waiting)
+    gates[gate].set()
+    held.wait()
+    assert [each.wait() for each in waiting] == list(range(1, 501))
+
+
+def test_calls_of_what_is_still_being_made_keep_their_order_and_hold_no_thread(gate):
+    log = remote("w1", Log, (gate,))
+    threads = threading.active_count()
+    calls = [log.rpc_async().note(number) for number in range(100)]
+    assert rpc_sync("w1", abs, (-3,), timeout=10) == 3
+    assert threading.active_count() < threads + 8
+    gates[gate].set()
+    assert [each.wait() for each in calls] == list(range(1, 101))
+
+
+def test_who_calls_what_could_not_be_made_is_told():
+    broken = remote("w1", Log, ("no such gate",))
+    for _ in range(3):
+        with pytest.raises(KeyError, match="no such gate"):
+            broken.rpc_async().note(1).wait()
+
+
+def test_an_error_does_not_stop_the_queue():
+    log = remote("w1", Log)
+    calls = [log.rpc_async().fail() if number % 2 else log.rpc_async().note(number) for number in range(10)]
+    for number, call in enumerate(calls):
+        if number % 2:
+            with pytest.raises(ArithmeticError, match="as asked"):
+                call.wait()
+        else:
+            call.wait()
+    with pytest.raises(AttributeError, match="nothing"):
+        log.rpc_sync().nothing()
+    assert log.rpc_sync().all()[1] == [(0,), (2,), (4,), (6,), (8,)]
+
+
+def test_one_caller_does_not_wait_for_all_calls_of_another():
+    queue = _Queue(object())
+
+    class Fake:
+        def __init__(self, caller, number):
+            self.caller = self
+            self.identity, self.number = caller, number
+
+    for caller, count in (("a", 5), ("b", 2), ("c", 1)):
+        for number in range(count):
+            queue.add(Fake(caller, number))
+    order = [(each.identity, each.number) for each in iter(queue.next, None)]
+    assert order == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3), ("a", 4)]
+
+
+@actor
+class Asker:
+    def __init__(self):
+        self.value = 0
+
+    def get(self):
+        return self.value
+
+    def keep(self, me, started=None):
+        self.me = me
+
+    def ask_myself(self):
+        return self.me.rpc_sync().get()
+
+    def ask_over(self, worker, way):
+        return ask(worker, way, self.me)
+
+    async def ask_later(self, worker):
+        return await rpc_async(worker, passed_on, (self.me,))
+
+    def wait_at_last(self, worker):
+        future = rpc_async(worker, passed_on, (self.me,))
+        reached.wait(PATIENCE)
+        return future.wait()
+
+    def leave_behind(self, worker):
+        """Nobody waits for it in here."""
+        rpc_async(worker, add_one, (self.me,))
+
+    def add(self):
+        self.value += 1
+
+    @functions.async_execution
+    def soon(self):
+        self.future = torch.futures.Future()
+        return self.future
+
+    def now(self, value):
+        self.future.set_result(value)
+
+    @functions.batch(max_size=3, max_wait=PATIENCE)
+    async def doubled(self, values):
+        return [2 * value for value in values]
+
+
+reached = threading.Event()
+
+
+def passed_on(asker):
+    reached.set()
+    return asker.rpc_sync().get()
+
+
+def passed_on_twice(asker):
+    return rpc_sync("w3", passed_on, (asker,))
+
+
+def add_one(asker):
+    asker.rpc_sync().add()
+
+
+def ask(worker, way, asker):
+    if way == "sync":
+        return rpc_sync(worker, passed_on, (asker,))
+    if way == "twice":
+        return rpc_sync(worker, passed_on_twice, (asker,))
+    return rpc_async(worker, passed_on, (asker,)).wait()
+
+
+def make_asker():
+    asker = remote("w1", Asker)
+    asker.rpc_sync().keep(asker)
+    return asker
+
+
+DEADLOCK = r"waits for a call that calls Asker\.get of the same object"
+
+
+@pytest.mark.parametrize("way", ["sync", "async", "twice"])
+def test_a_call_that_would_wait_for_itself_is_refused_and_the_actor_lives_on(way):
+    asker = make_asker()
+    with pytest.raises(errors.UsageError, match=f"Asker.ask_over {DEADLOCK}"):
+        asker.rpc_sync().ask_over("w2", way)
+    with pytest.raises(errors.UsageError, match=f"Asker.ask_myself {DEADLOCK}"):
+        asker.rpc_sync().ask_myself()
+    with pytest.raises(errors.UsageError, match=f"Asker.ask_later {DEADLOCK}"):
+        asker.rpc_sync().ask_later("w2")
+    assert asker.rpc_sync().get() == 0
+
+
+def test_a_call_that_comes_back_before_it_is_waited_for_is_refused_then():
+    reached.clear()
+    with pytest.raises(errors.UsageError, match=f"Asker.wait_at_last {DEADLOCK}"):
+        make_asker().rpc_sync().wait_at_last("w2")
+
+
+def test_a_call_that_comes_back_but_is_not_waited_for_has_its_turn():
+    asker = make_asker()
+    for _ in range(5):
+        asker.rpc_sync().leave_behind("w2")
+    while asker.rpc_sync().get() < 5:
+        pass
+
+
+def test_a_method_whose_value_comes_later_lets_others_in():
+    asker = make_asker()
+    soon = asker.rpc_async().soon()
+    asker.rpc_sync().now(7)
+    assert soon.wait() == 7
+    assert [each.wait() for each in [asker.rpc_async().doubled(number) for number in range(3)]] == [0, 2, 4]
+
+
+def test_two_references_to_one_object_share_its_turns(gate):
+    first, second = rpc_sync("w1", two_references)
+    held = first.rpc_async().wait_for(gate)
+    assert started.wait(PATIENCE)
+    call = second.rpc_async().note(1)
+    assert rpc_sync("w1", abs, (-3,), timeout=10) == 3
+    assert not call.done()
+    gates[gate].set()
+    held.wait()
+    assert call.wait() == 1
+
+
+def two_references():
+    log = Log()
+    return RRef(log), RRef(log)
+
+
+def test_only_classes_can_be_actors():
+    with pytest.raises(errors.UsageError, match="marks a class"):
+        actor(two_references)
+
+
+def drive(worker):
+    """In a process that knows the class by value only."""
+
+    class Counter:
+        def __init__(self):
+            self.seen = []
+
+        def note(self, number):
+            self.seen.append(number)
+
+        def all(self):
+            return self.seen
+
+    import telegrad.rpc as rpc
+
+    counter = rpc.remote(worker, rpc.actor(Counter))
+    for number in range(300):
+        counter.rpc_async().note(number)
+    return counter.rpc_sync().all()
+
+
+def test_between_processes_also_a_class_that_travels_by_value():
+    with group(2) as processes:
+        assert processes[0].run(drive, "worker1") == list(range(300))
