@@ -1,7 +1,10 @@
-"""Run a program that was written for `torch.distributed.rpc` on Telegrad.
+"""Telegrad from the command line.
 
-python -m telegrad script.py [arguments]
-python -m telegrad -m package.module [arguments]
+python -m telegrad script.py [arguments]          run a program written for torch.distributed.rpc on Telegrad
+python -m telegrad -m package.module [arguments]  the same, for a module
+python -m telegrad worker NAME [options]          start one worker of a group; `worker --help` lists the options
+python -m telegrad --version
+python -m telegrad --help
 """
 
 from __future__ import annotations
@@ -10,26 +13,41 @@ import os
 import runpy
 import sys
 
-from telegrad import compat
 from telegrad.version import VERSION
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        sys.exit(0 if arguments else 2)
-    compat.install()
-    print(f"telegrad {VERSION} serves torch.distributed.rpc", file=sys.stderr)
-    if arguments[0] == "-m":
+    first = arguments[0] if arguments else ""
+    if first in ("", "-h", "--help"):
+        print(__doc__, file=sys.stdout if first else sys.stderr)
+        sys.exit(0 if first else 2)
+    if first in ("-V", "--version"):
+        print(f"telegrad {VERSION}")
+    elif first == "worker":
+        from telegrad import worker
+
+        sys.exit(worker.main(arguments[1:]))
+    elif first == "-m":
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")
+        _serve_torchs_name()
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif first.startswith("-"):
+        sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
     else:
+        _serve_torchs_name()
         sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+        sys.path[0] = os.path.dirname(os.path.abspath(first))
+        runpy.run_path(first, run_name="__main__")
+
+
+def _serve_torchs_name() -> None:
+    from telegrad import compat
+
+    compat.install()
+    print(f"telegrad {VERSION} serves torch.distributed.rpc", file=sys.stderr)
 
 
 if __name__ == "__main__":

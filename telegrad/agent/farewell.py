@@ -131,7 +131,8 @@ class Farewell:
             self.lost_ones |= set(message.without)
             return [(sender, Left())]
         if isinstance(message, Who):
-            return [(sender, Missing(tuple(sorted(self._alive - self._entered))))]
+            missing = tuple(sorted(self._alive - self._entered))
+            return [(sender, Missing(missing))] if self.leader == self._me else []
         if isinstance(message, Missing):
             self._told_missing = set(message.ids)
             return []

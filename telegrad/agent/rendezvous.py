@@ -337,3 +337,9 @@ def first_of(board: Board) -> Member:
 
 def _fingerprint(salt: str, key: bytes | None) -> str:
     return hashlib.sha256(salt.encode() + key).hexdigest() if key else ""
+
+
+def call_off(store: Any, why: str) -> None:
+    """Have the group that forms in this store fail, for all its workers."""
+    number = Board(store).swap(ROUND, "", "1")
+    Board(store, f"telegrad/{number}").swap(COMPLETE, "", _fault(RendezvousError(why)))

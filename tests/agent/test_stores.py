@@ -13,7 +13,7 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad.agent import stores
 from telegrad.agent.stores import OPEN, OVER, SERVED, Board, open_store
-from tests.cluster import free_port, in_threads
+from tests.cluster import free_port, in_threads, processes
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
 
@@ -155,6 +155,57 @@ def test_a_variable_that_is_missing_or_wrong_is_named(monkeypatch, name, value):
     monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(errors.UsageError, match=name):
         open_store("env://", -1, 2, 30)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "words"),
+    [
+        (2, 2, "rank 2 is not within a group of 2: ranks go from 0 to 1"),
+        (-2, 2, "rank -2 is not within a group of 2"),
+        (0, 0, "world_size must be the number of the group's workers"),
+        (0, -1, "world_size must be"),
+    ],
+)
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "file:///nonexistent/store", "env://"])
+def test_a_rank_or_a_size_that_cannot_be_is_told_before_the_store_is_looked_for(url, rank, size, words):
+    with pytest.raises(errors.UsageError, match=words):
+        open_store(url, rank, size, 30)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_does_not_resolve_is_told_at_once(monkeypatch, rank):
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    began = time.monotonic()
+    with pytest.raises(errors.UsageError, match=r"'nowhere.invalid' cannot be resolved.*MASTER_ADDR"):
+        open_store("env://", rank, 2, 30)
+    assert time.monotonic() - began < 1
+
+
+def test_who_serves_next_waits_for_the_last_groups_store_to_go():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with processes(1) as (other,):
+        other.run(serve_a_store_that_is_over, url)
+        opened = []
+        thread = threading.Thread(target=lambda: opened.append(open_store(url, 0, 2, 30)))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()  # rather than an error: that server is about to go
+        other.kill()
+        thread.join(30)
+        assert opened[0].serves
+
+
+_held = []
+
+
+def serve_a_store_that_is_over(url):
+    _held.append(open_store(url, 0, 2, 30))
+    Board(_held[0].store).swap(SERVED, OPEN, OVER)
 
 
 def test_a_port_that_is_taken():

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from telegrad.agent.farewell import DONE, LEAVING, WAITING, Farewell, Leave, Quiet
+from telegrad.agent.farewell import DONE, LEAVING, WAITING, Entered, Farewell, Leave, Missing, Quiet
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
 
@@ -30,6 +30,8 @@ class World:
         self.deaths = self.random.randint(1, 2) if deaths and self.count > 1 else 0
         self.notices = []  # (who hears, of whose death)
         self.gone = set()  # left in good order
+        self.dead = set()
+        self.questions = 5  # whom somebody waits for
         for worker in range(self.count):
             for _ in range(self.random.randint(0, 3)):
                 self.begin(worker, 2)
@@ -44,7 +46,15 @@ class World:
         for to, message in letters:
             if to == sender:
                 raise AssertionError("a letter to oneself")
+            if isinstance(message, Missing):
+                assert all(self.may_seem_missing(id_, sender) for id_ in message.ids)
             self.lines.setdefault((sender, to), []).append(message)
+
+    def may_seem_missing(self, worker, leader):
+        """It has not entered, or has died since; or its word is on the way, or will be once it hears of a death."""
+        told = any(isinstance(letter, Entered) for letter in self.lines.get((worker, leader), []))
+        here = self.machines[worker].inside and worker in self.alive
+        return not here or told or any(hears == worker for hears, _ in self.notices)
 
     def choices(self):
         """Everything that may happen next."""
@@ -54,6 +64,8 @@ class World:
                 yield self.enter, worker
             elif self.is_quiet(worker):
                 yield self.quiet, worker
+            if machine.inside and self.questions:
+                yield self.ask_who, worker
             if machine.state == DONE:
                 yield self.leave, worker
         for line, letters in sorted(self.lines.items()):
@@ -81,6 +93,7 @@ class World:
 
     def leave(self, worker):
         """It closes its connections; the others hear of it."""
+        assert self.machines[worker].lost_ones <= self.dead, "missed one who left in good order"
         self.gone.add(worker)
         self.notices += [(other, worker) for other in self.alive - self.gone]
 
@@ -91,6 +104,8 @@ class World:
             if isinstance(message, Leave):
                 assert not self.calls + self.running, "told to leave while a call is in flight"
             self.post(to, self.machines[to].receive(sender, message))
+            if isinstance(message, Leave) and sender in self.alive:
+                assert self.machines[to].lost_ones >= self.machines[sender].lost_ones
 
     def begin_to_run(self, call):
         self.calls.remove(call)
@@ -109,10 +124,15 @@ class World:
             return  # a connection that is closed in good order delivers what was sent on it first
         self.notices.remove(notice)
         if other in self.alive - self.gone:
-            self.post(other, self.machines[other].lost(worker))
+            self.post(other, self.machines[other].lost(worker, worker in self.dead))
+
+    def ask_who(self, worker):
+        self.questions -= 1
+        self.post(worker, self.machines[worker].ask_who())
 
     def die(self, worker):
         self.deaths -= 1
+        self.dead.add(worker)
         self.alive.discard(worker)
         self.calls = [call for call in self.calls if worker not in call[:2]]
         self.running = [call for call in self.running if worker not in call[:2]]
@@ -155,3 +175,18 @@ def test_two_rounds_where_nothing_happens():
             worker.receive(0, message)
     assert leader.state == LEAVING
     assert worker.state == DONE
+
+
+def test_who_waits_can_ask_the_leader_for_whom():
+    members = {0, 1, 2}
+    leader, worker = Farewell(0, members), Farewell(1, members)
+    for _, message in worker.enter():
+        leader.receive(1, message)
+    assert leader.missing == {0, 2}
+    assert worker.missing == set()  # it does not know
+    ((to, question),) = worker.ask_who()
+    ((back, answer),) = leader.receive(1, question)
+    worker.receive(to, answer)
+    assert (to, back) == (0, 1)
+    assert worker.missing == {0, 2}
+    assert leader.ask_who() == []

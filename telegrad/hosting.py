@@ -1,0 +1,235 @@
+"""`telegrad.local`: workers on this host that live and end with the program that starts them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from telegrad.agent.members import check_name
+from telegrad.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+HOST = "127.0.0.1"
+LAST_LINES = 20  # of a worker's output, in an error message
+GRACE = 5.0  # seconds for a worker to end by itself, and for its last output to come
+
+log = logging.getLogger("telegrad")
+
+
+class LocalGroup:
+    """A group of this process and of workers that it has started; made by `telegrad.local`."""
+
+    def __init__(self, workers: int | Sequence[str], driver: str, rpc_timeout: float) -> None:
+        self.names = _names(workers, driver)
+        self.driver = driver
+        self._lock = threading.Lock()  # guards _called_off, _store and _formed
+        self._called_off = ""
+        self._store: Any = None
+        self._formed = self._closed = False
+        with socket.create_server((HOST, 0)) as listener:
+            self._workers = [
+                _Worker(name, rank, self, listener.getsockname()[1], rpc_timeout)
+                for rank, name in enumerate(self.names, 1)
+            ]
+            try:
+                self._join(listener, rpc_timeout)
+            except BaseException:
+                self._end_workers()
+                raise
+        atexit.register(self._at_exit)
+
+    def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
+        """While the workers start, since to import torch takes this process as long."""
+        import torch.distributed as dist
+
+        from telegrad import rpc
+        from telegrad.agent.rendezvous import call_off
+        from telegrad.agent.stores import Meeting
+        from telegrad.rpc.api import enter_group
+
+        port = listener.getsockname()[1]
+        served = os.dup(listener.fileno())  # the store closes it
+        store = dist.TCPStore(
+            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=served, multi_tenant=False
+        )
+        with self._lock:
+            self._store = store
+            if self._called_off:
+                call_off(store, self._called_off)
+        options = rpc.TelegradOptions(rpc_timeout=rpc_timeout)
+        size = 1 + len(self.names)
+        enter_group(self.driver, options, lambda timeout: Meeting(store, HOST, 0, size))
+        with self._lock:
+            self._formed, self._store = True, None
+
+    def ended(self, worker: _Worker, code: int) -> None:
+        """A worker's process has ended."""
+        if self._closed:
+            return
+        how = f"ended with {_named(code)}"
+        with self._lock:
+            if not self._formed and not self._called_off:
+                said = "".join(f"\n    {line}" for line in worker.last_lines)
+                self._called_off = f"worker {worker.name!r} {how} before the group had formed. Its last lines:{said}"
+                if self._store is not None:
+                    from telegrad.agent.rendezvous import call_off
+
+                    call_off(self._store, self._called_off)
+                return
+        log.warning("telegrad: the process of worker %r %s", worker.name, how)
+
+    def shutdown(self, graceful: bool = True) -> None:
+        """End the group: the workers once no call is in flight, or, if not `graceful`, at once. Again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            self._leave(graceful)
+        finally:
+            self._end_workers()
+
+    def _leave(self, graceful: bool) -> None:
+        from telegrad import rpc
+        from telegrad.rpc import current
+
+        if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left by itself
+            rpc.shutdown(graceful)
+
+    def _end_workers(self) -> None:
+        self._closed = True
+        for worker in self._workers:
+            worker.begin_end()
+        for worker in self._workers:
+            worker.end()
+
+    def _at_exit(self) -> None:
+        self.shutdown(graceful=not hasattr(sys, "last_type"))  # of an error that nobody caught
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(graceful=kind is None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, number: int) -> str:
+        return self.names[number]
+
+    def __repr__(self) -> str:
+        state = "ended" if self._closed else f"this process is {self.driver!r}"
+        return f"<telegrad.local: {', '.join(self.names)}; {state}>"
+
+
+class _Worker:
+    """A worker's process, and what it prints."""
+
+    def __init__(self, name: str, rank: int, group: LocalGroup, port: int, timeout: float) -> None:
+        self.name = name
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        own = ["--rank", str(rank), "--world-size", str(1 + len(group.names)), "--master", f"{HOST}:{port}"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "telegrad", "worker", name, *own, "--timeout", str(timeout), "--with-parent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=_environment(len(group.names)),
+            **_own_session(),
+        )
+        self._pumps = [
+            threading.Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}", daemon=True)
+            for pipe, stream in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr"))
+        ]
+        watch = threading.Thread(target=self._watch, args=(group,), name=f"telegrad-{name}", daemon=True)
+        for thread in (*self._pumps, watch):
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin_end(self) -> None:
+        """It will end by itself, if it has not yet."""
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def end(self) -> None:
+        for ask in (_nothing, self._process.terminate, self._process.kill):
+            ask()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE)
+                break
+        for pump in self._pumps:
+            pump.join(GRACE)
+
+    def _pump(self, pipe: IO[str], stream: str) -> None:
+        for line in pipe:
+            self.last_lines.append(line.rstrip("\n"))
+            with contextlib.suppress(Exception):  # the stream is the program's, which may have closed it
+                out = getattr(sys, stream)
+                out.write(f"[{self.name}] {line.rstrip()}\n")
+                out.flush()
+
+    def _watch(self, group: LocalGroup) -> None:
+        code = self._process.wait()
+        for pump in self._pumps:
+            pump.join(GRACE)
+        group.ended(self, code)
+
+
+def _names(workers: int | Sequence[str], driver: str) -> list[str]:
+    if isinstance(workers, int):
+        workers = [f"worker{number}" for number in range(workers)]
+    if not workers or not isinstance(workers, Sequence) or isinstance(workers, str):
+        raise UsageError(f"telegrad.local needs the workers' number, at least 1, or a list of their names: {workers!r}")
+    for name in (driver, *workers):
+        check_name(name)
+    if len({driver, *workers}) <= len(workers):
+        raise UsageError(f"each worker needs a name of its own, and so does the driver: {[driver, *workers]}")
+    return list(workers)
+
+
+def _environment(workers: int) -> dict[str, str]:
+    """What this process can import, its workers can, too; and they share its cores."""
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _own_session() -> dict[str, Any]:
+    """Ctrl-C in the terminal, or in a notebook, is for this process alone."""
+    if os.name == "nt":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]
+    return {"start_new_session": True}
+
+
+def _named(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
+def _nothing() -> None:
+    """It ends by itself."""

@@ -1,0 +1,90 @@
+"""`python -m telegrad worker`: the program of a worker that has none of its own. It joins a group, and serves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+
+ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
+GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
+
+EPILOG = f"""\
+exit codes:
+  {ENDED}    the group has ended in order
+  2    wrong arguments
+  {JOINED_NOT}    the worker could not join
+  {LOST}    another worker was lost or left early, or a dynamic group its store, or the parent its end
+  {INTERRUPTED}  Ctrl-C
+
+The key of the group is read from TELEGRAD_KEY. Functions that are called by their name are imported from the folder
+where this is started, among others.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Live; the exit code."""
+    given = _parser().parse_args(arguments)
+    if given.with_parent:
+        threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()
+    from telegrad import errors, rpc  # here, since `--help` needs no torch
+
+    try:
+        options = rpc.TelegradOptions(
+            init_method=_meeting_place(given),
+            rpc_timeout=given.timeout,
+            num_worker_threads=given.threads,
+            address=given.address,
+        )
+        rpc.init_rpc(given.name, rank=given.rank, world_size=given.world_size, rpc_backend_options=options)
+    except errors.TelegradError as error:
+        return _say(f"worker {given.name!r} could not join: {error}", JOINED_NOT)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
+        rpc.serve(require=True)
+    except errors.TelegradError as error:
+        return _say(f"worker {given.name!r} has ended: {error}", LOST)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return ENDED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m telegrad worker",
+        description="Start one worker of a group. It serves the calls of the others until the group ends.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help="the worker's name in its group")
+    parser.add_argument("--rank", type=int, default=-1, help="its rank; else RANK, and in a dynamic group a free one")
+    parser.add_argument("--world-size", type=int, help="how many workers the group has; without, it is dynamic")
+    parser.add_argument("--master", metavar="HOST:PORT", help="where rank 0 serves; else MASTER_ADDR and MASTER_PORT")
+    parser.add_argument("--init-method", metavar="URL", help="another place to meet, such as file:///PATH")
+    parser.add_argument("--address", help="the address of this host under which the others reach it")
+    parser.add_argument("--threads", type=int, default=16, help="calls that run at once (16)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")
+    parser.add_argument("--with-parent", action="store_true", help="end when the standard input does")
+    return parser
+
+
+def _meeting_place(given: argparse.Namespace) -> str:
+    if given.init_method:
+        return str(given.init_method)
+    return f"tcp://{given.master}" if given.master else "env://"
+
+
+def _end_with_parent() -> None:
+    """However the parent ends, its end of this pipe is closed then."""
+    while os.read(0, 1 << 10):  # not by sys.stdin, whose lock a thread must not hold when the interpreter ends
+        pass
+    time.sleep(GRACE)
+    os._exit(LOST)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"telegrad: {text}", file=sys.stderr)
+    return code

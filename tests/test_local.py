@@ -1,0 +1,179 @@
+"""Workers started by `telegrad.local`, and by hand with `python -m telegrad worker`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import telegrad
+from telegrad import errors, worker
+from tests.cluster import PATIENCE, free_port
+
+PATIENT = 4 * PATIENCE  # several interpreters that import torch, on a machine that may be busy
+
+
+def run(text, tmp_path, **options):
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    return subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENT, cwd=tmp_path, **options
+    )
+
+
+WHOLE = """
+import os, signal, time
+import telegrad
+from beside import twice
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+def moved(point):
+    return Point(point.x + 1)
+
+if __name__ == "__main__":
+    with telegrad.local(["ps", "trainer"]) as group:
+        import telegrad.rpc as rpc
+        print(group, list(group), [worker.name for worker in rpc.workers()])
+        assert all(isinstance(rpc.rpc_sync(name, moved, (Point(1),)), Point) for name in group)
+        assert rpc.rpc_sync("ps", twice, (4,)) == 8
+        assert len({os.getpid(), *(rpc.rpc_sync(name, os.getpid) for name in group)}) == 3
+        rpc.rpc_sync("trainer", print, ("hello",))
+        future = rpc.rpc_async("ps", time.sleep, (1,))
+        try:
+            os.killpg(0, signal.SIGINT)  # as a terminal does
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("interrupted")
+        future.wait()
+        assert rpc.rpc_sync("trainer", int) == 0
+    print(group, [worker._process.returncode for worker in group._workers])
+"""
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_a_local_group_lives_and_ends_with_its_program(tmp_path):
+    (tmp_path / "beside.py").write_text("def twice(x):\n    return 2 * x\n")
+    ran = run(WHOLE, tmp_path, start_new_session=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "<telegrad.local: ps, trainer; this process is 'driver'> ['ps', 'trainer'] ['driver', 'ps', 'trainer']" in (
+        ran.stdout
+    )
+    assert "[trainer] hello" in ran.stdout
+    assert "interrupted" in ran.stdout
+    assert "<telegrad.local: ps, trainer; ended> [0, 0]" in ran.stdout
+    assert ran.stderr == ""
+
+
+ENDS = """
+import os, signal, sys, telegrad
+group = telegrad.local(1)
+print(group._workers[0].pid, flush=True)
+import telegrad.rpc as rpc, time
+rpc.rpc_async("worker0", time.sleep, ({busy},))
+{end}
+"""
+
+
+@pytest.mark.timeout(2 * PATIENT)
+@pytest.mark.parametrize(
+    ("busy", "end", "code"),
+    [
+        (600, "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        (600, "raise SystemError('a bug')", 1),
+        (0, "", 0),
+    ],
+    ids=["killed", "fails", "ends"],
+)
+def test_workers_end_with_their_program_however_it_ends(tmp_path, busy, end, code):
+    began = time.monotonic()
+    ran = run(ENDS.format(busy=busy, end=end), tmp_path)
+    assert ran.returncode == code, ran.stderr
+    pid = int(ran.stdout.splitlines()[0])
+    while is_running(pid):
+        assert time.monotonic() - began < PATIENT
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_a_worker_that_cannot_start_is_told_at_once_with_its_last_lines(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(errors.RendezvousError) as caught:
+        telegrad.local(["a"], rpc_timeout=PATIENT)
+    assert "worker 'a' ended with exit code 1 before the group had formed" in str(caught.value)
+    assert "ImportError: there is no torch here" in str(caught.value)
+    assert time.monotonic() - began < PATIENCE
+
+
+@pytest.mark.parametrize("names", [0, [], ["a", "a"], ["driver"], ["a b"], "ab", 2.5])
+def test_groups_that_cannot_be_started(names):
+    with pytest.raises(errors.UsageError):
+        telegrad.local(names)
+
+
+# By hand
+
+
+def command(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "telegrad", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=PATIENT)
+    return process.returncode, out, err
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_workers_started_by_hand():
+    place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}"]
+    made = [command("worker", f"w{rank}", "--rank", rank, *place) for rank in range(2)]
+    assert [finish(process) for process in made] == [(worker.ENDED, "", "")] * 2  # both serve only: the group ends
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_a_worker_that_cannot_join_says_why():
+    place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}", "--timeout", 0.2]
+    code, _, said = finish(command("worker", "w1", "--rank", 1, *place))
+    assert code == worker.JOINED_NOT
+    assert said.startswith("telegrad: worker 'w1' could not join: nobody serves the store")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--version"], 0, f"telegrad {telegrad.__version__}"),
+        (["--help"], 0, "python -m telegrad worker NAME"),
+        (["worker", "--help"], 0, "--world-size"),
+        ([], 2, "python -m telegrad script.py"),
+        (["--nonsense"], 1, "no option --nonsense"),
+        (["worker"], 2, "name"),
+    ],
+    ids=str,
+)
+def test_the_command_line_explains_itself(arguments, code, words):
+    found, out, err = finish(command(*arguments))
+    assert found == code
+    assert words in out + err
