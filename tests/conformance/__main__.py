@@ -50,6 +50,7 @@ def _arguments() -> argparse.Namespace:
         "--group", type=_groups, default=suites.GROUPS, help=f"some of {','.join(suites.GROUPS)}; or all"
     )
     parser.add_argument("--reference", action="store_true", help="against torch itself")
+    parser.add_argument("--spawn", action="store_true", help="ranks are spawned, not forked: each imports torch")
     parser.add_argument("--jobs", type=int, default=2, help="tests at once")
     parser.add_argument("--limit", type=float, default=runner.LIMIT, help="seconds for one test")
     parser.add_argument("--repeat", type=int, default=1, help="run each test so often; the worst outcome counts")
@@ -78,7 +79,12 @@ def _run(tests: list[str], chosen: argparse.Namespace) -> dict[str, Result]:
     """The worst result of each test, told as they come."""
     ran: dict[str, Result] = {}
     results = runner.run(
-        tests, reference=chosen.reference, jobs=chosen.jobs, limit=chosen.limit, logs=chosen.logs.absolute()
+        tests,
+        reference=chosen.reference,
+        spawn=chosen.spawn,
+        jobs=chosen.jobs,
+        limit=chosen.limit,
+        logs=chosen.logs.absolute(),
     )
     with contextlib.closing(results):
         for number, result in enumerate(results, 1):

@@ -1,7 +1,8 @@
-"""The warm parent of all ranks: `python -m tests.conformance.parent FD [--reference]`, started by the runner.
+"""The warm parent of all ranks: `python -m tests.conformance.parent FD [--reference] [--spawn]`, started by the runner.
 
 It imports torch once, takes names of tests from the connection FD and answers with what became of each. It forks, so
-it must have no second thread. What tests print goes to its standard output and error.
+it must have no second thread. What tests print goes to its standard output and error. Ranks that are spawned import
+this file, too, and prepare themselves.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from typing import Any
 from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result
 
 READY = "ready"
+REFERENCE, SPAWN = "--reference", "--spawn"  # arguments, which spawned ranks have too
 RAISED = re.compile(r"^ +\S.*\n([A-Za-z_][\w.]*(?::\s+.*)?)$", re.MULTILINE)  # what follows a traceback's frames
 LOST = re.compile(r"telegrad\.errors\.(PeerLost|PeerUnreachable|OwnerLost)|Connection (reset|closed) by peer")
 
 
 def main() -> None:
-    connection, reference = Connection(int(sys.argv[1])), "--reference" in sys.argv
+    connection, reference = Connection(int(sys.argv[1])), REFERENCE in sys.argv
     os.register_at_fork(after_in_child=connection.close)  # or the runner would not see the end of this process
-    importlib.import_module("torch")
-    if not reference:
-        _put_telegrad_in_place()
+    _prepare(reference)
     connection.send(READY)
     while True:
         try:
@@ -43,9 +43,14 @@ def main() -> None:
         connection.send(_run(test, reference))
 
 
-def _put_telegrad_in_place() -> None:
+def _prepare(reference: bool) -> None:
+    compat = importlib.import_module("telegrad.compat")
+    compat.uninstall()  # which a spawned rank has inherited: torch's own must be seen first
+    importlib.import_module("torch")
+    if reference:
+        return
     torchs_own = _modules()
-    importlib.import_module("telegrad.compat").install()
+    compat.install()
     importlib.import_module("tests.conformance.native").forbid([*torchs_own, *_modules()])
 
 
@@ -95,3 +100,5 @@ def last_line(text: str) -> str:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    _prepare(REFERENCE in sys.argv)

@@ -7,11 +7,14 @@ Each is made on demand, since its module may not even import against Telegrad, a
 from __future__ import annotations
 
 import importlib
+import sys
 import unittest
 from typing import Any, NamedTuple
 
 import torch
 from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+from tests.conformance.parent import REFERENCE, SPAWN
 
 ROOM = "torch.testing._internal.distributed"
 FIXTURES = {
@@ -63,12 +66,12 @@ SUITES = {
 GROUPS = tuple(dict.fromkeys(suite.group for suite in SUITES.values()))
 
 
-class ForkedRanks(MultiProcessTestCase):
-    """Starts the ranks of a test by fork: torch has been imported, which takes a spawned rank seconds."""
+class Ranks(MultiProcessTestCase):
+    """Starts the ranks of a test: by fork, since torch has been imported, which takes a spawned rank seconds."""
 
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+        self._start_processes(torch.multiprocessing.get_context("spawn" if SPAWN in sys.argv else "fork").Process)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         """Torch looks at the first rank; but a crash of another must not pass."""
@@ -93,9 +96,16 @@ def make(name: str, *, reference: bool) -> type[unittest.TestCase]:
         importlib.import_module("tests.conformance.faults")
     source = getattr(importlib.import_module(f"{ROOM}.{suite.module}"), suite.source)
     module, fixture = FIXTURES[suite.prefix]
-    bases = (source, getattr(importlib.import_module(module), fixture), ForkedRanks)
+    bases = (source, getattr(importlib.import_module(module), fixture), Ranks)
     globals()[name] = made = type(name, bases, {"__module__": __name__})
     return made
+
+
+def __getattr__(name: str) -> type[unittest.TestCase]:
+    """In a spawned rank, whose method is looked for here."""
+    if name in SUITES:
+        return make(name, reference=REFERENCE in sys.argv)
+    raise AttributeError(name)
 
 
 def tests(groups: tuple[str, ...]) -> list[str]:
