@@ -39,7 +39,7 @@ EVENTS = [
 ]
 FUNCTIONS = {
     "legacy": ["rpc_sync#aten::add(worker0 -> worker1)", "rpc_async#aten::mul(worker0 -> worker1)"],
-    "kineto": ["call_sync#aten::add(worker0 -> worker1)", "call_async#aten::mul(worker0 -> worker1)"],
+    "kineto": ["call#aten::add(worker0 -> worker1)", "future#aten::mul(worker0 -> worker1)"],
 }
 
 
