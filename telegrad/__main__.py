@@ -7,10 +7,10 @@ python -m telegrad -m package.module [arguments]
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 
 from telegrad import compat
+from telegrad.compat import program
 from telegrad.version import VERSION
 
 
@@ -25,11 +25,11 @@ def main() -> None:
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")
         sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        program.run_module(arguments[1])
     else:
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+        program.run_script(arguments[0])
 
 
 if __name__ == "__main__":
