@@ -10,7 +10,6 @@ python -m telegrad --help
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 
 from telegrad.version import VERSION
@@ -33,14 +32,18 @@ def main() -> None:
             sys.exit("python -m telegrad -m: name the module to run")
         _serve_torchs_name()
         sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        from telegrad.compat import program
+
+        program.run_module(arguments[1])
     elif first.startswith("-"):
         sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
     else:
         _serve_torchs_name()
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(first))
-        runpy.run_path(first, run_name="__main__")
+        from telegrad.compat import program
+
+        program.run_script(first)
 
 
 def _serve_torchs_name() -> None:

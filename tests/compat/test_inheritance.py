@@ -71,6 +71,30 @@ def test_program_is_told_its_name_and_its_folder(tmp_path):
     assert said.count("serves torch.distributed.rpc") == 1
 
 
+def test_functions_of_a_program_are_there_until_its_exit(tmp_path):
+    """Who shuts down there is called meanwhile, when the program's code has ended."""
+    program = """
+    import atexit, subprocess, threading
+
+    def ended():
+        return threading.main_thread().is_alive(), __name__
+
+    rank = len(sys.argv) - 2
+    if rank == 0:
+        command = [sys.executable, "-m", "telegrad", sys.argv[0], sys.argv[1], "1"]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{sys.argv[1]}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    atexit.register(rpc.shutdown)
+    if rank == 1:
+        atexit.register(print, "over", flush=True)
+    else:
+        assert child.stdout.readline() == b"over\\n"
+        print(rpc.rpc_sync("worker1", ended)[1])
+    """
+    assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "__main__"
+
+
 def test_what_the_environment_had_stays(tmp_path):
     """A sitecustomize of the user's own still runs, and so does the rest of PYTHONPATH."""
     own = tmp_path / "own"
