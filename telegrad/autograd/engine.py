@@ -80,7 +80,7 @@ class LocalPass:
         ] = {}  # gradients that have not been used; None: there is none
         self._lacking = False  # a node had no gradient at all, so that the engine could not begin there
         self._told: set[Node] = set()  # nodes whose hooks have been called with what is pending
-        self._entered: list[tuple[Node, int]] = []  # where the pass has come to, as the current act began
+        self._entered: Sequence[tuple[Any, ...]] = []  # where the pass had come to, as the current act began
         self._coming: dict[Identity, int] = {}  # how many messages' gradients the current step will bring, if several
         self._unshipped: set[Origin] = set()
         self._received_on: set[torch.Stream] = set()  # where the Recvs of the current step ran
@@ -245,13 +245,18 @@ class LocalPass:
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """A Recv runs, on whatever thread the engine has for it."""
         self._received_on.update(self._streams.current())
-        if any(gradient is None for gradient in gradients):
-            reached = outputs_reached(self._entered, origin)
-            gradients = [
-                WITHOUT if gradient is None and number in reached else gradient
-                for number, gradient in enumerate(gradients)
-            ]
+        for gradient in gradients:
+            if gradient is None:
+                gradients = self._told_apart(origin, gradients)
+                break
         self._ship(origin, gradients)
+
+    def _told_apart(self, origin: Origin, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """That there is no gradient from that the pass has not come to a tensor."""
+        reached = outputs_reached(self._entered, origin)
+        return [
+            WITHOUT if gradient is None and number in reached else gradient for number, gradient in enumerate(gradients)
+        ]
 
     def _ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         self._unshipped.discard(origin)
@@ -271,15 +276,17 @@ class LocalPass:
     def _run_engine(self, call: Call) -> None:
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        entered = self._entered = []
+        without: list[GradientEdge] = []
         for node in (*call.nodes, *call.fed) if call.fed else call.nodes:
             for number, entering in self._pending.pop(node, {}).items():
-                entered.append((node, number))
-                if entering is not None:
+                if entering is None:
+                    without.append(GradientEdge(node, number))
+                else:
                     roots.append(GradientEdge(node, number))
                     gradients.append(entering)
         if not roots:
             return
+        self._entered = [*roots, *without] if without else roots
         fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
         wanted: list[Any] = [GradientEdge(leaf, 0) for leaf in call.leaves]
         wanted += [node.anchor for node in call.recvs]
@@ -300,10 +307,10 @@ class LocalPass:
     def _feed(self, call: Call, edges: Sequence[GradientEdge], given: Sequence[Tensor | None]) -> None:
         """What a call of the engine gives to nodes that run by hand, after their hooks."""
         self._told.update(call.fed)
-        reached = [*self._entered, *(edge for node in call.nodes for edge in node.next_functions)]
-        for node, number in reached:
-            if node in self._told:
-                self._enter(node, number, None)
+        behind = (edge for node in call.nodes for edge in node.next_functions)
+        for fed, number, *_ in [*self._entered, *behind]:
+            if fed in self._told:
+                self._enter(fed, number, None)
         for edge, gradient in zip(edges, given, strict=True):
             if gradient is not None:
                 self._enter(edge.node, edge.output_nr, gradient)
@@ -348,13 +355,13 @@ class LocalPass:
             hook((), (gradient,))
 
 
-def outputs_reached(starts: Iterable[tuple[Node, int]], origin: Origin) -> set[int]:
+def outputs_reached(starts: Iterable[tuple[Any, ...]], origin: Origin) -> set[int]:
     """To which of the tensors that came in one message a pass comes that has come to these outputs of nodes."""
-    stack: list[tuple[Node, int]] = list(starts)
+    stack = list(starts)
     seen: set[Node] = set()
     reached: set[int] = set()
     while stack:
-        node, number = stack.pop()
+        node, number, *_ = stack.pop()
         if getattr(node, "origin", None) is origin:
             reached.add(number)
         elif node is not None and node not in seen:

@@ -226,7 +226,7 @@ class Schedule:
         for entry in entries:
             self._region[entry] = region = _root(self._region[entry])
             region.open += 1
-        self._ranks = Ranks(self._kind)
+        self._ranks: Ranks | None = None  # once some nodes can run before others that they lead to
         self._changed: dict[Region, None] = {}
         self._marked: set[Node] = set()
 
@@ -238,7 +238,7 @@ class Schedule:
     def settled(self, node: Node) -> bool:
         """Whether all that can still come to a node has come; what leads there may have to run yet."""
         region = _root(self._home[node])
-        return node not in self._ranks.waits if region.ranked else not region.open
+        return node not in self._ranked().waits if region.ranked else not region.open
 
     def special(self, kind: int) -> list[Node]:
         """All nodes of a kind but plain leaves."""
@@ -292,38 +292,49 @@ class Schedule:
         regions, self._changed = list(self._changed), {}
         if not regions:
             return None
-        if ordered or any(region.open or region.alone for region in regions):
+        for region in regions:
+            ordered = ordered or region.alone or region.open > 0
+        if ordered:
             return self._ordered_step(regions, waiting)
         return Step([self._whole(regions, waiting)])
 
     def _whole(self, regions: list[Region], waiting: Collection[Node]) -> Call:
         """All that is left of regions of which no entry is open."""
-        starts: list[Node] = []
+        starts: dict[Node, None] = {}
+        leaves: dict[Node, None] = {}
         recvs: list[Node] = []
         for region in regions:
+            leaves.update(region.plain)
+            leaves.update(dict.fromkeys(region.leaves))
             if region.ranked:
                 region.ranked = False
-                starts += [node for node in region.nodes if node in waiting]
-                recvs += [node for node in region.recvs if node in self._ranks.waits]
+                starts.update({node: None for node in region.nodes if node in waiting})
+                recvs += [node for node in region.recvs if node in self._ranked().waits]
             else:
-                starts += [node for entry in region.entries for node in self._entries[entry]]
+                for entry in region.entries:
+                    starts.update(dict.fromkeys(self._entries[entry]))
                 recvs += region.recvs
-        leaves = [leaf for region in regions for leaf in (*region.plain, *region.leaves)]
-        return Call(list(dict.fromkeys(starts)), list(dict.fromkeys(leaves)), recvs)
+        return Call(list(starts), list(leaves), recvs)
 
     def _ordered_step(self, regions: list[Region], waiting: Collection[Node]) -> Step:
+        ranks = self._ranked()
         starts: list[Node] = []
         for region in regions:
             if not region.ranked:
                 region.ranked = True
-                self._ranks.add(region.nodes, [node for entry in region.entries for node in self._starts(entry)])
+                ranks.add(region.nodes, [node for entry in region.entries for node in self._starts(entry)])
             starts += [node for entry in region.closed for node in self._starts(entry)]
             region.closed.clear()
-        order, unreached = self._ranks.settle(starts, waiting)
-        cast = Cast(self._ranks)
+        order, unreached = ranks.settle(starts, waiting)
+        cast = Cast(ranks)
         for node in reversed(order):
             cast.take(node)
         return Step(cast.acts(), [node for node in unreached if self._kind.get(node) == RECV])
+
+    def _ranked(self) -> Ranks:
+        if self._ranks is None:
+            self._ranks = Ranks(self._kind)
+        return self._ranks
 
     def _starts(self, entry: int) -> list[Node]:
         return [node for node in self._entries[entry] if self._kind.get(node) != PLAIN]
