@@ -49,7 +49,7 @@ def run(
             if whole is not None:
                 accumulate(node, whole)
             return ()
-        shown, taken = _taken(node, gradients, fire, order)
+        shown, taken = _taken(node, gradients, fire, order, streams)
         streams.keep(taken)
         made = iter(_wanted(node, _as_tuple(_apply(node, taken, order, accumulate))))
         given = tuple(
@@ -66,11 +66,13 @@ def run(
     return given
 
 
-def _taken(node: Node, gradients: Mapping[int, Tensor | None], fire: bool, order: Order) -> tuple[Given, Given]:
+def _taken(
+    node: Node, gradients: Mapping[int, Tensor | None], fire: bool, order: Order, streams: Streams
+) -> tuple[Given, Given]:
     """For each output the gradient or None, after the hooks that may change it: as later hooks see it, and the node."""
     outputs = range(len(node._input_metadata))
     if is_function(node) and any(gradients.get(number) is None for number in outputs):
-        return _taken_by_function(node, gradients, order)
+        return _taken_by_function(node, gradients, order, streams)
     if fire:
         gradients = _call_tensor_hooks(node, gradients, order)
     taken = _call_hooks(_hooks(node.register_prehook), tuple(gradients.get(number) for number in outputs))
@@ -127,7 +129,9 @@ class _Stopped(Exception):
     """The engine was about to call a function."""
 
 
-def _taken_by_function(node: Node, gradients: Mapping[int, Tensor | None], order: Order) -> tuple[Given, Given]:
+def _taken_by_function(
+    node: Node, gradients: Mapping[int, Tensor | None], order: Order, streams: Streams
+) -> tuple[Given, Given]:
     """What the engine shows to hooks and gives to a function in Python, where some outputs have no gradient.
 
     It gives zeros for them, if the function wants that, which nobody else can know. So it begins there, calls the
@@ -137,9 +141,11 @@ def _taken_by_function(node: Node, gradients: Mapping[int, Tensor | None], order
     following = next(GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None)
     shown: list[Given] = []
     taken: list[Given] = []
+    made_on: list[torch.Stream] = []
 
     def stop(*given: Any) -> None:
         taken.append(given)
+        made_on.extend(streams.current())
         raise _Stopped
 
     with contextlib.ExitStack() as stack:
@@ -154,6 +160,7 @@ def _taken_by_function(node: Node, gradients: Mapping[int, Tensor | None], order
         stack.callback(delattr, node, "apply_boxed")
         stack.enter_context(contextlib.suppress(_Stopped))
         run_backward(edges, entering, [following], True, order.create)
+    streams.follow(made_on)  # an engine that is stopped does not see to that
     return shown[0], taken[0]
 
 

@@ -400,7 +400,8 @@ def check(seed: int) -> bool:
         with orders.watching() as passes:
             found = run_on_workers(seed)
         compare(seed, expected, found)
-        orders.check(passes)
+        if device == "cpu":  # elsewhere nodes run on threads of the engine's own, which do not tell
+            orders.check(passes)
     except Unused:
         return False
     finally:
