@@ -49,6 +49,15 @@ class LocalGroup:
                 self._end_workers()
                 raise
         atexit.register(self._at_exit)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: the workers are not its own, and must not wait for its end."""
+        atexit.unregister(self._at_exit)
+        self._closed = True
+        for worker in self._workers:
+            worker.begin_end()
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """While the workers start, since to import torch takes this process as long."""

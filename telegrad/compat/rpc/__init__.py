@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 
 from telegrad.agent.futures import Future
+from telegrad.agent.members import check_name
 from telegrad.agent.stores import open_store
 from telegrad.compat import autograd as dist_autograd
 from telegrad.compat.missing import missing_from
@@ -137,6 +138,7 @@ def init_rpc(
     if rpc_backend_options is None:
         rpc_backend_options = construct_rpc_backend_options(backend)
     check_free()
+    check_name(name)
     if rank < 0 and not world_size:
         rank = _missing_rank(rpc_backend_options.init_method)
     patience = rpc_backend_options.rpc_timeout or float("inf")
