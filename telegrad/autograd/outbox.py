@@ -119,23 +119,20 @@ class Outbox:
             self._failed(self._ledger.order, error)
 
     def send_with(self, report: Callable[[], Report]) -> bool:
-        """Whether something goes to the driver, and takes the report along."""
+        """Whether something goes to the driver, and takes the report along; the clock may just have sent it."""
         driver = self._ledger.order.driver
-        for worker in self._ready:
-            if worker.name == driver:
-                self.send(worker, report)
-                return True
-        return False
+        return any(self.send(worker, report) for worker in list(self._ready) if worker.name == driver)
 
-    def send(self, worker: Identity, report: Callable[[], Report] | None = None) -> None:
-        """What is there for a worker; and a `report`, which is made when all else is known."""
+    def send(self, worker: Identity, report: Callable[[], Report] | None = None) -> bool:
+        """Whether something is there for a worker: it leaves, and with it a `report`, made when all else is known."""
         with self._lock:
             gathered = self._ready.pop(worker, None)
             if gathered is None:
-                return
+                return False
             shipment = self._ledger.ship(worker.name, gathered)
             self.reached.add(worker.name)
         self._agent.streams.adopt(*(each for _, gradients in gathered for each in gradients))
         parcel, tensors = wrap(shipment, report and report())
         context = self._context if shipment.order.create else None
         self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)
+        return True
