@@ -289,56 +289,17 @@ def test_other_optimizers_are_imported_when_somebody_asks_for_them(run):
     """)
 
 
-def test_a_package_is_run_once_and_not_seen_half_run(run):
-    run("""
-        import importlib.machinery, threading, types
-        from telegrad.compat.later import Later
-        runs, half, go_on = [], threading.Event(), threading.Event()
-
-        class Loader(importlib.machinery.SourceFileLoader):
-            def exec_module(self, module):
-                runs.append(module)
-                half.set()
-                go_on.wait(30)
-                try:
-                    module.second
-                except AttributeError as error:
-                    module.first = str(error)
-                module.second = 2
-
-        spec = importlib.machinery.ModuleSpec("package", None)
-        module = types.ModuleType("package")
-        module.__spec__ = spec
-        Later(Loader("package", "nowhere")).exec_module(module)
-        assert not runs
-        seen = []
-        threads = [threading.Thread(target=lambda: seen.append(module.second)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        half.wait(30)
-        go_on.set()
-        for thread in threads:
-            thread.join(30)
-        assert seen == [2] * 4
-        assert runs == [module]
-        assert "partially initialized" in module.first
-        assert not hasattr(module, "third")
-        assert runs == [module]
-    """)
-
-
 def test_a_worker_without_references_leaves_without_a_search_for_them(run):
     run("""
         compat.install()
         import gc
         import torch.distributed.rpc as rpc
-        from tests.cluster import free_port
         looks = []
         get_objects = gc.get_objects
         gc.get_objects = lambda: looks.append(1) or get_objects()
 
         def live(kept):
-            options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+            options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{__file__}.store")
             rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
             kept.append(rpc.remote("alone", torch.add, (torch.ones(2), 1)))
             assert torch.equal(kept[0].to_here(), torch.ones(2) + 1)

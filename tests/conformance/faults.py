@@ -64,8 +64,8 @@ class Faults:
         seconds = self.options.messages_to_delay.get(kind_of(function, creating))
         return (late, (seconds, function, *(args or ()))) if seconds else (function, args)
 
-    def faulty_call(self, to: Any, function: Any, args: Any, kwargs: Any, timeout: float = -1) -> Any:
-        return self.call(to, *self.delayed(function, args, False), kwargs, timeout)
+    def faulty_call(self, to: Any, function: Any, args: Any, *rest: Any) -> Any:
+        return self.call(to, *self.delayed(function, args, False), *rest)
 
     def faulty_call_for(
         self,
@@ -77,12 +77,13 @@ class Faults:
         timeout: float,
         keeps: Any,
         creation: Any = None,
+        asked: Any = None,
     ) -> None:
         if kind_of(function, creation is not None) in self.options.messages_to_fail:
             outcome.set_exception(PeerLost(f"the message to {to!r} was lost, as the test wants it"))
             return
         function, args = self.delayed(function, args, creation is not None)
-        self.call_for(outcome, to, function, args, kwargs, timeout, keeps, creation)
+        self.call_for(outcome, to, function, args, kwargs, timeout, keeps, creation, asked)
 
     def faulty_notify(self, to: Any, message: Any, *rest: Any, **named: Any) -> None:
         left = self.cuts.get(type(message), 0)

@@ -69,7 +69,7 @@ def test_a_tensor_that_is_written_to_before_its_call_is_done_is_told(to, begin):
             (call.wait if begin is rpc_async else call.to_here)()
     (only,) = said
     assert f"shape ({LARGE},)" in str(only.message)
-    assert f"the call of consume that sends it to worker {to!r}" in str(only.message)
+    assert f"the call of tests.rpc.test_underway.consume that sends it to worker {to!r}" in str(only.message)
     assert "send tensor.clone()" in str(only.message)
     assert "# this line, once" in linecache.getline(only.filename, only.lineno)
 

@@ -167,10 +167,10 @@ class Open:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ((1, {"rows": (x for x in ())}), r"\[1\]\['rows'\] of type builtins.generator"),
-        (((torch.ones(1), Open()), {}), r"argument 1\.rows of type builtins.generator"),
-        ([weakref.ref(Open)], r"\[0\] of type weakref"),
-        (((), {"file": sys.stdout.buffer}), "argument 'file' of type"),
+        ((1, {"rows": (x for x in ())}), r"\[1\]\['rows'\] \(builtins.generator\) cannot be sent"),
+        (((torch.ones(1), Open()), {}), r"argument 1\.rows \(builtins.generator\) cannot be sent"),
+        ([weakref.ref(Open)], r"\[0\] \(weakref.ReferenceType\) cannot be sent"),
+        (((), {"file": sys.stdout.buffer}), r"argument 'file' \(_io\..*\) cannot be sent"),
     ],
     ids=str,
 )
