@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from telegrad import errors
@@ -12,6 +14,15 @@ if TYPE_CHECKING:
     from telegrad.hosting import LocalGroup
 
 __all__ = ["__version__", "errors", "local"]
+
+_ROOMS = ("autograd", "checkpoint", "compat", "nn", "optim", "rpc")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """What users import from here, imported when they use it."""
+    if name in _ROOMS:
+        return import_module(f"telegrad.{name}")
+    raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
 
 
 def local(workers: int | Sequence[str], *, driver: str = "driver", rpc_timeout: float = 60.0) -> LocalGroup:

@@ -38,3 +38,13 @@ def test_links_lead_somewhere(paper):
 
 def test_the_changelog_has_this_version():
     assert f"## {telegrad.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_parts_are_imported_when_they_are_used():
+    program = """
+import sys, telegrad
+assert "torch" not in sys.modules
+assert telegrad.rpc.rpc_sync and telegrad.nn.Pipeline and telegrad.optim and telegrad.autograd and telegrad.checkpoint
+assert not hasattr(telegrad, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
