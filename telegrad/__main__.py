@@ -26,6 +26,7 @@ def main() -> None:
     elif first == "worker":
         from telegrad import worker
 
+        _let_operators_sleep()
         sys.exit(worker.main(arguments[1:]))
     elif first == "-m":
         if len(arguments) == 1:
@@ -49,8 +50,18 @@ def main() -> None:
 def _serve_torchs_name() -> None:
     from telegrad import compat
 
+    _let_operators_sleep()
     compat.install()
     print(f"telegrad {VERSION} serves torch.distributed.rpc", file=sys.stderr)
+
+
+def _let_operators_sleep() -> None:
+    """Have threads of torch's operators that wait for work leave the cores to the other workers of the host.
+
+    By default they look again and again for milliseconds. OpenMP reads this once, as torch is imported.
+    """
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 if __name__ == "__main__":

@@ -136,3 +136,13 @@ def test_the_collector_is_spared_torch_where_nothing_of_the_program_is_there_yet
         subprocess.run([sys.executable, "-c", look])
     """
     assert run(tmp_path, program, *command)[0].split() == [str(frozen), "True"]
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "passive"), ({"GOMP_SPINCOUNT": "9"}, "None")], ids=str)
+def test_threads_of_operators_that_wait_leave_the_cores_to_others(tmp_path, given, found):
+    script = tmp_path / "program.py"
+    script.write_text("import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    command = [sys.executable, "-m", "telegrad", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment | given)
+    assert done.stdout.split() == [found, "False"], done.stderr  # in time: OpenMP looks when torch is imported
