@@ -138,7 +138,8 @@ class _Errors(logging.Handler):
         self._load = load
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._load._internal(record.getMessage(), record.exc_info[1] if record.exc_info else None)
+        if record.module != "unseen":  # of references that a client drops without a look
+            self._load._internal(record.getMessage(), record.exc_info[1] if record.exc_info else None)
 
 
 def out_of_memory(error: BaseException) -> bool:
