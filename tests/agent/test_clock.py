@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from time import monotonic
 
 from telegrad.agent.clock import LONGEST_PAUSE, Clock
@@ -19,17 +20,16 @@ class IdleReactor:
         pass
 
 
-def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept():
-    ticks = []
+def ticks_of(act: Callable[[Clock, float, int], float], count: int) -> list[float]:
+    """When a clock has ticked, so many times; `act` is told of each, with its number, and says when the next is due."""
+    ticks: list[float] = []
     enough = threading.Event()
 
     def tick(now: float) -> float:
         ticks.append(now)
-        if len(ticks) == 1:
-            clock.before(now + 0.05)
-        else:
+        if len(ticks) == count:
             enough.set()
-        return now + 60
+        return act(clock, now, len(ticks))
 
     clock = Clock(tick)
     clock.start(IdleReactor())
@@ -37,44 +37,30 @@ def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept():
         assert enough.wait(10)
     finally:
         clock.close()
-    assert ticks[1] - ticks[0] < LONGEST_PAUSE / 2
+    return ticks
+
+
+def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept():
+    def act(clock, now, number):
+        if number == 1:
+            clock.before(now + 0.05)
+        return now + 60
+
+    first, second = ticks_of(act, 2)[:2]
+    assert second - first < LONGEST_PAUSE / 2
 
 
 def test_it_comes_to_the_time_that_the_tick_told():
-    ticks = []
-    enough = threading.Event()
-
-    def tick(now: float) -> float:
-        ticks.append(now)
-        if len(ticks) == 3:
-            enough.set()
-        return now + 0.05
-
     start = monotonic()
-    clock = Clock(tick)
-    clock.start(IdleReactor())
-    try:
-        assert enough.wait(10)
-    finally:
-        clock.close()
+    ticks = ticks_of(lambda clock, now, number: now + 0.05, 3)
     assert ticks[2] - start >= 0.1
 
 
 def test_a_tick_that_fails_is_not_the_last():
-    ticks = []
-    enough = threading.Event()
-
-    def tick(now: float) -> float:
-        ticks.append(now)
-        if len(ticks) == 1:
+    def act(clock, now, number):
+        if number == 1:
             clock.before(now + 0.01)
             raise ValueError("boom")
-        enough.set()
         return now + 60
 
-    clock = Clock(tick)
-    clock.start(IdleReactor())
-    try:
-        assert enough.wait(10)
-    finally:
-        clock.close()
+    ticks_of(act, 2)
