@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import sys
 
+from telegrad import compat
+from telegrad.compat import program
 from telegrad.version import VERSION
 
 
@@ -33,8 +35,6 @@ def main() -> None:
             sys.exit("python -m telegrad -m: name the module to run")
         _serve_torchs_name()
         sys.argv = arguments[1:]
-        from telegrad.compat import program
-
         program.run_module(arguments[1])
     elif first.startswith("-"):
         sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
@@ -42,14 +42,10 @@ def main() -> None:
         _serve_torchs_name()
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(first))
-        from telegrad.compat import program
-
         program.run_script(first)
 
 
 def _serve_torchs_name() -> None:
-    from telegrad import compat
-
     _let_operators_sleep()
     compat.install()
     print(f"telegrad {VERSION} serves torch.distributed.rpc", file=sys.stderr)
