@@ -95,7 +95,8 @@ class Listener:
         """It is not of the group: one line in the log, and the door."""
         if not self._dismiss(stranger):
             return
-        log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
+        level = logging.DEBUG if isinstance(why, _Looked) else logging.WARNING
+        log.log(level, "telegrad: a connection from %s was refused: %s", stranger.origin, why)
         with contextlib.suppress(OSError, ValueError):
             if stranger.end.parting:
                 stranger.sock.send(stranger.end.parting)
@@ -139,6 +140,13 @@ class Listener:
         """Close the descriptors, and nothing else."""
         for sock in [door.sock for door in self._doors] + [each.sock for each in strangers or self._strangers]:
             sock.close()
+
+
+class _Looked(ProtocolViolation):
+    """Somebody looked whether this worker is there, as other workers do who wait for it, and load balancers."""
+
+    def __init__(self) -> None:
+        super().__init__("it closed the connection before it said a word")
 
 
 class _Door:
@@ -185,6 +193,7 @@ class _Stranger:
         self.shared = shared
         self.since = monotonic()
         self.dismissed = False
+        self._spoke = False
         self._listener = listener
         self._tls_done = not isinstance(sock, ssl.SSLSocket)
         self.origin = origin
@@ -201,11 +210,15 @@ class _Stranger:
                 self._tls_done = True
             data = self.sock.recv(4096)
             if not data:
-                raise ProtocolViolation("it closed the connection during the handshake")
+                raise ProtocolViolation("it closed the connection during the handshake") if self._spoke else _Looked()
+            self._spoke = True
             answer = self.end.receive(data)
             if answer:
                 self.sock.send(answer)  # fits the empty buffer of a new connection
         except NOT_NOW:
+            return False
+        except ssl.SSLEOFError:
+            self._listener.turn_away(self, _Looked())
             return False
         except (HandshakeError, PeerUnreachable, OSError, ValueError) as error:
             self._listener.turn_away(self, error)
