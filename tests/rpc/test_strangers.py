@@ -71,10 +71,13 @@ def test_strangers_cost_a_line_and_a_closed_connection(worker, said, caplog):
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_who_only_looks_whether_somebody_is_there_costs_no_line(tls, certificates, caplog):
-    with agents(1, transport="tcp", tls=certificates[0] if tls else None) as (b,):
-        with knock(b) as sock, caplog.at_level(logging.DEBUG, "telegrad"):
-            sock.shutdown(socket.SHUT_WR)
-            assert closed(sock)
+    with (
+        caplog.at_level(logging.DEBUG, "telegrad"),
+        agents(1, transport="tcp", tls=certificates[0] if tls else None) as (b,),
+        knock(b) as sock,
+    ):
+        sock.shutdown(socket.SHUT_WR)
+        assert closed(sock)
     assert [r for r in caplog.records if "before it said a word" in r.getMessage()]
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
