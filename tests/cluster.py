@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from telegrad.agent.stores import open_store
+from telegrad.group.stores import open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import Worker, start
 from telegrad.rpc.options import TelegradOptions

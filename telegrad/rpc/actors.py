@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Arrival
-from telegrad.agent.members import Identity
 from telegrad.agent.scene import Scene, Turn
 from telegrad.errors import RRefError, UsageError
+from telegrad.group.members import Identity
 from telegrad.rpc.batching import Batched
 from telegrad.rpc.values import METHODS, TURNS, Method, methods
 from telegrad.rref.box import Box

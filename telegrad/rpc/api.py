@@ -13,8 +13,8 @@ from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
-from telegrad.agent.stores import Meeting, open_store
 from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.group.stores import Meeting, open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import Worker, start
 from telegrad.rpc.conversion import Call, convert

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
-from telegrad.agent.address import answers, host_identity, own_address
 from telegrad.agent.agent import Agent, Settings
-from telegrad.agent.dynamic import DynamicGroup, dynamic_group_lives, fixed_group_lives
-from telegrad.agent.farewell import (
+from telegrad.autograd.conductor import Conductor
+from telegrad.devices.maps import Devices, faults
+from telegrad.errors import CallTimeout, DeviceError, LeftEarly, PeerError, PeerLost, ShutDown, StoreLost, UsageError
+from telegrad.group.address import answers, host_identity, own_address
+from telegrad.group.dynamic import DynamicGroup, dynamic_group_lives, fixed_group_lives
+from telegrad.group.farewell import (
     DONE,
     WAITING,
     Ask,
@@ -34,13 +37,10 @@ from telegrad.agent.farewell import (
     Quiet,
     Who,
 )
-from telegrad.agent.members import Identity, Member, Members, check_name
-from telegrad.agent.reminder import Reminder
-from telegrad.agent.rendezvous import Roster, StoreOver, join_static, mixed
-from telegrad.agent.stores import Meeting, Place, join_store
-from telegrad.autograd.conductor import Conductor
-from telegrad.devices.maps import Devices, faults
-from telegrad.errors import CallTimeout, DeviceError, LeftEarly, PeerError, PeerLost, ShutDown, StoreLost, UsageError
+from telegrad.group.members import Identity, Member, Members, check_name
+from telegrad.group.reminder import Reminder
+from telegrad.group.rendezvous import Roster, StoreOver, join_static, mixed
+from telegrad.group.stores import Meeting, Place, join_store
 from telegrad.rpc import actors
 from telegrad.rpc.membership import Membership
 from telegrad.rpc.options import TelegradOptions

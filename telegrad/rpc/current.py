@@ -6,10 +6,10 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.members import check_name
 from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized
+from telegrad.group.members import check_name
 from telegrad.rref.keeper import Keeper
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.agent.address import knock
 from telegrad.agent.agent import Agent
-from telegrad.agent.dynamic import DynamicGroup
-from telegrad.agent.members import Identity, Member, Members
-from telegrad.agent.reminder import Reminder
-from telegrad.agent.stores import Place, join_store
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, RendezvousError, ShutDown, StoreLost
+from telegrad.group.address import knock
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Identity, Member, Members
+from telegrad.group.reminder import Reminder
+from telegrad.group.stores import Place, join_store
 from telegrad.rpc.current import WorkerInfo
 
 LOOK = 0.25  # seconds between looks at the store

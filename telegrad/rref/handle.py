@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from telegrad.agent.members import Identity
+from telegrad.group.members import Identity
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
 

@@ -20,7 +20,6 @@ from typing import Any
 from telegrad.agent.agent import Agent
 from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
-from telegrad.agent.members import Identity
 from telegrad.errors import (
     OwnerLost,
     PeerError,
@@ -31,6 +30,7 @@ from telegrad.errors import (
     UnknownWorker,
     UsageError,
 )
+from telegrad.group.members import Identity
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.creation import Creation, Landing, failed, tell_user

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from telegrad.agent.reminder import FIRST
+from telegrad.group.reminder import FIRST
 from tests.cluster import PATIENCE, agents
 
 begun, may_end = threading.Event(), threading.Event()

@@ -18,7 +18,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.agent.agent import Agent
-from telegrad.agent.stores import open_store
+from telegrad.group.stores import open_store
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, group, in_threads, init, processes, run_all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from telegrad.agent.members import Members
+from telegrad.group.members import Members
 from telegrad.rpc.cluster import Worker
 from telegrad.rpc.current import WorkerInfo
 

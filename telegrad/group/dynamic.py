@@ -12,10 +12,10 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from telegrad.agent.members import Member, unknown
-from telegrad.agent.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, first_of, taken
-from telegrad.agent.stores import Board
 from telegrad.errors import RendezvousError, StoreLost
+from telegrad.group.members import Member, unknown
+from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, first_of, taken
+from telegrad.group.stores import Board
 
 MOST_RANKS = 1 << 16
 BOARD = "telegrad/dynamic"

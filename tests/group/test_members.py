@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad.agent.members import LONGEST_NAME, Member, Members, check_name, unknown
+from telegrad.group.members import LONGEST_NAME, Member, Members, check_name, unknown
 
 
 def member(name, id_, address="127.0.0.1"):

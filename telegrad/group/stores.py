@@ -20,9 +20,9 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import torch.distributed as dist
 
-from telegrad.agent.address import check_resolves, spelled
-from telegrad.agent.reminder import Reminder
 from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
+from telegrad.group.address import check_resolves, spelled
+from telegrad.group.reminder import Reminder
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
