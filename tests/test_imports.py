@@ -13,7 +13,7 @@ import telegrad
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version"},
-    {"hints"},
+    {"hints", "threads"},
     {"wire"},
     {"devices"},
     {"transport", "group"},

@@ -6,10 +6,13 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad.devices.maps import Devices
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LONGEST_NAME = 127
 SHOWN = 16  # names in an error message
@@ -52,6 +55,21 @@ class Member(NamedTuple):
     def __str__(self) -> str:
         address, port = self.tcp
         return f"{self.name!r} (rank {self.id}, at {f'[{address}]' if ':' in address else address}:{port})"
+
+
+class _NameAndId(NamedTuple):
+    name: str
+    id: int
+
+
+class WorkerInfo(_NameAndId):
+    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
+
+    __slots__ = ()
+
+    def __new__(cls, name: str, id: int) -> Self:  # noqa: A002 - its name in the API
+        check_name(name)
+        return super().__new__(cls, name, id)
 
 
 class Members:

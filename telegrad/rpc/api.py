@@ -14,13 +14,14 @@ from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.group.members import WorkerInfo
 from telegrad.group.stores import Meeting, open_store
 from telegrad.rpc import current
-from telegrad.rpc.cluster import Worker, start
+from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
-from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.worker import Worker
 
 UNSET_RPC_TIMEOUT = DEFAULT
 

@@ -16,8 +16,8 @@ from telegrad.agent.futures import Future
 from telegrad.agent.naming import user_name
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
+from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
-from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.operators import Operators, is_tensor_method
 from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.rref.box import Box

@@ -19,7 +19,7 @@ MANY_SEEDS = [int(SEED)] if SEED else range(400, 10_400)
 @pytest.fixture(scope="module")
 def five():
     with agents(5) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         yield workers
 
 

@@ -286,7 +286,7 @@ def test_a_clock_without_memory(monkeypatch):
 
 def test_references_without_memory(monkeypatch):
     with agents(2) as (worker, owner):
-        current.enter(worker.agent)
+        current.enter(worker)
         held = rpc.remote("w1", torch.ones, (2,))
         held.to_here()
         failed = fails_once(monkeypatch, worker.keeper, "_step")

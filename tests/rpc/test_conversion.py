@@ -72,7 +72,7 @@ class Model:
 def trio():
     """Three agents in this process; this thread speaks for the first."""
     with agents(3) as made:
-        current.enter(made[0].agent)
+        current.enter(made[0])
         yield made
         current.forget()
 

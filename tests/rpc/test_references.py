@@ -257,7 +257,7 @@ def test_each_method_is_known_by_a_name_of_its_own():
 
 def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch):
     with agents(2) as (user, owner):
-        current.enter(user.agent)
+        current.enter(user)
         ref = rpc.remote("w1", Counter)
         assert ref.to_here().value == 0
         owner.keeper.flush()

@@ -31,10 +31,10 @@ from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for the
 from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
+from telegrad.group.members import WorkerInfo
 from telegrad.group.reminder import Reminder
 from telegrad.rpc import api, current, references
 from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
-from telegrad.rpc.current import WorkerInfo
 
 __all__ = [
     "AllGatherStates",
