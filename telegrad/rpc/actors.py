@@ -20,8 +20,8 @@ from telegrad.group.members import Identity
 from telegrad.rpc.batching import Batched
 from telegrad.rpc.values import METHODS, TURNS, Method, methods
 from telegrad.rref.box import Box
-from telegrad.rref.keeper import Keeper
 from telegrad.rref.letters import Id
+from telegrad.rref.table import ReferenceTable
 
 C = TypeVar("C", bound=type)
 
@@ -64,9 +64,9 @@ def _mark() -> _Mark:
     return _Mark()
 
 
-def serve(agent: Agent, keeper: Keeper) -> None:
+def serve(agent: Agent, references: ReferenceTable) -> None:
     """Have the actors of a worker take turns."""
-    made = Actors(agent, keeper)
+    made = Actors(agent, references)
     with _lock:
         _all.add(made)
         if _used:
@@ -112,9 +112,9 @@ class _Queue:
 class Actors:
     """Those of one worker."""
 
-    def __init__(self, agent: Agent, keeper: Keeper) -> None:
+    def __init__(self, agent: Agent, references: ReferenceTable) -> None:
         self._agent = agent
-        self._keeper = keeper
+        self._references = references
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards both below
         self._queues: dict[int, _Queue] = {}  # of actors that are busy, by the ids of the objects
@@ -135,7 +135,7 @@ class Actors:
     def admit(self, arrival: Arrival) -> bool:
         maker, number = arrival.args[:2]
         try:
-            box = self._keeper.box((maker, number))
+            box = self._references.box((maker, number))
         except RRefError:
             return True  # and fails
         with self._lock:

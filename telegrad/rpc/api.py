@@ -54,12 +54,12 @@ def init_rpc(
 
 
 def enter_group(
-    name: str, options: TelegradOptions, meet: Callable[[float], Meeting], handle: type[RRef[Any]] = RRef
+    name: str, options: TelegradOptions, meet: Callable[[float], Meeting], kind: type[RRef[Any]] = RRef
 ) -> None:
-    """Make this process a worker: `meet` opens the store within a time, references are of the class `handle`."""
+    """Make this process a worker: `meet` opens the store within a time, references are of the class `kind`."""
     with _lock:
         check_free()
-        current.worker = start(name, meet, options, current.enter, handle)
+        current.worker = start(name, meet, options, current.enter, kind)
 
 
 def check_free() -> None:
@@ -217,8 +217,7 @@ def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: typ
 
 
 def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
-    made = current.keeper().create(_name(to), *call[:3], timeout, call.keeps, call.asked)
-    assert isinstance(made, RRef)
+    made: RRef[Any] = current.references().create(_name(to), *call[:3], timeout, call.keeps, call.asked)
     return made
 
 
@@ -281,7 +280,7 @@ def debug_info() -> dict[str, int]:
     other workers' values. Pending are users that their owner does not know yet, forks sent on that have not settled,
     users that end as soon as they may, creating calls without an answer, and letters without a receipt.
     """
-    return current.keeper().counts()
+    return current.references().counts()
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

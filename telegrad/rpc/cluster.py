@@ -35,20 +35,20 @@ def start(
     meet: Callable[[float], Meeting],
     options: TelegradOptions,
     entered: Callable[[Worker], None],
-    handle: type[RRef[Any]] = RRef,
+    kind: type[RRef[Any]] = RRef,
 ) -> Worker:
     """Make a worker and bring it into its group.
 
     `meet` opens the store within a time. `entered` is called on each thread that will run user code. References are
-    of the class `handle`.
+    of the class `kind`.
     """
     check_name(name)
     timeout = options.rpc_timeout or float("inf")
     meeting = meet(timeout)
     address = own_address(options.address, meeting.host)
-    worker = Worker(name, _settings(options), address, entered, lambda: handle.__new__(handle), open_roots)
+    worker = Worker(name, _settings(options), address, entered, kind.of_handle, open_roots)
     try:
-        actors.serve(worker.agent, worker.keeper)
+        actors.serve(worker.agent, worker.references)
         me = worker.agent.describe(meeting.rank, host_identity())
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         joined = join(meeting, me, key, timeout)

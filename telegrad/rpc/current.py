@@ -9,7 +9,7 @@ from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized
 from telegrad.rpc.worker import Worker
-from telegrad.rref.keeper import Keeper
+from telegrad.rref.table import ReferenceTable
 
 worker: Worker | None = None  # of this process, set by init_rpc and shutdown
 _here = threading.local()  # .worker: whose thread this is; in a process with several the calls go out from it
@@ -44,9 +44,9 @@ def joined() -> Worker:
     return worker
 
 
-def keeper() -> Keeper:
-    """The keeper of this thread's references."""
-    return here().keeper
+def references() -> ReferenceTable:
+    """The references of this thread's worker."""
+    return here().references
 
 
 def conductor() -> Conductor:

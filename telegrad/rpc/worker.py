@@ -18,9 +18,10 @@ from telegrad.group.members import Members
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Alone, Parting, Together
 from telegrad.group.stores import Place
-from telegrad.rref.keeper import Keeper
+from telegrad.rref.handle import Handle
+from telegrad.rref.table import ReferenceTable
 
-OpenRoots = Callable[[Keeper, Sequence[Any]], Future[list[Tensor]]]
+OpenRoots = Callable[[ReferenceTable, Sequence[Any]], Future[list[Tensor]]]
 
 
 class Worker:
@@ -32,14 +33,17 @@ class Worker:
         settings: Settings,
         address: str,
         entered: Callable[[Worker], None],
-        make: Callable[[], Any],
+        wrap: Callable[[ReferenceTable, Handle], Any],
         open_roots: OpenRoots,
     ) -> None:
-        """Listen. `entered` is called with this worker first on each thread that will run user code."""
+        """Listen. `entered` is called with this worker first on each thread that will run user code.
+
+        `wrap` makes what users see of a reference.
+        """
         self._entered = partial(entered, self)
         self.agent = Agent(name, settings, address, lambda _: entered(self))
-        self.keeper = Keeper(self.agent, make)
-        self.conductor = Conductor(self.agent, partial(open_roots, self.keeper))
+        self.references = ReferenceTable(self.agent, wrap)
+        self.conductor = Conductor(self.agent, partial(open_roots, self.references))
 
     def join(self, joined: Joined, place: Place, used: Iterable[int]) -> None:
         """Take part in a group, whose store is served at `place`; calls may touch the accelerators that are `used`."""

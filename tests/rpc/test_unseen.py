@@ -163,9 +163,8 @@ def test_a_reference_that_was_used_is_not_told(see, log, five):
     with contextlib.suppress(ValueError):  # it may have failed before it could be sent
         see(reference)
     del reference
-    keeper = five[0].agent.rider
-    keeper.flush()
-    keeper.flush()
+    five[0].references.flush()
+    five[0].references.flush()
     assert not log.said
 
 

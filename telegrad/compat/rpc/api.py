@@ -276,7 +276,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
     """Give up every reference of this worker to values of others."""
     delete_users()
-    current.keeper().flush()
+    current.references().flush()
 
 
 # The end
@@ -318,7 +318,7 @@ def _count_leaks() -> int:
     until = monotonic() + LEAK_CHECK
     pause = threading.Event()
     while True:
-        held = current.keeper().counts()["shared_owners"]
+        held = current.references().counts()["shared_owners"]
         if not held or monotonic() > until:
             return held
         pause.wait(1e-2)
