@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ LOOK_FOR_ANOTHER = 1.0  # the same, at the place of a store that was lost
 PATIENCE = 2.0  # seconds for a knock to be answered
 KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each; who is silent at the last is dead
 LEFT, LOST = "left", "lost"
+
+Act = Callable[[], None]  # what follows from a look, once no lock is held
 
 log = logging.getLogger("telegrad")
 
@@ -97,9 +100,9 @@ class Membership:
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
         self._doubts: list[_Doubt] = []
         self._closed = False
-        self._looking = threading.Lock()  # one look at the store at a time; guards the next two, and that lost is set
+        self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
         self._seen_changes = self._seen_orphans = 0
-        self.lost: str = ""  # why the store of a dynamic group has gone, unless in order; set before `ended`
+        self.lost: str = ""  # why the store of a dynamic group has gone, unless in order; stored once, before `ended`
         self.ended = threading.Event()  # it has gone, or `serve` shall end
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
@@ -267,17 +270,22 @@ class Membership:
         return True
 
     def _look(self, group: DynamicGroup) -> None:
+        acts: list[Act] = []
         with self._looking:
+            if group.over:
+                return  # another thread has just seen its end
             try:
                 changes = group.changes()
                 if changes != self._seen_changes:
-                    self._see(group)
+                    self._see(group, acts)
                     self._seen_changes = changes
-                    self._end_with(group)
+                    self._end_with(group, acts)
             except StoreLost as error:
-                self._lose_store(group, str(error))
+                self._lose_store(group, str(error), acts)
+        for act in acts:
+            act()
 
-    def _see(self, group: DynamicGroup) -> None:
+    def _see(self, group: DynamicGroup, acts: list[Act]) -> None:
         with self._changed:
             present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
         members = {member.incarnation: member for member in group.members()}
@@ -287,7 +295,7 @@ class Membership:
         new = [member for member in group.known if member.incarnation not in present]
         for member, how in ends:
             if how == LOST:
-                self._note_lost(member)
+                acts.append(partial(self._note_lost, member))
         with self._changed:
             for member, how in ends:
                 self._take_out(member, how)
@@ -295,13 +303,16 @@ class Membership:
                 self._take_in(member)
             greets = bool(self._on_leave)
         if greets:
-            self._greet(new)
+            acts.append(partial(self._greet, new))
         for orphan in group.orphans(self._seen_orphans):
             self._seen_orphans += 1
-            log.warning(
-                "telegrad: worker %s is still in an earlier group, whose store at this place was lost, and cannot be "
-                "called from this one: have it shut down and join again",
-                orphan,
+            acts.append(
+                partial(
+                    log.warning,
+                    "telegrad: worker %s is still in an earlier group, whose store at this place was lost, and cannot "
+                    "be called from this one: have it shut down and join again",
+                    orphan,
+                )
             )
 
     def _note_lost(self, member: Member) -> None:
@@ -312,24 +323,28 @@ class Membership:
 
     # The end of the store
 
-    def _end_with(self, group: DynamicGroup) -> None:
+    def _end_with(self, group: DynamicGroup, acts: list[Act]) -> None:
         server = group.server()
         if server and server != str(self._me) and group.ended():
             self._store_gone(group, f"the group has ended: {server}, which served its store, has left")
-            log.info("telegrad: %s", group.over)
+            acts.append(partial(log.info, "telegrad: %s", group.over))
 
-    def _lose_store(self, group: DynamicGroup, why: str) -> None:
+    def _lose_store(self, group: DynamicGroup, why: str, acts: list[Act]) -> None:
         if self._closed:
             return
         self.lost = why
         self._store_gone(group, why)
         others = ", ".join(sorted(member.name for member in group.known if member.name != self._me.name))
-        log.warning(
-            "telegrad: worker %s has lost the group's store: %s. Nobody can join or be looked up any more; calls among "
-            "those who are known here (%s) go on. To be in a group again, shut down and join the one of a new rank 0",
-            self._me,
-            why,
-            others or "nobody",
+        acts.append(
+            partial(
+                log.warning,
+                "telegrad: worker %s has lost the group's store: %s. Nobody can join or be looked up any more; calls "
+                "among those who are known here (%s) go on. To be in a group again, shut down and join the one of a "
+                "new rank 0",
+                self._me,
+                why,
+                others or "nobody",
+            )
         )
 
     def _store_gone(self, group: DynamicGroup, why: str) -> None:
@@ -356,6 +371,11 @@ class Membership:
                 self._me,
             )
         return not other
+
+    def __repr__(self) -> str:
+        watched = "a dynamic group" if self._group is not None else "a group of fixed size"
+        state = ", closed" if self._closed else f", lost: {self.lost}" if self.lost else ""
+        return f"<Membership of {self._me.name!r} in {watched}: {len(self._present)} present{state}>"
 
 
 def _later(doubt: _Doubt) -> _Doubt:

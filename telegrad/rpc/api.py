@@ -26,7 +26,7 @@ from telegrad.rpc.worker import Worker
 UNSET_RPC_TIMEOUT = DEFAULT
 
 
-_lock = threading.Lock()  # guards current.worker, one init at a time
+_lock = threading.Lock()  # one init at a time: only that sets current.worker, and only where there is none
 
 
 @not_compiled
@@ -103,7 +103,7 @@ def shutdown(
     try:
         worker.shutdown(graceful, timeout, _names(require))
     finally:
-        current.worker = None
+        current.leave(worker)
 
 
 def check_may_wait(worker: Worker, what: str) -> None:
@@ -138,7 +138,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     try:
         worker.serve(_names(require))
     finally:
-        current.worker = None
+        current.leave(worker)
 
 
 def stop_serving() -> None:

@@ -59,6 +59,13 @@ def enter(own: Worker | None) -> None:
     _here.worker = own
 
 
+def leave(own: Worker) -> None:
+    """This process is that worker no more. No other can be set while it is, so nothing comes between look and store."""
+    global worker
+    if worker is own:
+        worker = None
+
+
 def forget() -> None:
     """In a forked child: it is not the worker that its parent is."""
     global worker

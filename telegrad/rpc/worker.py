@@ -117,3 +117,7 @@ class Worker:
     def end_with_the_program(self) -> None:
         """Its program has ended without `shutdown`."""
         self.end("its program ended without rpc.shutdown()")
+
+    def __repr__(self) -> str:
+        group = self.directory if hasattr(self, "directory") else "no group yet"
+        return f"<Worker {self.agent.name!r}{', closed' if self.agent.closed else ''}, in {group}>"

@@ -20,20 +20,12 @@ from typing import Any
 from telegrad.agent.agent import Agent
 from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
-from telegrad.errors import (
-    OwnerLost,
-    PeerError,
-    PeerLost,
-    RRefError,
-    RRefLost,
-    TelegradError,
-    UnknownWorker,
-    UsageError,
-)
+from telegrad.errors import PeerError, PeerLost, RRefLost, TelegradError, UnknownWorker, UsageError
 from telegrad.group.members import Identity
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.creation import Creation, Landing, failed, tell_user
+from telegrad.rref.faults import DELETED, error_for
 from telegrad.rref.handle import Handle
 from telegrad.rref.letters import Id, Letter, key_of, number
 from telegrad.rref.origins import Origins
@@ -47,7 +39,6 @@ TRY_AGAIN = 0.1  # seconds after something failed that should not
 
 log = logging.getLogger("telegrad")
 
-DELETED = "deleted"  # the fault of a handle that was given up
 _CREATE, _CREATED, _HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
 
 
@@ -55,8 +46,8 @@ class ReferenceTable:
     """All references of one worker.
 
     Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
-    dictionaries of shares and creations, which change under the lock; to load or store one attribute of what is found
-    there, or of a handle; to load `_closed`.
+    dictionaries of shares, creations and origins, which change under the lock; to load or store one attribute of what
+    is found there, or of a handle; to load `_closed`.
     """
 
     def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
@@ -66,7 +57,7 @@ class ReferenceTable:
         self._wrap = wrap
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles; None to wake; things to do
         self._thread = Background("telegrad-references", self._serve)
-        self._lock = threading.Lock()  # guards all below, and what a creation knows of its end and its future
+        self._lock = threading.Lock()  # guards all below, and the fields `done` and `future` of creations
         self._origins = Origins()
         self._machine = References(self._me)
         self._courier: Courier[Letter] = Courier()
@@ -166,20 +157,7 @@ class ReferenceTable:
         if error is not None and not says_more:
             raise failed(error)
         if fault:
-            raise self._error_for(fault, handle)
-
-    def _error_for(self, fault: str, handle: Handle) -> RRefError:
-        made = self._origins.of(handle.id)
-        about = f"the reference {number(handle.id)} to a value of worker {handle.owner.name!r}"
-        about += f", made at {made}," if made else ""
-        if fault == OWNER_DIED:
-            return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
-        if fault == DELETED:
-            return RRefError(f"{about} was given up before this worker left its group")
-        return RRefLost(
-            f"{about} is lost: a connection broke while it was on its way, or its owner took this worker for dead. "
-            "Make or send it again"
-        )
+            raise error_for(fault, handle, self._origins.of(handle.id))
 
     def creation(self, handle: Handle) -> Future[None] | None:
         """A future of the creating call, where this worker made it and it has not succeeded yet."""
@@ -445,3 +423,8 @@ class ReferenceTable:
         self._events.put(None)
         self._origins.warn_of_leaks(leaked)
         del boxes
+
+    def __repr__(self) -> str:
+        machine = self._machine
+        state = ", closed" if self._closed else ""
+        return f"<ReferenceTable of {self.agent.name!r}: {len(machine.owned)} owned, {len(machine.shares)} used{state}>"

@@ -28,18 +28,6 @@ def test_a_name_or_rank_is_taken_once():
     assert list(table) == [member("a", 0)]
 
 
-def test_a_removed_member_frees_its_name_and_rank():
-    table = Members([member("a", 0), member("b", 1)])
-    table.remove(member("a", 0))
-    with pytest.raises(errors.UnknownWorker):
-        table.find("a")
-    with pytest.raises(errors.UnknownWorker):
-        table.find(0)
-    table.add(member("a", 0, "127.0.0.2"))
-    table.remove(member("a", 0))  # its former self is struck out already
-    assert table.find("a").tcp[0] == "127.0.0.2"
-
-
 def test_who_is_not_there_and_who_is():
     table = Members([member("trainer0", 0), member("ps", 1)])
     with pytest.raises(errors.UnknownWorker, match=r"did you mean 'trainer0'\? The group has: trainer0, ps\."):

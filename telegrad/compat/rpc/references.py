@@ -17,8 +17,8 @@ from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, 
 from telegrad.rpc import current, references
 from telegrad.rpc.references import Proxy
 from telegrad.rpc.values import opened
+from telegrad.rref.faults import DELETED
 from telegrad.rref.letters import Id
-from telegrad.rref.table import DELETED
 from telegrad.wire.reducers import REDUCERS
 
 T = TypeVar("T")
