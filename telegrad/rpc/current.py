@@ -11,7 +11,7 @@ from telegrad.errors import NotInitialized
 from telegrad.rpc.worker import Worker
 from telegrad.rref.table import ReferenceTable
 
-worker: Worker | None = None  # of this process, set by init_rpc and shutdown
+worker: Worker | None = None  # of this process: init_rpc stores it, one at a time, others load it as it is
 _here = threading.local()  # .worker: whose thread this is; in a process with several the calls go out from it
 
 

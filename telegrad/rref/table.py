@@ -166,10 +166,11 @@ class ReferenceTable:
             if creation is None:
                 return None
             creation.used = True
+            late = creation.done and creation.future is None
             if creation.future is None:
                 creation.future = Future()
-                if creation.done:
-                    self.agent.later(tell_user, creation)
+        if late:
+            self.agent.later(tell_user, creation)
         with contextlib.suppress(TelegradError):  # the owner has left: the call is told so
             self.agent.expect(handle.owner.name)
         return creation.future
