@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from telegrad.agent.members import check_name
 from telegrad.errors import UsageError
+from telegrad.group.members import check_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,8 +64,8 @@ class LocalGroup:
         import torch.distributed as dist
 
         from telegrad import rpc
-        from telegrad.agent.rendezvous import call_off
-        from telegrad.agent.stores import Meeting
+        from telegrad.group.rendezvous import call_off
+        from telegrad.group.stores import Meeting
         from telegrad.rpc.api import enter_group
 
         port = listener.getsockname()[1]
@@ -93,7 +93,7 @@ class LocalGroup:
                 said = "".join(f"\n    {line}" for line in worker.last_lines)
                 self._called_off = f"worker {worker.name!r} {how} before the group had formed. Its last lines:{said}"
                 if self._store is not None:
-                    from telegrad.agent.rendezvous import call_off
+                    from telegrad.group.rendezvous import call_off
 
                     call_off(self._store, self._called_off)
                 return

@@ -17,10 +17,11 @@ from typing import Any
 
 import cloudpickle
 
-from telegrad.agent.stores import open_store
+from telegrad.group.stores import open_store
 from telegrad.rpc import current
-from telegrad.rpc.cluster import Worker, start
+from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
 

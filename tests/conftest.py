@@ -34,6 +34,6 @@ def five() -> Iterator[list[Worker]]:
 @pytest.fixture
 def here(five: list[Worker]) -> Iterator[None]:
     """This thread speaks for `w0`."""
-    current.enter(five[0].agent)
+    current.enter(five[0])
     yield
     current.enter(None)

@@ -84,7 +84,7 @@ def step(state, loss_of):
 def saved(tmp_path):
     """A checkpoint of a training on four workers, and how that went on."""
     with agents(4) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         state = training(["w1", "w2", "w3"])
         before = train(state, 5)
         checkpoint.save(state, tmp_path / "five")
@@ -96,7 +96,7 @@ def saved(tmp_path):
 def test_training_goes_on_on_other_workers(saved, places):
     path, _, after, before = saved
     with agents(5) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         state = training(places)
         checkpoint.load(state, path)
         assert state["step"] == 5
@@ -118,7 +118,7 @@ def test_torch_itself_can_read_it(saved):
 
 def test_what_is_not_there(saved, tmp_path):
     with agents(2) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         with pytest.raises(UsageError, match="no complete checkpoint"):
             checkpoint.load({"step": 0}, tmp_path / "never")
         with pytest.raises(UsageError, match=r"has no other\.bias, other\.weight"):
@@ -129,7 +129,7 @@ def test_what_is_not_there(saved, tmp_path):
 
 def test_what_was_not_written_to_its_end_is_no_checkpoint(tmp_path, monkeypatch):
     with agents(3) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         state = training(["w1", "w2"])
         checkpoint.save(state, tmp_path)
         with monkeypatch.context() as patched:
@@ -183,7 +183,7 @@ def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path):
 
 def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_path):
     with agents(1) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         checkpoint.save({"epoch": 3, "none": {}}, tmp_path)
         state = {"step": 7}
         with pytest.raises(UsageError, match="has no step"):

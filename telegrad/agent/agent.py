@@ -24,13 +24,13 @@ from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import Deadlines, seconds
 from telegrad.agent.entrance import Doorkeeper
 from telegrad.agent.futures import Future, Outcome, Signal, wait_for
-from telegrad.agent.members import Identity, Member
 from telegrad.agent.naming import OWN_ARGUMENTS, user_name
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.server import Server
 from telegrad.agent.underway import Underway
 from telegrad.errors import CannotEncode, PeerError, ShutDown, UnknownWorker
+from telegrad.group.members import Identity, Member
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, SCENE, Frame, load

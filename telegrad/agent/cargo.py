@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from telegrad.agent.members import Identity
 from telegrad.devices.streams import settle
 from telegrad.errors import PeerError
+from telegrad.group.members import Identity
 from telegrad.wire.messages import CARRIES, RECORDED, Frame, unload
 from telegrad.wire.unpacking import unpack
 

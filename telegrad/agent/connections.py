@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from telegrad.agent.futures import may_lie_on
-from telegrad.agent.members import Identity, Member
 from telegrad.agent.peer import AnyLink, Peer
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import Reactor
@@ -22,6 +21,7 @@ from telegrad.devices.maps import Devices, faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
 from telegrad.devices.streams import Streams
 from telegrad.errors import DeviceError, PeerError, PeerLost, ShutDown, UnknownWorker
+from telegrad.group.members import Identity, Member
 from telegrad.transport.connect import Wish, connect
 from telegrad.transport.freight import Stores
 from telegrad.transport.handshake import Claim, Strand

@@ -15,13 +15,13 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from telegrad.agent.futures import Future, wait_for
-from telegrad.agent.members import Identity
 from telegrad.agent.naming import user_name
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart
 from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
+from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh

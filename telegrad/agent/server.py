@@ -18,7 +18,6 @@ from telegrad.agent import errands
 from telegrad.agent.cargo import Cargo, Destination, Recorder, take_tensors
 from telegrad.agent.entrance import Arrival, Doorkeeper, Entrance
 from telegrad.agent.futures import Signal
-from telegrad.agent.members import Identity
 from telegrad.agent.naming import RUNS, user_name
 from telegrad.agent.peer import AnyLink
 from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
@@ -26,6 +25,7 @@ from telegrad.agent.scene import entered, in_setting, setting
 from telegrad.devices.routes import for_answers
 from telegrad.devices.streams import Streams
 from telegrad.errors import CannotEncode, PeerError, UsageError
+from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
 from telegrad.wire.functions import resolve

@@ -17,7 +17,6 @@ from torch import Tensor
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
-from telegrad.agent.members import Identity
 from telegrad.autograd.contexts import Context, Contexts
 from telegrad.autograd.engine import LocalPass
 from telegrad.autograd.outbox import Outbox, Parcel, unwrap
@@ -36,6 +35,7 @@ from telegrad.autograd.passes import (
     Task,
 )
 from telegrad.errors import CallTimeout, ContextEnded, ContextLost, PeerError, PeerLost, TelegradError, UnusedSends
+from telegrad.group.members import Identity
 from telegrad.wire.failures import describe, rebuild
 
 SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.members import Identity
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.graph import Origin, Send, receive, send
 from telegrad.errors import ContextEnded, ContextLost, PeerError, PeerLost, TelegradError, UnknownWorker, UsageError
+from telegrad.group.members import Identity
 
 if TYPE_CHECKING:
     from telegrad.autograd.conductor import Part

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.agent import profiling
-from telegrad.agent.members import Identity
 from telegrad.autograd import byhand, replicas
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import total
@@ -21,6 +20,7 @@ from telegrad.autograd.passes import WITHOUT, Order
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Call, Node, Schedule, Step
 from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
+from telegrad.group.members import Identity
 
 SEND_EVENT = "torch::distributed::autograd::SendRpcBackward"  # as the profiler shows that gradients come in
 ROOTS = 0  # the entry of the roots; the others are the numbers of messages

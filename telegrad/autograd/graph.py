@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from telegrad.agent.members import Identity
+from telegrad.group.members import Identity
 
 if TYPE_CHECKING:
     from telegrad.autograd.contexts import Context

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.members import Identity
 from telegrad.autograd.contexts import Context
 from telegrad.autograd.passes import WITHOUT, Ledger, Order, Report, Shipment
+from telegrad.group.members import Identity
 
 SMALL = 4096  # bytes
 NOWHERE = -1  # among `tensors`: stands for WITHOUT

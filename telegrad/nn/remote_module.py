@@ -95,7 +95,7 @@ class RemoteModule(nn.Module):
         self.module_rref = module
         self.on = module.owner_name()
         self.device = device
-        self.is_device_map_set = module._keeper.agent.maps_devices_to(self.on)
+        self.is_device_map_set = module._table.agent.maps_devices_to(self.on)
         self.training = training
         self._trains = trains
         self._kind = kind

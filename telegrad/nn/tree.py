@@ -37,7 +37,7 @@ def branches(model: Model) -> list[Branch]:
     elif not isinstance(model, RRef):
         raise UsageError(f"a model is an nn.Module, a RemoteModule or an RRef to a module, not {type(model).__name__}")
     found: list[Branch] = []
-    seen = {model._id}
+    seen = {model._handle.id}
     wave = [Branch("", model)]
     while wave:
         named = {f"{branch.name or 'the model'} on {branch.root.owner_name()}": branch for branch in wave}
@@ -46,8 +46,8 @@ def branches(model: Model) -> list[Branch]:
         for branch, (trained, further) in zip(named.values(), looked.values(), strict=True):
             if trained:
                 found.append(branch)
-            fresh = [each for each in further if each.root._id not in seen]
-            seen |= {each.root._id for each in fresh}
+            fresh = [each for each in further if each.root._handle.id not in seen]
+            seen |= {each.root._handle.id for each in fresh}
             wave += fresh
     if not found:
         raise UsageError(f"the model {model!r} is neither a module nor does it refer to one")

@@ -1,6 +1,7 @@
 """Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results."""
 
 from telegrad.agent.futures import Future
+from telegrad.group.members import WorkerInfo
 from telegrad.rpc import functions
 from telegrad.rpc.actors import actor
 from telegrad.rpc.api import (
@@ -20,7 +21,6 @@ from telegrad.rpc.api import (
     wait_for_workers,
     workers,
 )
-from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.references import RRef
 from telegrad.transport.tls import TlsFiles

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Arrival
-from telegrad.agent.members import Identity
 from telegrad.agent.scene import Scene, Turn
 from telegrad.errors import RRefError, UsageError
+from telegrad.group.members import Identity
 from telegrad.rpc.batching import Batched
 from telegrad.rpc.values import METHODS, TURNS, Method, methods
 from telegrad.rref.box import Box
-from telegrad.rref.keeper import Keeper
 from telegrad.rref.letters import Id
+from telegrad.rref.table import ReferenceTable
 
 C = TypeVar("C", bound=type)
 
@@ -64,9 +64,9 @@ def _mark() -> _Mark:
     return _Mark()
 
 
-def serve(agent: Agent, keeper: Keeper) -> None:
+def serve(agent: Agent, references: ReferenceTable) -> None:
     """Have the actors of a worker take turns."""
-    made = Actors(agent, keeper)
+    made = Actors(agent, references)
     with _lock:
         _all.add(made)
         if _used:
@@ -112,11 +112,11 @@ class _Queue:
 class Actors:
     """Those of one worker."""
 
-    def __init__(self, agent: Agent, keeper: Keeper) -> None:
+    def __init__(self, agent: Agent, references: ReferenceTable) -> None:
         self._agent = agent
-        self._keeper = keeper
+        self._references = references
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards both below
+        self._lock = threading.Lock()  # guards both below, and the queues in them
         self._queues: dict[int, _Queue] = {}  # of actors that are busy, by the ids of the objects
         self._coming: dict[Id, deque[Arrival]] = {}  # calls of values that are not made yet
         self._heeded = TURNS
@@ -135,30 +135,34 @@ class Actors:
     def admit(self, arrival: Arrival) -> bool:
         maker, number = arrival.args[:2]
         try:
-            box = self._keeper.box((maker, number))
+            box = self._references.box((maker, number))
         except RRefError:
             return True  # and fails
+        return not self._waits_for_value((maker, number), box, arrival) and self._may_run(box.value, arrival)
+
+    def _waits_for_value(self, ref: Id, box: Box, arrival: Arrival) -> bool:
         with self._lock:
-            if self._waits_for_value((maker, number), box, arrival):
-                return False
-            return self._enqueue(box.value, arrival)
+            coming = self._coming.get(ref)
+            first = coming is None
+            if coming is None:
+                if box.full:
+                    return False
+                coming = self._coming[ref] = deque()
+            coming.append(arrival)
+        if first:
+            self._agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
+        return True
+
+    def _may_run(self, value: Any, arrival: Arrival) -> bool:
+        """Whether a call may run now; else its turn will come."""
+        if not _takes_turns(value, arrival):
+            return True
+        with self._lock:
+            return self._enqueue(value, arrival)
 
     # With the lock held
 
-    def _waits_for_value(self, ref: Id, box: Box, arrival: Arrival) -> bool:
-        coming = self._coming.get(ref)
-        if coming is None:
-            if box.full:
-                return False
-            coming = self._coming[ref] = deque()
-            self._agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
-        coming.append(arrival)
-        return True
-
     def _enqueue(self, value: Any, arrival: Arrival) -> bool:
-        """Whether a call may run now."""
-        if not _takes_turns(value, arrival):
-            return True
         queue = self._queues.get(id(value))
         if queue is None:
             queue = self._queues[id(value)] = _Queue(value)
@@ -179,20 +183,21 @@ class Actors:
     # As things happen
 
     def _has_come(self, ref: Id, box: Box) -> None:
-        """The value of a reference was made, or failed: who waited for it goes on."""
-        ready: list[Arrival] = []
-        refused: list[tuple[Arrival, UsageError]] = []
+        """The value of a reference was made, or failed: who waited for it goes on, before others that still come."""
+        while (arrival := self._next_coming(ref)) is not None:
+            try:
+                if self._may_run(box.value, arrival):
+                    self._server.perform(arrival)
+            except UsageError as fault:
+                self._server.refuse(arrival, fault)
+
+    def _next_coming(self, ref: Id) -> Arrival | None:
         with self._lock:
-            for arrival in self._coming.pop(ref):
-                try:
-                    if self._enqueue(box.value, arrival):
-                        ready.append(arrival)
-                except UsageError as fault:
-                    refused.append((arrival, fault))
-        for arrival in ready:
-            self._server.perform(arrival)
-        for arrival, error in refused:
-            self._server.refuse(arrival, error)
+            coming = self._coming[ref]
+            if coming:
+                return coming.popleft()
+            del self._coming[ref]
+            return None
 
     def _end(self, queue: _Queue) -> None:
         """A turn is over: the next."""

@@ -13,19 +13,20 @@ from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
-from telegrad.agent.stores import Meeting, open_store
 from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.group.members import WorkerInfo
+from telegrad.group.stores import Meeting, open_store
 from telegrad.rpc import current
-from telegrad.rpc.cluster import Worker, start
+from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
-from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.worker import Worker
 
 UNSET_RPC_TIMEOUT = DEFAULT
 
 
-_lock = threading.Lock()  # guards current.worker, one init at a time
+_lock = threading.Lock()  # one init at a time: only that sets current.worker, and only where there is none
 
 
 @not_compiled
@@ -53,12 +54,12 @@ def init_rpc(
 
 
 def enter_group(
-    name: str, options: TelegradOptions, meet: Callable[[float], Meeting], handle: type[RRef[Any]] = RRef
+    name: str, options: TelegradOptions, meet: Callable[[float], Meeting], kind: type[RRef[Any]] = RRef
 ) -> None:
-    """Make this process a worker: `meet` opens the store within a time, references are of the class `handle`."""
+    """Make this process a worker: `meet` opens the store within a time, references are of the class `kind`."""
     with _lock:
         check_free()
-        current.worker = start(name, meet, options, current.enter, handle)
+        current.worker = start(name, meet, options, current.enter, kind)
 
 
 def check_free() -> None:
@@ -102,7 +103,7 @@ def shutdown(
     try:
         worker.shutdown(graceful, timeout, _names(require))
     finally:
-        current.worker = None
+        current.leave(worker)
 
 
 def check_may_wait(worker: Worker, what: str) -> None:
@@ -137,7 +138,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     try:
         worker.serve(_names(require))
     finally:
-        current.worker = None
+        current.leave(worker)
 
 
 def stop_serving() -> None:
@@ -216,8 +217,7 @@ def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: typ
 
 
 def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
-    made = current.keeper().create(_name(to), *call[:3], timeout, call.keeps, call.asked)
-    assert isinstance(made, RRef)
+    made: RRef[Any] = current.references().create(_name(to), *call[:3], timeout, call.keeps, call.asked)
     return made
 
 
@@ -280,7 +280,7 @@ def debug_info() -> dict[str, int]:
     other workers' values. Pending are users that their owner does not know yet, forks sent on that have not settled,
     users that end as soon as they may, creating calls without an answer, and letters without a receipt.
     """
-    return current.keeper().counts()
+    return current.references().counts()
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

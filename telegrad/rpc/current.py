@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.members import check_name
 from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized
-from telegrad.rref.keeper import Keeper
+from telegrad.rpc.worker import Worker
+from telegrad.rref.table import ReferenceTable
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from telegrad.rpc.cluster import Worker
-
-
-class _NameAndId(NamedTuple):
-    name: str
-    id: int
+worker: Worker | None = None  # of this process: init_rpc stores it, one at a time, others load it as it is
+_here = threading.local()  # .worker: whose thread this is; in a process with several the calls go out from it
 
 
-class WorkerInfo(_NameAndId):
-    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
-
-    __slots__ = ()
-
-    def __new__(cls, name: str, id: int) -> Self:  # noqa: A002 - its name in the API
-        check_name(name)
-        return super().__new__(cls, name, id)
-
-
-worker: Worker | None = None  # of this process, set by init_rpc and shutdown
-_here = threading.local()  # .agent: whose thread this is; in a process with several agents the calls go out from it
-
-
-def agent() -> Agent:
-    """The agent of this thread.
+def here() -> Worker:
+    """The worker of this thread.
 
     Raises:
         NotInitialized: this process is in no group.
     """
-    own: Agent | None = getattr(_here, "agent", None)
+    own: Worker | None = getattr(_here, "worker", None)
+    return own if own is not None else joined()
+
+
+def agent() -> Agent:
+    """The agent of this thread; raises as `here`, and takes no second call, since each remote call asks for it."""
+    own: Worker | None = getattr(_here, "worker", None)
     if own is not None:
-        return own
+        return own.agent
     return worker.agent if worker is not None else joined().agent
 
 
@@ -60,23 +44,26 @@ def joined() -> Worker:
     return worker
 
 
-def keeper() -> Keeper:
-    """The keeper of this thread's references."""
-    rider = agent().rider
-    assert isinstance(rider, Keeper)
-    return rider
+def references() -> ReferenceTable:
+    """The references of this thread's worker."""
+    return here().references
 
 
 def conductor() -> Conductor:
     """The conductor of this thread's backward passes."""
-    recorder = agent().recorder
-    assert isinstance(recorder, Conductor)
-    return recorder
+    return here().conductor
 
 
-def enter(own: Agent | None) -> None:
+def enter(own: Worker | None) -> None:
     """From now on this thread runs user code for `own`, or for the worker of this process."""
-    _here.agent = own
+    _here.worker = own
+
+
+def leave(own: Worker) -> None:
+    """This process is that worker no more. No other can be set while it is, so nothing comes between look and store."""
+    global worker
+    if worker is own:
+        worker = None
 
 
 def forget() -> None:

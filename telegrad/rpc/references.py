@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -16,50 +16,65 @@ from telegrad.agent.futures import Future
 from telegrad.agent.naming import user_name
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
+from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
-from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.operators import Operators, is_tensor_method
 from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.rref.box import Box
 from telegrad.rref.handle import Handle
 from telegrad.rref.letters import number
+from telegrad.rref.table import ReferenceTable
 from telegrad.wire.reducers import REDUCERS, reduce_reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
 
-class RRef(Operators, Handle, Generic[T]):
+class RRef(Operators, Generic[T]):
     """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it.
 
     It can be sent to any worker inside the arguments or the result of a remote call. Operators and the methods of
     tensors run at the owner and give a reference to their result, as does a call: `rref(*args)`.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "_handle", "_table")
+
+    _handle: Handle
+    _table: ReferenceTable
 
     @not_compiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value of this worker. `type_hint` is accepted and changes nothing: any type will do."""
-        keeper = current.keeper()
-        keeper.agent.streams.publish()
-        keeper.own(self, Box.of(value))
+        self._table = current.references()
+        self._table.agent.streams.publish()
+        self._handle = self._table.own(Box.of(value))
+
+    @classmethod
+    def of_handle(cls, table: ReferenceTable, handle: Handle) -> Self:
+        """What a user holds of a reference that was made elsewhere, or that came."""
+        made = cls.__new__(cls)
+        made._table = table
+        made._handle = handle
+        return made
 
     # Who has the value
 
     def owner(self) -> WorkerInfo:
         """The worker where the value lives."""
-        return WorkerInfo(self._owner.name, self._owner.id)
+        return WorkerInfo(self._handle.owner.name, self._handle.owner.id)
 
     def owner_name(self) -> str:
-        return self._owner.name
+        return self._handle.owner.name
 
     def is_owner(self) -> bool:
         """Whether this worker has the value."""
-        return self._owner == self._keeper.agent.me.identity
+        return self._handle.owner == self._table.agent.me.identity
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows already that this worker holds a reference."""
-        return self._keeper.confirmed(self)
+        return self._table.confirmed(self._handle)
 
     # Getting at it
 
@@ -73,15 +88,15 @@ class RRef(Operators, Handle, Generic[T]):
 
         Raises what the function raised that should have made it; RRefError where the value is lost.
         """
-        if self._box is not None:
+        if self._handle.box is not None:
             return self._open(timeout)
         if profiling.enabled():
-            name = f"to_here#({self._keeper.agent.name})->({self._owner.name})"
+            name = f"to_here#({self._table.agent.name})->({self._handle.owner.name})"
             return profiling.recorded(name, lambda: self._fetch(timeout))
         return self._fetch(timeout)
 
     def _fetch(self, timeout: float) -> T:
-        value: T = self._keeper.agent.call(self._keeper.reach(self), fetch, self._id, None, timeout, self)
+        value: T = self._table.agent.call(self._table.reach(self._handle), fetch, self._handle.id, None, timeout, self)
         return value
 
     @not_compiled
@@ -91,20 +106,20 @@ class RRef(Operators, Handle, Generic[T]):
         Raises:
             NotOwner: the value lives on another worker.
         """
-        if self._box is None:
+        if self._handle.box is None:
             raise NotOwner(
                 f"{self!r}: the value is not on this worker. Use to_here() for a copy, or rpc_sync() to use it there"
             )
         return self._open(0)
 
     def _open(self, timeout: float) -> T:
-        self._keeper.check(self)
-        assert self._box is not None
-        limit = self._keeper.agent.timeout if timeout == DEFAULT else seconds(timeout)
+        self._table.check(self._handle)
+        assert self._handle.box is not None
+        limit = self._table.agent.timeout if timeout == DEFAULT else seconds(timeout)
         try:
-            value: T = opened(self._box, self._keeper.agent, limit)
+            value: T = opened(self._handle.box, self._table.agent, limit)
         except TimeoutError as error:
-            if self._box.full:
+            if self._handle.box.full:
                 raise
             raise CallTimeout(
                 f"{self!r}: the value was not made within {limit:g} s; the function that makes it may still run. "
@@ -115,15 +130,15 @@ class RRef(Operators, Handle, Generic[T]):
     @not_compiled
     def future(self) -> Future[None]:
         """A future that is done once the value exists, or that holds the error of the call that should have made it."""
-        creation = self._keeper.creation(self)
+        creation = self._table.creation(self._handle)
         if creation is not None:
             return creation
-        self._keeper.check(self)
-        if self._box is not None:
-            return when_full(self._box)
-        if self._keeper.made_here(self):  # and so it has succeeded
+        self._table.check(self._handle)
+        if self._handle.box is not None:
+            return when_full(self._handle.box)
+        if self._table.made_here(self._handle):  # and so it has succeeded
             return when_full(Box.of(None))
-        return self._keeper.agent.call_async(self._keeper.reach(self), created, self._id, None, keeps=self)
+        return self._table.agent.call_async(self._table.reach(self._handle), created, self._handle.id, None, keeps=self)
 
     _get_future = future
 
@@ -144,7 +159,7 @@ class RRef(Operators, Handle, Generic[T]):
         value.backward(retain_graph=retain_graph)  # type: ignore[attr-defined]
 
     def _as_root(self) -> tuple[str, Any]:
-        return self._keeper.reach(self).name, self._id
+        return self._table.reach(self._handle).name, self._handle.id
 
     # Using it where it is
 
@@ -169,36 +184,35 @@ class RRef(Operators, Handle, Generic[T]):
 
     @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
-        owner, call = self._keeper.reach(self), self._keeper.agent.call
+        owner, call = self._table.reach(self._handle), self._table.agent.call
         if profiling.enabled():
             call = partial(profiling.recorded, self._event("sync", method, asked), call)
-        return call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, asked)
+        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, asked)
 
     @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
-        owner, call = self._keeper.reach(self), self._keeper.agent.call_async
+        owner, call = self._table.reach(self._handle), self._table.agent.call_async
         if profiling.enabled():
             call = partial(profiling.recorded_async, self._event("async", method, asked), call)
-        return call(owner, methods.of(method), (*self._id, *args), kwargs, timeout, self, asked)
+        return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self, asked)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
-        return self._make(method, methods.of(method), (*self._id, *args), kwargs, timeout, self)
+        return self._make(method, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self)
 
     def _make(
         self, name: str, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any, asked: Any = None
     ) -> RRef[Any]:
         """Have the owner make another value; a profiler shows it under that name."""
-        create = self._keeper.create
+        create = self._table.create
         if profiling.enabled():
             create = partial(profiling.recorded_creation, self._event("remote", name), create)
-        made = create(self._keeper.reach(self), function, args, kwargs, timeout, keeps, asked)
-        assert isinstance(made, RRef)
+        made: RRef[Any] = create(self._table.reach(self._handle), function, args, kwargs, timeout, keeps, asked)
         return made
 
     def _event(self, kind: str, method: str, asked: Any = None) -> str:
         what = user_name(asked) if asked is not None else method or "__call__"
-        return profiling.event_name(kind, what, self._keeper.agent.name, self._owner.name)
+        return profiling.event_name(kind, what, self._table.agent.name, self._handle.owner.name)
 
     # Using it as if it were a tensor
 
@@ -207,14 +221,14 @@ class RRef(Operators, Handle, Generic[T]):
         """Call a function at the owner with the values of its operands."""
         held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]
         for each in held:
-            self._keeper.check(each)
+            self._table.check(each._handle)
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
         name = operands[1] if function is call_method else profiling.function_name(function)
         return self._make(name, with_values, args, kwargs, DEFAULT, held, function)
 
     def _lent(self) -> Borrowed:
-        return Borrowed(self._id, self._owner.name)
+        return Borrowed(self._handle.id, self._handle.owner.name)
 
     def __getattr__(self, name: str) -> Any:
         if is_tensor_method(name):
@@ -238,11 +252,12 @@ class RRef(Operators, Handle, Generic[T]):
         return self
 
     def __repr__(self) -> str:
-        name = f"RRef {number(self._id)}"
-        if self._box is not None:
-            state = f"here: {type(self._box.value).__name__}" if self._box.full else "here, still being made"
-            return f"<{name} {'here, failed' if self._box.failure else state}>"
-        return f"<{name} on {self._owner.name!r}{'' if self.confirmed_by_owner() else ', not confirmed yet'}>"
+        name, box = f"RRef {number(self._handle.id)}", self._handle.box
+        if box is None:
+            confirmed = self._table.confirmed(self._handle)
+            return f"<{name} on {self._handle.owner.name!r}{'' if confirmed else ', not confirmed yet'}>"
+        state = f"here: {type(box.value).__name__}" if box.full else "here, still being made"
+        return f"<{name} {'here, failed' if box.failure else state}>"
 
 
 class Proxy:
@@ -263,4 +278,8 @@ class Proxy:
         return self._call("", self._timeout, args, kwargs)
 
 
-REDUCERS[RRef] = reduce_reference
+def _reduce(pickler: Any, reference: RRef[Any]) -> Any:
+    return reduce_reference(pickler, reference._handle)
+
+
+REDUCERS[RRef] = _reduce

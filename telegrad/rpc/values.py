@@ -18,8 +18,8 @@ from telegrad.agent.server import ASYNC_MARK, Later, its_future
 from telegrad.autograd.api import check_root
 from telegrad.rpc import current
 from telegrad.rref.box import Box
-from telegrad.rref.keeper import Keeper
 from telegrad.rref.letters import Id
+from telegrad.rref.table import ReferenceTable
 
 
 class Borrowed(NamedTuple):
@@ -32,14 +32,14 @@ class Borrowed(NamedTuple):
 @known_as("to_here() of a reference")
 def fetch(maker: str, number: int) -> Any:
     """The value of a reference that this worker owns."""
-    box = current.keeper().box((maker, number))
+    box = current.references().box((maker, number))
     return box.open() if box.full else Later(box.opening(), fetch)
 
 
 @known_as("future() of a reference")
 def created(maker: str, number: int) -> Any:
     """None, once the value of a reference that this worker owns exists."""
-    return Later(when_full(current.keeper().box((maker, number))), created)
+    return Later(when_full(current.references().box((maker, number))), created)
 
 
 def when_full(box: Box) -> Future[None]:
@@ -68,12 +68,12 @@ class Method:
         setattr(self, OWN_ARGUMENTS, 2)
 
     def __call__(self, maker: str, number: int, /, *args: Any, **kwargs: Any) -> Any:
-        keeper = current.keeper()
-        value, name = opened(keeper.box((maker, number)), keeper.agent), self.__name__
+        table = current.references()
+        value, name = opened(table.box((maker, number)), table.agent), self.__name__
         return _finish(getattr(value, name) if name else value, args, kwargs)
 
     def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
-        box = current.keeper().box((maker, number))
+        box = current.references().box((maker, number))
         return user_name(self) if box.failure or not box.full else _method_name(box.value, self.__name__)
 
 
@@ -115,7 +115,7 @@ def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     agent = current.agent()
     wanted = [each for each in (*args, *kwargs.values()) if type(each) is Borrowed]
     coming = {each: agent.call_async(each.owner, fetch, each.id, None) for each in wanted if each.owner != agent.name}
-    values = {each: opened(current.keeper().box(each.id), agent) for each in wanted if each.owner == agent.name}
+    values = {each: opened(current.references().box(each.id), agent) for each in wanted if each.owner == agent.name}
     values |= {each: future.wait() for each, future in coming.items()}
     return _finish(
         function,
@@ -137,13 +137,13 @@ def opened(box: Box, agent: Agent, timeout: float = 0) -> Any:
     return value
 
 
-def open_roots(keeper: Keeper, values: Sequence[Any]) -> Future[list[Tensor]]:
+def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tensor]]:
     """The tensors from which a backward pass shall begin here: some are there, of others `values` has the references.
 
     Fails where one cannot be a root.
     """
     found: Future[list[Tensor]] = Future()
-    coming = [keeper.box(value).opening() if not isinstance(value, Tensor) else None for value in values]
+    coming = [table.box(value).opening() if not isinstance(value, Tensor) else None for value in values]
 
     def look(_: Any = None) -> None:
         missing = next((each for each in coming if each is not None and not each.done()), None)

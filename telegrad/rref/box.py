@@ -29,8 +29,8 @@ class Box:
         self.full = False
         self.value: Any = None
         self.failure = b""  # the description: an exception would keep alive the frames where it was raised
-        self._lock = threading.Lock()  # guards `full` and _opening
-        self._opening: _Opening | None = None
+        self._lock = threading.Lock()  # guards _opening, and that `full` is set, which is loaded without it
+        self._opening: _Opening | None = None  # so value and failure are stored before, and not changed after
 
     @classmethod
     def of(cls, value: Any) -> Box:
@@ -69,3 +69,7 @@ class Box:
         if self.failure:
             raise rebuild(self.failure)
         return self.value
+
+    def __repr__(self) -> str:
+        what = "a failure" if self.failure else type(self.value).__name__
+        return f"<Box: {what if self.full else 'still to be filled'}>"

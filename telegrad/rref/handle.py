@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import Any
 
-from telegrad.agent.members import Identity
+from telegrad.group.members import Identity
 from telegrad.rref.box import Box
-from telegrad.rref.letters import Id
-
-if TYPE_CHECKING:
-    from telegrad.rref.keeper import Keeper
+from telegrad.rref.letters import Id, number
 
 
 class Handle:
-    """What a keeper gives out; the class that users see derives from it."""
+    """What a table gives out; the references that users see hold one each."""
 
-    __slots__ = ("__weakref__", "_box", "_fault", "_id", "_keeper", "_owner")
+    __slots__ = ("box", "ended", "fault", "id", "owner")
 
-    _keeper: Keeper
-    _id: Id
-    _owner: Identity
-    _box: Box | None  # on the owner
-    _fault: str  # why this handle never was one
-
-    def _begin(self, keeper: Keeper, id_: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
-        self._keeper = keeper
-        self._id = id_
-        self._owner = owner
-        self._box = box
-        self._fault = fault
+    def __init__(self, ended: SimpleQueue[Any], id_: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
+        """Its id goes into `ended` at its end."""
+        self.ended = ended
+        self.id = id_
+        self.owner = owner
+        self.box = box  # on the owner
+        self.fault = fault  # why this one never was one, or is none any more; its end then counts no more
 
     def __del__(self) -> None:
-        # On any thread, even inside of the garbage collector under somebody's lock.
-        keeper = getattr(self, "_keeper", None)
-        if keeper is not None and not self._fault:
-            keeper.let_go(self._id)
+        # On any thread, even inside of the garbage collector under somebody's lock: this queue takes none.
+        if not self.fault:
+            self.ended.put(self.id)
+
+    def __repr__(self) -> str:
+        state = self.fault or (repr(self.box) if self.box is not None else f"on {self.owner.name!r}")
+        return f"<Handle of {number(self.id)}: {state}>"

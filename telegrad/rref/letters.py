@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from telegrad.agent.members import Identity
+from telegrad.group.members import Identity
 
 Id = tuple[str, int]  # who made it, and that worker's number for it
 

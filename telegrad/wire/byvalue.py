@@ -27,6 +27,9 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def by_value(self, obj: Any) -> Any:
         return super().reducer_override(obj)
 
+    def dump_by_value(self, obj: Any) -> bytes:
+        return dump_by_value(obj)
+
 
 def dump_by_value(obj: Any) -> bytes:
     register_spawned_main()

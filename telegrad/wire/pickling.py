@@ -198,6 +198,11 @@ class _Pickler(pickle.Pickler):
     def by_value(self, obj: Any) -> Any:
         raise NeedsValue
 
+    def dump_by_value(self, obj: Any) -> bytes:
+        from telegrad.wire.byvalue import dump_by_value
+
+        return dump_by_value(obj)
+
 
 def _value_pickler() -> type[ValuePickler]:
     """For where something has no name; imported only there."""

@@ -33,6 +33,9 @@ class Pickler(Protocol):
     def by_value(self, obj: Any) -> Any:
         """Take apart a function or class that has no name."""
 
+    def dump_by_value(self, obj: Any) -> bytes:
+        """A pickle of its own for what travels as its code."""
+
 
 class NeedsValue(Exception):
     """A function or class has no name that serves."""
@@ -169,10 +172,8 @@ def _reduce_function(pickler: Pickler, function: Any) -> Any:
     name = name_of(function, pickler.same_program)
     if name is not None:
         return resolve, (name,)
-    from telegrad.wire.byvalue import dump_by_value
-
-    source = name_of(original, pickler.same_program) or dump_by_value(original)
-    return _compile, (source, dump_by_value(_compiler_of(function)))
+    source = name_of(original, pickler.same_program) or pickler.dump_by_value(original)
+    return _compile, (source, pickler.dump_by_value(_compiler_of(function)))
 
 
 def _compiler_of(compiled: Any) -> Any:

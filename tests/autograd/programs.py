@@ -411,4 +411,4 @@ def check(seed: int) -> bool:
 
 
 def left_over() -> dict[str, int]:
-    return {"contexts": len(current.conductor().contexts), **current.keeper().counts()}
+    return {"contexts": len(current.conductor().contexts), **current.references().counts()}

@@ -21,13 +21,13 @@ from tests.cluster import PATIENCE, agents, in_threads
 @pytest.fixture(scope="module")
 def trio():
     with agents(4) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         yield workers
 
 
 @pytest.fixture(autouse=True)
 def here(trio):
-    current.enter(trio[0].agent)
+    current.enter(trio[0])
     yield
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in trio))
 
@@ -99,7 +99,7 @@ def test_five_sends_of_which_some_are_unused(root):
     c = parameters["w1"][0] + parameters["w1"][1]
     h, f = worker0_part(c), worker1_part(c, worker2_part(c))
     wanted = torch.autograd.grad((f if root == "f1" else h + f).sum(), everything, allow_unused=True)
-    current.enter(trio_agent(3))
+    current.enter(WORKERS[3])
     with autograd.context() as context:
         c_ref = remote("w1", produce, ([0, 1],))
         h1 = rpc_sync("w0", with_value, (worker0_part, c_ref))
@@ -116,16 +116,12 @@ def test_five_sends_of_which_some_are_unused(root):
             assert torch.allclose(found[number], gradient)
 
 
-def trio_agent(rank):
-    return AGENTS[rank]
-
-
-AGENTS: list = []
+WORKERS: list = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def known_agents(trio):
-    AGENTS[:] = [worker.agent for worker in trio]
+    WORKERS[:] = trio
 
 
 def with_value(function, *references):
@@ -183,7 +179,7 @@ def test_two_contexts_over_the_same_parameters_at_once():
     inputs = [leaf(), leaf()]
 
     def step(value):
-        current.enter(AGENTS[0])
+        current.enter(WORKERS[0])
         for _ in range(20):
             with autograd.context() as context:
                 autograd.backward(context, rpc_sync("w1", torch.mul, (weight, value)).sum())
@@ -334,10 +330,10 @@ def in_parts(values):
 def in_a_thread(x):
     made = []
     run = copy_context().run
-    agent = current.agent()
+    worker = current.here()
 
     def work():
-        current.enter(agent)
+        current.enter(worker)
         made.append(rpc_sync("w2", torch.sin, (x,)))
 
     thread = threading.Thread(target=run, args=(work,))

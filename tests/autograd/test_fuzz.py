@@ -19,7 +19,7 @@ MANY_SEEDS = [int(SEED)] if SEED else range(400, 10_400)
 @pytest.fixture(scope="module")
 def five():
     with agents(5) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         yield workers
 
 
@@ -37,8 +37,8 @@ def run(seeds, workers):
 
 def wait_until_empty(worker):
     deadline = time.monotonic() + PATIENCE
-    while len(worker.conductor.contexts) or any(worker.keeper.counts().values()):
-        assert time.monotonic() < deadline, (len(worker.conductor.contexts), worker.keeper.counts())
+    while len(worker.conductor.contexts) or any(worker.references.counts().values()):
+        assert time.monotonic() < deadline, (len(worker.conductor.contexts), worker.references.counts())
         time.sleep(0.01)
 
 

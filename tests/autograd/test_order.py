@@ -26,7 +26,7 @@ def pair():
 @pytest.fixture(autouse=True)
 def here(request):
     if "pair" in request.fixturenames:
-        current.enter(request.getfixturevalue("pair")[0].agent)
+        current.enter(request.getfixturevalue("pair")[0])
     ran.clear()
     took.clear()
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from telegrad.agent.members import Identity
 from telegrad.autograd.outbox import Outbox, unwrap
 from telegrad.autograd.passes import Ledger, Order, Report
+from telegrad.group.members import Identity
 
 DRIVER, OTHER = Identity("driver", 0, "a"), Identity("other", 1, "b")
 ORDER = Order(1, "driver", 1, False, False, False, ("driver",))

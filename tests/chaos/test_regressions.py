@@ -145,12 +145,12 @@ def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy):
 
 
 def hold(on: str) -> None:
-    current.keeper().held = rpc.remote(on, torch.ones, (2,))
-    current.keeper().held.to_here()
+    current.references().held = rpc.remote(on, torch.ones, (2,))
+    current.references().held.to_here()
 
 
 def let_go() -> None:
-    del current.keeper().held
+    del current.references().held
     gc.collect()
 
 
@@ -180,7 +180,7 @@ def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy)
 
 
 def put_on(to: str) -> None:
-    rpc.rpc_sync(to, functions.put, (1, current.keeper().held))
+    rpc.rpc_sync(to, functions.put, (1, current.references().held))
 
 
 def left() -> dict[str, int]:
@@ -286,11 +286,11 @@ def test_a_clock_without_memory(monkeypatch):
 
 def test_references_without_memory(monkeypatch):
     with agents(2) as (worker, owner):
-        current.enter(worker.agent)
+        current.enter(worker)
         held = rpc.remote("w1", torch.ones, (2,))
         held.to_here()
-        failed = fails_once(monkeypatch, worker.keeper, "_step")
+        failed = fails_once(monkeypatch, worker.references, "_step")
         del held
-        assert wait_until_none(lambda: owner.keeper.counts()["owners"]) == 0
+        assert wait_until_none(lambda: owner.references.counts()["owners"]) == 0
         assert failed
         current.enter(None)

@@ -72,7 +72,7 @@ def group(
     sharer = {"sim": Sharer()} if share and kind == "sim" else {}
     shares = {**sharing.SHARERS, **sharer} if share else {}
     with replaced(sharing.SHARERS, shares), agents(count, **{"device_maps": maps, **options}) as made:
-        current.enter(made[0].agent)
+        current.enter(made[0])
         try:
             yield made
         finally:

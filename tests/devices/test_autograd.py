@@ -72,9 +72,9 @@ def test_gradients_for_a_thread_of_another_worker(kind, way):
                 autograd.backward(
                     context, [rpc.rpc_sync("w1", times_what_is_kept, (torch.ones(3, device=here),)).sum()]
                 )
-                current.enter(workers[1].agent)
+                current.enter(workers[1])
                 assert (autograd.get_gradients(context)[leaf] * 2).tolist() == [2.0] * 3
-                current.enter(workers[0].agent)
+                current.enter(workers[0])
 
 
 kept = []

@@ -253,7 +253,7 @@ def test_clipping(kind, limit):
 
 
 def train_alone(worker, module, optimizer, start):
-    current.enter(worker.agent)
+    current.enter(worker)
     with on(torch.Stream(start)):
         for seed in range(4):
             with autograd.context() as context:

@@ -240,7 +240,7 @@ def test_several_targets_for_each_input_fit_where_the_parts_do():
 
 def test_a_worker_that_dies_ends_the_step():
     with agents(3) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         pipeline = Pipeline([RemoteModule("w1", make_stage, (0,)), RemoteModule("w2", make_stage, (1,)), make_stage(2)])
         inputs, targets = batch()
         workers[1].agent.close()

@@ -127,7 +127,7 @@ def gradients_of(context, module: RRef[nn.Module]):
 def test_from_a_reference():
     reference = remote("w1", nn.Linear, (2, 3))
     module = RemoteModule.init_from_module_rref("w1/cpu", reference)
-    assert module.module_rref is reference or module.module_rref._id == reference._id
+    assert module.module_rref is reference or module.module_rref._handle.id == reference._handle.id
     assert module(torch.ones(2)).shape == (3,)
     elsewhere = remote("w1", make_linear, (2, 3), {"device": "meta"})
     assert RemoteModule.init_from_module_rref("w1", elsewhere).device == "meta"

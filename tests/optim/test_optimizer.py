@@ -259,7 +259,7 @@ class Gauge(torch.optim.SGD):
 
 def train_alone(worker, leaf, optimizer, steps):
     """On a thread of its own: a trainer that shares parameters with others."""
-    current.enter(worker.agent)
+    current.enter(worker)
     for _ in range(steps):
         with autograd.context() as context:
             autograd.backward(context, leaf.to_here().sum())
@@ -305,7 +305,7 @@ def test_a_step_between_another_ones_forward_and_backward():
             result = module(value).sum()
 
             def step_of_another():
-                current.enter(agent)
+                current.enter(worker)
                 with autograd.context() as quick:
                     autograd.backward(quick, module(value).sum())
                     optimizer.step(quick)
@@ -314,7 +314,7 @@ def test_a_step_between_another_ones_forward_and_backward():
             autograd.backward(slow, result)
             optimizer.step(slow)
 
-    agent = current.agent()
+    worker = current.here()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation[\s\S]*hogwild=True"):
         run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1))
     run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1, hogwild=True))
@@ -383,7 +383,7 @@ def test_errors_name_their_workers():
 
 def test_a_worker_that_died():
     with agents(3) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         leaves = [remote(f"w{number}", make_leaf) for number in (1, 2)]
         optimizer = DistributedOptimizer(torch.optim.SGD, leaves, lr=1)
         with autograd.context() as context:

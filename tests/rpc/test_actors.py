@@ -119,7 +119,7 @@ def test_order_under_load_from_several_callers(transport):
     seed = int(os.environ.get("TELEGRAD_SEED") or random.randrange(1 << 30))
     print(f"SEED={seed}")
     with agents(4, transport=transport, num_worker_threads=4) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         log = remote("w1", Heir)
         for each in [rpc_async(f"w{number}", make_calls, (log, number, seed)) for number in range(4)]:
             each.wait()

@@ -147,11 +147,11 @@ def test_what_cannot_run_in_batches():
 
 def test_many_callers_at_once():
     adder = remote("w1", Adder)
-    agent = current.agent()
+    worker = current.here()
     results = []
 
     def call():
-        current.enter(agent)
+        current.enter(worker)
         results.extend(adder.rpc_sync().timely(i) for i in range(20))
 
     threads = [threading.Thread(target=call) for _ in range(8)]

@@ -34,7 +34,7 @@ def meet(number):
 def caller():
     there.clear()
     with agents(2) as (a, _):
-        current.enter(a.agent)
+        current.enter(a)
         yield a
         current.enter(None)
 

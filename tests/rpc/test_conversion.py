@@ -72,7 +72,7 @@ class Model:
 def trio():
     """Three agents in this process; this thread speaks for the first."""
     with agents(3) as made:
-        current.enter(made[0].agent)
+        current.enter(made[0])
         yield made
         current.forget()
 
@@ -81,7 +81,7 @@ def trio():
 def sent(trio, monkeypatch):
     """What crosses connections: the kinds of frames, and of letters."""
     for worker in trio:
-        worker.keeper.flush()
+        worker.references.flush()
     counts = Counter()
     write, notify = Link.send, type(trio[0].agent).notify
     names = {CALL: "call", RESULT: "result", FAILURE: "failure"}
@@ -104,7 +104,7 @@ def sent(trio, monkeypatch):
 def settled(trio, sent):
     """The counts, once no letter is on its way any more."""
     until = time.monotonic() + PATIENCE
-    while any(worker.keeper.counts()["pending_letters"] for worker in trio):
+    while any(worker.references.counts()["pending_letters"] for worker in trio):
         assert time.monotonic() < until
     counts = dict(sent)
     sent.clear()

@@ -13,7 +13,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.agent import reminder
+from telegrad.group import reminder
 from tests.cluster import PATIENCE, agents, free_port, group, in_threads, init
 
 _said: list[str] = []

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from telegrad.agent.reminder import FIRST
+from telegrad.group.reminder import FIRST
 from tests.cluster import PATIENCE, agents
 
 begun, may_end = threading.Event(), threading.Event()
@@ -30,7 +30,7 @@ class Slept(threading.Event):
 def group():
     with agents(2) as made:
         for worker in made:
-            worker._changed = Slept()
+            worker.parting._changed = Slept()
         yield made
 
 
@@ -48,7 +48,7 @@ def assert_ends(thread):
 @pytest.mark.parametrize("server", [0, 1], ids=["leads", "is led"])
 def test_a_server_that_waits_in_shutdown_sleeps_while_it_serves(group, server):
     waits, other = leaving(group[server]), group[1 - server]
-    slept = group[server]._changed.times
+    slept = group[server].parting._changed.times
     assert slept.get(timeout=PATIENCE) == pytest.approx(FIRST, abs=1)  # when it says for whom it waits
     for _ in range(100):
         assert other.agent.call(server, operator.add, (1, 2), None) == 3
@@ -68,7 +68,7 @@ def test_a_worker_that_was_asked_too_early_looks_again(group):
     assert begun.wait(PATIENCE)
     both = [leaving(worker) for worker in group]
     for worker in group:
-        while worker._changed.times.get(timeout=PATIENCE) > 1:
+        while worker.parting._changed.times.get(timeout=PATIENCE) > 1:
             pass  # it was not asked yet
     may_end.set()
     for each in both:

@@ -18,7 +18,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.agent.agent import Agent
-from telegrad.agent.stores import open_store
+from telegrad.group.stores import open_store
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, group, in_threads, init, processes, run_all
@@ -135,7 +135,7 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch):
     def live(rank):
         options = TelegradOptions(rpc_timeout=PATIENCE)
         meet = partial(open_store, f"tcp://127.0.0.1:{port}", rank, 2)
-        start(f"early{rank}", meet, options, lambda agent: None).shutdown(True, PATIENCE / 2)
+        start(f"early{rank}", meet, options, lambda worker: None).shutdown(True, PATIENCE / 2)
 
     in_threads(lambda: live(0), lambda: live(1))
 

@@ -44,7 +44,7 @@ def fresh(monkeypatch):
 @pytest.fixture(params=["auto", "tcp"])
 def pair(request):
     with agents(2, transport=request.param) as (a, b):
-        current.enter(a.agent)
+        current.enter(a)
         yield a, b
         current.enter(None)
 
@@ -55,7 +55,7 @@ def in_flight(worker):
 
 def crowd(caller, begin):
     """Begin many calls in a thread; what they give, once the gate is open."""
-    current.enter(caller.agent)
+    current.enter(caller)
     return [future.wait() for future in [begin(number) for number in range(MANY)]]
 
 

@@ -249,7 +249,7 @@ def open_after_a_loss():
     """Let `give_late` go on once the break has been seen to."""
 
     def open_gate():
-        current.keeper().flush()
+        current.references().flush()
         gate.set()
 
     current.agent().lost.append(lambda *_: threading.Thread(target=open_gate).start())

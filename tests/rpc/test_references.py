@@ -257,12 +257,12 @@ def test_each_method_is_known_by_a_name_of_its_own():
 
 def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch):
     with agents(2) as (user, owner):
-        current.enter(user.agent)
+        current.enter(user)
         ref = rpc.remote("w1", Counter)
         assert ref.to_here().value == 0
-        owner.keeper.flush()
+        owner.references.flush()
         woken = []
-        monkeypatch.setattr(owner.keeper, "_wake", lambda: woken.append(True))
+        monkeypatch.setattr(owner.references, "_wake", lambda: woken.append(True))
         assert [ref.rpc_sync().add(1) for _ in range(5)] == [1, 2, 3, 4, 5]
         assert ref.to_here().value == 5
         assert not woken

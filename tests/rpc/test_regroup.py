@@ -95,7 +95,7 @@ def begin_to_join(place, rank=1, size=2):
 
 def wait_until_claimed(url, rank):
     """Until a worker of that rank waits for the others of its group."""
-    import telegrad.agent.stores as stores
+    import telegrad.group.stores as stores
 
     board = stores.Board(stores.open_store(url, 1, 2, PATIENCE).store, "telegrad/1")
     assert board.wait(f"rank/{rank}", stores.monotonic() + PATIENCE)

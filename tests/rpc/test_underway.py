@@ -23,7 +23,7 @@ has_begun = threading.Event()
 @pytest.fixture(scope="module", params=["unix", "tcp"])
 def here(request):
     with agents(2, transport=request.param) as workers:
-        current.enter(workers[0].agent)
+        current.enter(workers[0])
         yield
         current.enter(None)
 
@@ -94,8 +94,8 @@ def test_another_thread_that_writes_is_told_of_where_the_call_is():
         with pytest.warns(TelegradWarning, match="consume"):
             rpc_sync("w1", consume, (tensor,))
 
-    agent = current.agent()
-    in_threads(write, lambda: (current.enter(agent), call()))
+    worker = current.here()
+    in_threads(write, lambda: (current.enter(worker), call()))
 
 
 def test_nothing_is_said_where_nothing_can_tear():

@@ -137,7 +137,7 @@ def test_a_future_of_the_programs_own_that_serves_a_call_is_not_told(log):
 
 def test_a_reference_whose_making_failed_unused_is_told(log, five):
     reference = remote("w1", fail)
-    assert five[0].agent.rider.counts()["pending_creations"] <= 1
+    assert five[0].references.counts()["pending_creations"] <= 1
     del reference
     assert log.told.wait(PATIENCE)
     (said,) = log.said
@@ -163,9 +163,8 @@ def test_a_reference_that_was_used_is_not_told(see, log, five):
     with contextlib.suppress(ValueError):  # it may have failed before it could be sent
         see(reference)
     del reference
-    keeper = five[0].agent.rider
-    keeper.flush()
-    keeper.flush()
+    five[0].references.flush()
+    five[0].references.flush()
     assert not log.said
 
 

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from telegrad.agent.farewell import DONE, LEAVING, WAITING, Entered, Farewell, Leave, Missing, Quiet
+from telegrad.group.farewell import DONE, LEAVING, WAITING, Entered, Farewell, Leave, Missing, Quiet
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
 

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from telegrad.rpc.cluster import Worker
+from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE
 
 LATE = 1.0  # seconds that may pass until a worker looks whether somebody is late

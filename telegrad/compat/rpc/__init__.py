@@ -10,8 +10,6 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 
 from telegrad.agent.futures import Future
-from telegrad.agent.members import check_name
-from telegrad.agent.stores import open_store
 from telegrad.compat import autograd as dist_autograd
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import (
@@ -53,6 +51,8 @@ from telegrad.compat.rpc.backend_registry import (
 )
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from telegrad.errors import UsageError
+from telegrad.group.members import check_name
+from telegrad.group.stores import open_store
 from telegrad.rpc import (
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from telegrad.agent.members import Members
-from telegrad.rpc.cluster import Worker
-from telegrad.rpc.current import WorkerInfo
+from telegrad.group.members import Members, WorkerInfo
+from telegrad.rpc.worker import Worker
 
 _LOOKS = 16  # how often the wait for the interpreter is measured, for an average
 

@@ -17,7 +17,6 @@ import torch
 
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
-from telegrad.agent.reminder import Reminder
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc import profiled
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
@@ -32,9 +31,10 @@ from telegrad.compat.rpc.internal import (  # noqa: F401 - programs look for the
 from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
+from telegrad.group.members import WorkerInfo
+from telegrad.group.reminder import Reminder
 from telegrad.rpc import api, current, references
 from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
-from telegrad.rpc.current import WorkerInfo
 
 __all__ = [
     "AllGatherStates",
@@ -276,7 +276,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
     """Give up every reference of this worker to values of others."""
     delete_users()
-    current.keeper().flush()
+    current.references().flush()
 
 
 # The end
@@ -318,7 +318,7 @@ def _count_leaks() -> int:
     until = monotonic() + LEAK_CHECK
     pause = threading.Event()
     while True:
-        held = current.keeper().counts()["shared_owners"]
+        held = current.references().counts()["shared_owners"]
         if not held or monotonic() > until:
             return held
         pause.wait(1e-2)

@@ -6,12 +6,12 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from telegrad.agent.stores import Meeting
 from telegrad.compat.missing import missing_from
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
+from telegrad.group.stores import Meeting
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, current
 from telegrad.rpc.api import enter_group
 

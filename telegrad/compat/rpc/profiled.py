@@ -16,10 +16,10 @@ from telegrad.compat.profiler import Session, fetch_report, profile_and_run
 from telegrad.compat.rpc.futures import Future as CallFuture
 from telegrad.compat.rpc.futures import translated
 from telegrad.errors import TelegradError, UnknownWorker, UsageError
+from telegrad.group.members import WorkerInfo
 from telegrad.rpc import api
 from telegrad.rpc.api import UNSET_RPC_TIMEOUT
 from telegrad.rpc.conversion import Call, convert
-from telegrad.rpc.current import WorkerInfo
 from telegrad.rpc.references import RRef
 
 To = str | int | WorkerInfo

@@ -14,13 +14,12 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.compat.rpc import profiled
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
-from telegrad.rpc import references
-from telegrad.rpc.current import keeper
+from telegrad.rpc import current, references
 from telegrad.rpc.references import Proxy
 from telegrad.rpc.values import opened
-from telegrad.rref.keeper import DELETED
+from telegrad.rref.faults import DELETED
 from telegrad.rref.letters import Id
-from telegrad.wire.reducers import REDUCERS, reduce_reference
+from telegrad.wire.reducers import REDUCERS
 
 T = TypeVar("T")
 
@@ -56,10 +55,11 @@ class RRef(references.RRef[T]):
 
     @not_compiled
     def local_value(self) -> T:
-        if self._box is None:
+        if self._handle.box is None:
             raise NotOwner(
                 f"For {self._describe('rref_id=', 'fork_id=')}, can't call localValue() on user "
-                f"{_text(self._keeper.agent.me)}. Call it on owner {_text(self._owner)}, or use to_here() for a copy"
+                f"{_text(self._table.agent.me)}. Call it on owner {_text(self._handle.owner)}, or use to_here() for a "
+                "copy"
             )
         return super().local_value()
 
@@ -76,12 +76,14 @@ class RRef(references.RRef[T]):
     @not_compiled
     def _create_checked(self, method: str, timeout: float, args: Any, kwargs: Any) -> references.RRef[Any]:
         if method:
-            self._keeper.agent.call(self._keeper.reach(self), find_attribute, (*self._id, method), None, timeout)
+            self._table.agent.call(
+                self._table.reach(self._handle), find_attribute, (*self._handle.id, method), None, timeout
+            )
         return self._create(method, timeout, args, kwargs)
 
     @not_compiled
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        if dist_autograd_ctx_id == -1 and self._box is None:
+        if dist_autograd_ctx_id == -1 and self._handle.box is None:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         super().backward(dist_autograd_ctx_id, retain_graph)
 
@@ -89,7 +91,7 @@ class RRef(references.RRef[T]):
         """Whether the owner knows that this worker holds a reference; of one that was sent here it soon does."""
         until = monotonic() + CONFIRMATION
         while not super().confirmed_by_owner():
-            if self._keeper.made_here(self) or self._keeper.closed or monotonic() > until:
+            if self._table.made_here(self._handle) or self._table.closed or monotonic() > until:
                 return False
             time.sleep(LOOK)
         return True
@@ -108,7 +110,7 @@ class RRef(references.RRef[T]):
         future = getattr(self, "_type", None)
         if future is None:
             future = self._type = profiled.rpc_async(
-                self._owner.name, _rref_typeof_on_owner, (self, True), timeout=timeout
+                self._handle.owner.name, _rref_typeof_on_owner, (self, True), timeout=timeout
             )
         return future.wait() if blocking else future
 
@@ -116,30 +118,30 @@ class RRef(references.RRef[T]):
         self.__reduce_ex__(5)
 
     def _check_alive(self, what: str) -> None:
-        if self._fault == DELETED or self._keeper.closed:
+        if self._handle.fault == DELETED or self._table.closed:
             raise RRefError(f"{self!r} was deleted when its group ended. {what}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._check_alive("Cannot call fork an UserRRef after deletion.")
-        self._keeper.check(self)
+        self._table.check(self._handle)
         raise UsageError(
             f"Can not pickle rref in python pickler, {self!r} can only be pickled when using RPC. To save the value, "
             "pickle rref.to_here()"
         )
 
     def __str__(self) -> str:
-        if self._box is not None:
-            return f"OwnerRRef({self._number(self._id)})"
+        if self._handle.box is not None:
+            return f"OwnerRRef({self._number(self._handle.id)})"
         return self._describe("RRefId = ", "ForkId = ")
 
     def _describe(self, ref: str, fork: str) -> str:
-        known_as = self._keeper.fork_of(self) or self._id
-        return f"UserRRef({ref}{self._number(self._id)}, {fork}{self._number(known_as)})"
+        known_as = self._table.fork_of(self._handle) or self._handle.id
+        return f"UserRRef({ref}{self._number(self._handle.id)}, {fork}{self._number(known_as)})"
 
     def _number(self, id_: Id) -> str:
         maker = id_[0].rpartition("#")[0]
         try:
-            rank: Any = self._keeper.agent.identify(maker).id
+            rank: Any = self._table.agent.identify(maker).id
         except TelegradError:  # that worker has left
             rank = maker
         return f"GloballyUniqueId(created_on={rank}, local_id={id_[1] - 1})"
@@ -154,7 +156,7 @@ class RRefProxy(Proxy):
         return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
 
 
-REDUCERS[RRef] = reduce_reference
+REDUCERS[RRef] = REDUCERS[references.RRef]
 
 
 def _text(worker: Any) -> str:
@@ -163,8 +165,8 @@ def _text(worker: Any) -> str:
 
 def find_attribute(maker: str, number: int, name: str) -> None:
     """Raise AttributeError where the value of a reference that this worker owns has no such attribute."""
-    boxes = keeper()
-    getattr(opened(boxes.box((maker, number)), boxes.agent), name)
+    table = current.references()
+    getattr(opened(table.box((maker, number)), table.agent), name)
 
 
 def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> type:
@@ -173,9 +175,9 @@ def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> type:
 
 def delete_users() -> None:
     """Give up every reference of this process to a value of another worker."""
-    counts = keeper().counts()
+    counts = current.references().counts()
     if counts["users"] == counts["pending_deletes"]:  # nobody holds one: no search among all objects of torch
         return
     for each in gc.get_objects():
-        if issubclass(type(each), RRef) and each._box is None:
-            each._keeper.give_up(each)
+        if issubclass(type(each), RRef) and each._handle.box is None:
+            each._table.give_up(each._handle)

@@ -12,23 +12,26 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.agent.address import knock
-from telegrad.agent.agent import Agent
-from telegrad.agent.dynamic import DynamicGroup
-from telegrad.agent.members import Identity, Member, Members
-from telegrad.agent.reminder import Reminder
-from telegrad.agent.stores import Place, join_store
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, RendezvousError, ShutDown, StoreLost
-from telegrad.rpc.current import WorkerInfo
+from telegrad.group.address import knock
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Identity, Member, Members, WorkerInfo
+from telegrad.group.post import Post
+from telegrad.group.reminder import Reminder
+from telegrad.group.stores import Place, join_store
+from telegrad.threads import Background
 
 LOOK = 0.25  # seconds between looks at the store
 LOOK_FOR_ANOTHER = 1.0  # the same, at the place of a store that was lost
 PATIENCE = 2.0  # seconds for a knock to be answered
 KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each; who is silent at the last is dead
 LEFT, LOST = "left", "lost"
+
+Act = Callable[[], None]  # what follows from a look, once no lock is held
 
 log = logging.getLogger("telegrad")
 
@@ -51,12 +54,13 @@ class Teller:
     def __init__(self, entered: Callable[[], None]) -> None:
         self._entered = entered
         self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = Background("telegrad-members", self._main)
+
+    def begin(self) -> None:
+        """There is somebody to be told."""
+        self._thread.want()
 
     def tell(self, callback: Callable[..., Any], *args: Any) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="telegrad-members", daemon=True)
-            self._thread.start()
         self._queue.put((callback, args))
 
     def close(self) -> None:
@@ -77,50 +81,47 @@ class Membership:
 
     def __init__(
         self,
-        agent: Agent,
+        post: Post,
         me: Member,
         directory: Members | DynamicGroup,
         place: Place,
         entered: Callable[[], None],
     ) -> None:
         """`place` is where the store is served; `entered` is called first on the thread that calls users' callbacks."""
-        self._agent = agent
+        self._post = post
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
         self._place = place
         self._teller = Teller(entered)
-        self._changed = threading.Condition()  # guards what follows, up to _closed
-        self._present = {member.incarnation: member for member in (directory if self._group is None else [me])}  # type: ignore[union-attr]
+        self._changed = threading.Condition()  # guards what follows, up to _closed, which is also loaded without
+        present = directory if isinstance(directory, Members) else [me]
+        self._present = {member.incarnation: member for member in present}
         self._on_join: list[Callable[[WorkerInfo], Any]] = []
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
         self._doubts: list[_Doubt] = []
-        self._watch: threading.Thread | None = None
         self._closed = False
-        self._looking = threading.Lock()  # guards what follows: one look at the store at a time
+        self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
         self._seen_changes = self._seen_orphans = 0
-        self._struck_out = False
+        self.lost: str = ""  # why the store of a dynamic group has gone, unless in order; stored once, before `ended`
+        self.ended = threading.Event()  # it has gone, or `serve` shall end
         self._wake = threading.Event()
-        self.ended = threading.Event()  # the store of a dynamic group has gone
-        self.lost: str = ""  # why, unless in order
-        agent.on(Greeting, lambda *_: None)
-        agent.lost.append(self._on_lost)
+        self._watch = Background("telegrad-watch", self._main)
+        post.on(Greeting, lambda *_: None)
+        post.lost.append(self._on_lost)
 
     def begin(self) -> None:
         """The worker has joined."""
         if self._group is not None:
             self._look(self._group)
-            with self._changed:
-                self._start_watch()
+            self._watch.want()
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            watch = self._watch
             self._changed.notify_all()
         self._teller.close()
         self._wake.set()
-        if watch is not None and watch is not threading.current_thread():
-            watch.join(PATIENCE)  # torch aborts a process that ends while a thread is in one of its stores
+        self._watch.join(PATIENCE)  # torch aborts a process that ends while a thread is in one of its stores
 
     # What users ask
 
@@ -170,6 +171,7 @@ class Membership:
 
     def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
         """Have `callback` called with each other worker: those that are there now, and those that come."""
+        self._teller.begin()
         with self._changed:
             self._on_join.append(callback)
             for member in self._others():
@@ -177,6 +179,7 @@ class Membership:
 
     def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
         """Have `callback` called with each worker that goes, and with "left" or "lost"."""
+        self._teller.begin()
         with self._changed:
             self._on_leave.append(callback)
             others = self._others()
@@ -188,7 +191,7 @@ class Membership:
     def _greet(self, members: list[Member]) -> None:
         for member in members:
             with contextlib.suppress(PeerError, RendezvousError):  # it has gone, as will be seen
-                self._agent.notify(member.name, Greeting())
+                self._post.notify(member.name, Greeting())
 
     # What happens
 
@@ -198,11 +201,13 @@ class Membership:
             member = self._present.get(who.incarnation)
             if member is None or self._closed:
                 return
-            if not isinstance(reason, ShutDown):
+            doubtful = not isinstance(reason, ShutDown)
+            if doubtful:
                 self._doubts.append(_Doubt(member, 0, monotonic()))
-                self._start_watch()
             elif self._group is None:
                 self._take_out(member, LEFT if not isinstance(reason, LeftEarly) else LOST)
+        if doubtful:
+            self._watch.want()
         self._wake.set()
 
     def _take_out(self, member: Member, how: str) -> None:
@@ -222,14 +227,8 @@ class Membership:
 
     # The thread that looks
 
-    def _start_watch(self) -> None:
-        """With the lock held."""
-        if self._watch is None and not self._closed:
-            self._watch = threading.Thread(target=self._main, name="telegrad-watch", daemon=True)
-            self._watch.start()
-
     def _main(self) -> None:
-        while not (self._closed or self._agent.closed):
+        while not (self._closed or self._post.closed):
             try:
                 pause = self._look_around()
             except Exception:
@@ -246,7 +245,8 @@ class Membership:
             if doubt.due > monotonic() or not self._settle(doubt):
                 with self._changed:
                     self._doubts.append(doubt if doubt.due > monotonic() else _later(doubt))
-        pause = LOOK if self._doubts else None
+        with self._changed:
+            pause = LOOK if self._doubts else None
         if self._group is None:
             return pause
         if not self._group.over:
@@ -261,9 +261,7 @@ class Membership:
         if answer is not False and not last:
             return False
         if answer is not True:
-            self._agent.warn_lost(
-                doubt.who.identity, f"worker {doubt.who.name!r} was lost: it does not answer any more"
-            )
+            self._post.warn_lost(doubt.who.identity, f"worker {doubt.who.name!r} was lost: it does not answer any more")
             if self._group is not None and not self._group.over:
                 with contextlib.suppress(StoreLost):
                     self._group.strike_out(doubt.who)
@@ -272,25 +270,32 @@ class Membership:
         return True
 
     def _look(self, group: DynamicGroup) -> None:
+        acts: list[Act] = []
         with self._looking:
+            if group.over:
+                return  # another thread has just seen its end
             try:
                 changes = group.changes()
                 if changes != self._seen_changes:
-                    self._see(group)
+                    self._see(group, acts)
                     self._seen_changes = changes
-                    self._end_with(group)
+                    self._end_with(group, acts)
             except StoreLost as error:
-                self._lose_store(group, str(error))
+                self._lose_store(group, str(error), acts)
+        for act in acts:
+            act()
 
-    def _see(self, group: DynamicGroup) -> None:
+    def _see(self, group: DynamicGroup, acts: list[Act]) -> None:
+        with self._changed:
+            present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
         members = {member.incarnation: member for member in group.members()}
         group.known = list(members.values())
-        gone = [member for member in self._present.values() if member.incarnation not in members]
+        gone = [member for member in present.values() if member.incarnation not in members]
         ends = [(member, LOST if group.was_lost(member) else LEFT) for member in gone]
-        new = [member for member in group.known if member.incarnation not in self._present]
+        new = [member for member in group.known if member.incarnation not in present]
         for member, how in ends:
             if how == LOST:
-                self._note_lost(member)
+                acts.append(partial(self._note_lost, member))
         with self._changed:
             for member, how in ends:
                 self._take_out(member, how)
@@ -298,41 +303,48 @@ class Membership:
                 self._take_in(member)
             greets = bool(self._on_leave)
         if greets:
-            self._greet(new)
+            acts.append(partial(self._greet, new))
         for orphan in group.orphans(self._seen_orphans):
             self._seen_orphans += 1
-            log.warning(
-                "telegrad: worker %s is still in an earlier group, whose store at this place was lost, and cannot be "
-                "called from this one: have it shut down and join again",
-                orphan,
+            acts.append(
+                partial(
+                    log.warning,
+                    "telegrad: worker %s is still in an earlier group, whose store at this place was lost, and cannot "
+                    "be called from this one: have it shut down and join again",
+                    orphan,
+                )
             )
 
     def _note_lost(self, member: Member) -> None:
         if member.incarnation != self._me.incarnation:
-            self._agent.warn_lost(member.identity, f"worker {member.name!r} was lost, as another worker has found")
+            self._post.warn_lost(member.identity, f"worker {member.name!r} was lost, as another worker has found")
         else:
             log.warning("telegrad: worker %s was taken for dead by another: shut it down and join again", member)
 
     # The end of the store
 
-    def _end_with(self, group: DynamicGroup) -> None:
+    def _end_with(self, group: DynamicGroup, acts: list[Act]) -> None:
         server = group.server()
         if server and server != str(self._me) and group.ended():
             self._store_gone(group, f"the group has ended: {server}, which served its store, has left")
-            log.info("telegrad: %s", group.over)
+            acts.append(partial(log.info, "telegrad: %s", group.over))
 
-    def _lose_store(self, group: DynamicGroup, why: str) -> None:
+    def _lose_store(self, group: DynamicGroup, why: str, acts: list[Act]) -> None:
         if self._closed:
             return
         self.lost = why
         self._store_gone(group, why)
         others = ", ".join(sorted(member.name for member in group.known if member.name != self._me.name))
-        log.warning(
-            "telegrad: worker %s has lost the group's store: %s. Nobody can join or be looked up any more; calls among "
-            "those who are known here (%s) go on. To be in a group again, shut down and join the one of a new rank 0",
-            self._me,
-            why,
-            others or "nobody",
+        acts.append(
+            partial(
+                log.warning,
+                "telegrad: worker %s has lost the group's store: %s. Nobody can join or be looked up any more; calls "
+                "among those who are known here (%s) go on. To be in a group again, shut down and join the one of a "
+                "new rank 0",
+                self._me,
+                why,
+                others or "nobody",
+            )
         )
 
     def _store_gone(self, group: DynamicGroup, why: str) -> None:
@@ -359,6 +371,11 @@ class Membership:
                 self._me,
             )
         return not other
+
+    def __repr__(self) -> str:
+        watched = "a dynamic group" if self._group is not None else "a group of fixed size"
+        state = ", closed" if self._closed else f", lost: {self.lost}" if self.lost else ""
+        return f"<Membership of {self._me.name!r} in {watched}: {len(self._present)} present{state}>"
 
 
 def _later(doubt: _Doubt) -> _Doubt:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import errors
-from telegrad.agent.members import LONGEST_NAME, Member, Members, check_name, unknown
+from telegrad.group.members import LONGEST_NAME, Member, Members, check_name, unknown
 
 
 def member(name, id_, address="127.0.0.1"):
@@ -26,18 +26,6 @@ def test_a_name_or_rank_is_taken_once():
         with pytest.raises(errors.WorkerTaken, match=r"'a' \(rank 0, at 127\.0\.0\.1:1000\)"):
             table.add(second)
     assert list(table) == [member("a", 0)]
-
-
-def test_a_removed_member_frees_its_name_and_rank():
-    table = Members([member("a", 0), member("b", 1)])
-    table.remove(member("a", 0))
-    with pytest.raises(errors.UnknownWorker):
-        table.find("a")
-    with pytest.raises(errors.UnknownWorker):
-        table.find(0)
-    table.add(member("a", 0, "127.0.0.2"))
-    table.remove(member("a", 0))  # its former self is struck out already
-    assert table.find("a").tcp[0] == "127.0.0.2"
 
 
 def test_who_is_not_there_and_who_is():

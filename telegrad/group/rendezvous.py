@@ -22,9 +22,6 @@ from collections.abc import Callable
 from time import monotonic, time
 from typing import Any, NamedTuple
 
-from telegrad.agent.members import Member, Members
-from telegrad.agent.reminder import Reminder
-from telegrad.agent.stores import OVER, SERVED, Board
 from telegrad.errors import (
     AuthenticationFailed,
     GroupIncomplete,
@@ -33,6 +30,9 @@ from telegrad.errors import (
     TelegradError,
     WorkerTaken,
 )
+from telegrad.group.members import Member, Members
+from telegrad.group.reminder import Reminder
+from telegrad.group.stores import OVER, SERVED, Board
 
 LINGER = 2.0  # seconds that the store's server waits for the others to go first
 DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are looked after

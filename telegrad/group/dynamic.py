@@ -12,10 +12,10 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from telegrad.agent.members import Member, unknown
-from telegrad.agent.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, first_of, taken
-from telegrad.agent.stores import Board
 from telegrad.errors import RendezvousError, StoreLost
+from telegrad.group.members import Member, listed, unknown
+from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, first_of, taken
+from telegrad.group.stores import Board
 
 MOST_RANKS = 1 << 16
 BOARD = "telegrad/dynamic"
@@ -30,6 +30,7 @@ class DynamicGroup:
         self._serves = serves
         self._me: Member | None = None
         self._place = ""  # where this worker's name is listed
+        # No lock: these two are loaded and stored as wholes, by whichever thread looks at the store.
         self.over = ""  # why nobody can be looked up any more
         self.known: list[Member] = []  # who was there at the last look; they can be called without the store
 
@@ -168,6 +169,10 @@ class DynamicGroup:
         self._board.write("over", OPENED)
         self._board.count("changes")
         self._board.wait_for_count("seen", others, monotonic() + LINGER)
+
+    def __repr__(self) -> str:
+        state = f"over: {self.over}" if self.over else "lasts"
+        return f"<DynamicGroup, {state}; last seen: {listed([member.name for member in self.known])}>"
 
     # After the store was lost
 

@@ -1,4 +1,4 @@
-"""The rim of the reference protocol: handles, values and letters of one worker.
+"""The rim of the reference protocol: the handles, values and letters of one worker.
 
 Letters and handles that ended are gathered for a moment and seen to by one thread, so that many together cost little.
 Values are freed there too, outside of the lock.
@@ -20,24 +20,17 @@ from typing import Any
 from telegrad.agent.agent import Agent
 from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future
-from telegrad.agent.members import Identity
-from telegrad.errors import (
-    OwnerLost,
-    PeerError,
-    PeerLost,
-    RRefError,
-    RRefLost,
-    TelegradError,
-    UnknownWorker,
-    UsageError,
-)
+from telegrad.errors import PeerError, PeerLost, RRefLost, TelegradError, UnknownWorker, UsageError
+from telegrad.group.members import Identity
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
 from telegrad.rref.creation import Creation, Landing, failed, tell_user
+from telegrad.rref.faults import DELETED, error_for
 from telegrad.rref.handle import Handle
 from telegrad.rref.letters import Id, Letter, key_of, number
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, References
+from telegrad.threads import Background
 from telegrad.wire.failures import describe
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
@@ -46,27 +39,32 @@ TRY_AGAIN = 0.1  # seconds after something failed that should not
 
 log = logging.getLogger("telegrad")
 
-DELETED = "deleted"  # the fault of a handle that was given up
 _CREATE, _CREATED, _HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
 
 
-class Keeper:
-    """All references of one worker."""
+class ReferenceTable:
+    """All references of one worker.
 
-    def __init__(self, agent: Agent, make: Callable[[], Handle]) -> None:
-        """`make` makes an empty handle, of the class that users see."""
+    Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
+    dictionaries of shares, creations and origins, which change under the lock; to load or store one attribute of what
+    is found there, or of a handle; to load `_closed`.
+    """
+
+    def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
+        """`wrap` makes what users see of a handle."""
         self.agent = agent
-        self.origins = Origins()
-        self._make = make
+        self._me = f"{agent.name}#{agent.incarnation}"
+        self._wrap = wrap
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles; None to wake; things to do
-        self._lock = threading.Lock()  # guards all below
-        self._machine = References(f"{agent.name}#{agent.incarnation}")
+        self._thread = Background("telegrad-references", self._serve)
+        self._lock = threading.Lock()  # guards all below, and the fields `done` and `future` of creations
+        self._origins = Origins()
+        self._machine = References(self._me)
         self._courier: Courier[Letter] = Courier()
         self._boxes: dict[Id, Box] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # while the reference lives
         self._expected: set[str] = set()  # whose answers to creating calls nobody may be reading
         self._woken = False  # since the thread last looked
-        self._thread: threading.Thread | None = None
         self._closed = False
         agent.carry(self)
         agent.on(Batch, self._on_batch)
@@ -74,12 +72,13 @@ class Keeper:
 
     # Making references
 
-    def own(self, handle: Handle, box: Box) -> None:
-        """Make `handle` one of a new reference to what is, or will be, in `box`."""
+    def own(self, box: Box) -> Handle:
+        """Make a reference to what is, or will be, in `box`."""
+        self._thread.want()
         with self._lock:
             ref = self._machine.own()
             self._boxes[ref] = box
-            self._begin(handle, ref, self.agent.me.identity, box)
+            return self._new_handle(ref, self.agent.me.identity, box)
 
     def create(
         self,
@@ -90,34 +89,34 @@ class Keeper:
         timeout: float,
         keeps: Any = None,
         asked: Any = None,
-    ) -> Handle:
-        """Have a worker make a value that stays there; the handle is for this worker."""
+    ) -> Any:
+        """Have a worker make a value that stays there; a reference to it, as users see them."""
         owner = self.agent.identify(to)
-        handle = self._make()
         if owner == self.agent.me.identity:
-            self.own(handle, Box())
-            fork, kind = handle._id, _HERE
+            handle = self.own(Box())
+            fork, kind = handle.id, _HERE
         else:
+            self._thread.want()
             with self._lock:
                 ref, fork = self._machine.create(key_of(owner))
-                self._begin(handle, ref, owner, None)
+                handle = self._new_handle(ref, owner, None)
             kind = _CREATE
-        creation = Creation(handle._id, fork, key_of(owner), self._on_created)
+        creation = Creation(handle.id, fork, key_of(owner), self._on_created)
         with self._lock:
-            self._creations[handle._id] = creation
-        wish = kind, handle._id, fork
+            self._creations[handle.id] = creation
+        wish = kind, handle.id, fork
         try:
             self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, wish, asked)
         except BaseException:
-            handle._fault = "never made"
+            handle.fault = "never made"
             with self._lock:
-                del self._creations[handle._id]
-                (self._machine.drop if kind == _HERE else self._machine.cancel)(handle._id)
+                del self._creations[handle.id]
+                (self._machine.drop if kind == _HERE else self._machine.cancel)(handle.id)
             raise
         with self._lock:
             self._expected.add(owner.name)
             self._wake()
-        return handle
+        return self._wrap(self, handle)
 
     def _on_created(self, creation: Creation) -> None:
         with self._lock:
@@ -130,10 +129,10 @@ class Keeper:
         if future is not None:
             self.agent.later(tell_user, creation)
 
-    def _begin(self, handle: Handle, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> None:
-        handle._begin(self, ref, owner, box, fault)
-        self.origins.note(ref)
-        self._have_thread()
+    def _new_handle(self, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> Handle:
+        """With the lock held."""
+        self._origins.note(ref)
+        return Handle(self._events, ref, owner, box, fault)
 
     # Using them
 
@@ -141,66 +140,54 @@ class Keeper:
         """The owner, who is to be called; raises as `check`."""
         self.check(handle)
         try:
-            return self.agent.identify(handle._owner)
+            return self.agent.identify(handle.owner)
         except UnknownWorker:  # it has left, and this worker has not heard of it yet
-            self._on_death(key_of(handle._owner))
+            self._on_death(key_of(handle.owner))
             self.check(handle)
             raise
 
     def check(self, handle: Handle) -> None:
         """Raise why a reference cannot be used, if so."""
-        creation = self._creations.get(handle._id)
+        creation = self._creations.get(handle.id)
         error = None
         if creation is not None:
             creation.used, error = True, creation.error
-        fault = handle._fault or self._machine.fault(handle._id)
+        fault = handle.fault or self._machine.fault(handle.id)
         says_more = fault in (OWNER_DIED, DELETED) and isinstance(error, PeerError)
         if error is not None and not says_more:
             raise failed(error)
         if fault:
-            raise self._error_for(fault, handle)
-
-    def _error_for(self, fault: str, handle: Handle) -> RRefError:
-        made = self.origins.of(handle._id)
-        about = f"the reference {number(handle._id)} to a value of worker {handle._owner.name!r}"
-        about += f", made at {made}," if made else ""
-        if fault == OWNER_DIED:
-            return OwnerLost(f"{about} is lost: that worker has died or left. Make the value anew on another")
-        if fault == DELETED:
-            return RRefError(f"{about} was given up before this worker left its group")
-        return RRefLost(
-            f"{about} is lost: a connection broke while it was on its way, or its owner took this worker for dead. "
-            "Make or send it again"
-        )
+            raise error_for(fault, handle, self._origins.of(handle.id))
 
     def creation(self, handle: Handle) -> Future[None] | None:
         """A future of the creating call, where this worker made it and it has not succeeded yet."""
         with self._lock:
-            creation = self._creations.get(handle._id)
+            creation = self._creations.get(handle.id)
             if creation is None:
                 return None
             creation.used = True
+            late = creation.done and creation.future is None
             if creation.future is None:
                 creation.future = Future()
-                if creation.done:
-                    self.agent.later(tell_user, creation)
+        if late:
+            self.agent.later(tell_user, creation)
         with contextlib.suppress(TelegradError):  # the owner has left: the call is told so
-            self.agent.expect(handle._owner.name)
+            self.agent.expect(handle.owner.name)
         return creation.future
 
     def made_here(self, handle: Handle) -> bool:
         """Whether the reference was made by this worker."""
-        return handle._id[0] == self._machine.me
+        return handle.id[0] == self._me
 
     def fork_of(self, handle: Handle) -> Id | None:
         """Under which number the owner knows this worker's share; None on the owner."""
-        share = self._machine.shares.get(handle._id)
+        share = self._machine.shares.get(handle.id)
         return share.fork if share is not None else None
 
     def confirmed(self, handle: Handle) -> bool:
         """Whether the owner knows of this worker's fork."""
-        share = self._machine.shares.get(handle._id)
-        return handle._box is not None or (share is not None and share.confirmed and not share.fault)
+        share = self._machine.shares.get(handle.id)
+        return handle.box is not None or (share is not None and share.confirmed and not share.fault)
 
     def box(self, ref: Id) -> Box:
         """Where the value is, or will be, on its owner.
@@ -209,20 +196,24 @@ class Keeper:
             RRefLost: there is none, and none will come.
         """
         with self._lock:
-            if ref not in self._machine.owned:
+            unknown = ref not in self._machine.owned
+            if unknown:
                 if not self._machine.seek(ref):
                     raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
                 self._wake()
             box = self._boxes.get(ref)
             if box is None:
                 box = self._boxes[ref] = Box()
-            return box
+        if unknown:
+            self._thread.want()
+        return box
 
     def give_up(self, handle: Handle) -> None:
         """End a handle that the program still holds."""
-        if not handle._fault:
-            handle._fault = DELETED
-            self.let_go(handle._id)
+        with self._lock:
+            first, handle.fault = not handle.fault, handle.fault or DELETED
+        if first:
+            self._events.put(handle.id)
 
     @property
     def closed(self) -> bool:
@@ -233,15 +224,16 @@ class Keeper:
     def pack(self, references: Sequence[Handle], to: Identity, creation: Any) -> bytes:
         """References are about to leave, and perhaps a call that creates one."""
         for handle in references:
-            if handle._keeper is not self:
+            if handle.ended is not self._events:
                 raise UsageError(
-                    f"{handle!r} belongs to a group that this worker has left; make it anew after init_rpc"
+                    f"the reference {number(handle.id)} belongs to a group that this worker has left; make it anew "
+                    "after init_rpc"
                 )
             self.check(handle)
         key = key_of(to)
         try:
             with self._lock:
-                forks = [(each._id, self._machine.fork(each._id, key), tuple(each._owner)) for each in references]
+                forks = [(each.id, self._machine.fork(each.id, key), tuple(each.owner)) for each in references]
             return pickle.dumps((forks, creation), 5)
         except BaseException:  # without memory; forks that were made will not come
             with self._lock:
@@ -253,19 +245,19 @@ class Keeper:
         """References have come, and perhaps a call that creates one, or the answer to such."""
         forks, creation = pickle.loads(data)
         key = key_of(sender)
+        self._thread.want()
         with self._lock:
             self._heard_from(key)
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
             landing = self._take_creation(key, *creation) if creation is not None else None
             self._wake()
-        return Cargo(handles, landing)
+        return Cargo([self._wrap(self, handle) for handle in handles], landing)
 
     def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
-        handle, owner_key = self._make(), key_of(owner)
+        owner_key = key_of(owner)
         fault = self._machine.arrive(ref, fork, owner_key, sender)
-        box = self._boxes.setdefault(ref, Box()) if owner_key == self._machine.me and not fault else None
-        self._begin(handle, ref, owner, box, fault)
-        return handle
+        box = self._boxes.setdefault(ref, Box()) if owner_key == self._me and not fault else None
+        return self._new_handle(ref, owner, box, fault)
 
     def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id) -> Landing | None:
         if kind == _CREATED:
@@ -278,23 +270,11 @@ class Keeper:
 
     # The thread that sees to letters and ends
 
-    def let_go(self, ref: Id) -> None:
-        """A handle has ended."""
-        if not self._closed:
-            self._events.put(ref)
-
     def _wake(self) -> None:
-        """With the lock held: have the thread look."""
+        """With the lock held: have the thread look. That there is one is seen to outside of the lock."""
         if not self._woken:
             self._woken = True
-            self._have_thread()
             self._events.put(None)
-
-    def _have_thread(self) -> None:
-        if self._thread is None and not self._closed:
-            thread = threading.Thread(target=self._serve, name="telegrad-references", daemon=True)
-            thread.start()
-            self._thread = thread  # only now: where there is no memory, the next look tries again
 
     def _serve(self) -> None:
         wait = LONGEST_WAIT
@@ -355,7 +335,7 @@ class Keeper:
         return wait
 
     def _forget(self, ref: Id) -> tuple[Box | None, Creation | None]:
-        self.origins.forget(ref)
+        self._origins.forget(ref)
         return self._boxes.pop(ref, None), self._creations.pop(ref, None)
 
     def _send(self, to: str, batch: Batch) -> None:
@@ -370,6 +350,7 @@ class Keeper:
             log.debug("telegrad: no letter to %r now: %s", name, error)
 
     def _on_batch(self, sender: Identity, batch: Batch) -> None:
+        self._thread.want()
         key = key_of(sender)
         with self._lock:
             self._heard_from(key)
@@ -407,8 +388,7 @@ class Keeper:
 
     def flush(self, timeout: float = 5.0) -> None:
         """Wait until what ended before this call is seen to here."""
-        with self._lock:
-            self._have_thread()
+        self._thread.want()
         done = threading.Event()
         self._events.put(lambda: self._events.put(done.set))  # a second round: the first has dropped the handles
         if not self._closed:
@@ -442,5 +422,10 @@ class Keeper:
             leaked = [ref for ref, share in machine.shares.items() if share.handles]
             leaked += [ref for ref, owned in machine.owned.items() if owned.handles]
         self._events.put(None)
-        self.origins.warn_of_leaks(leaked)
+        self._origins.warn_of_leaks(leaked)
         del boxes
+
+    def __repr__(self) -> str:
+        machine = self._machine
+        state = ", closed" if self._closed else ""
+        return f"<ReferenceTable of {self.agent.name!r}: {len(machine.owned)} owned, {len(machine.shares)} used{state}>"

@@ -20,9 +20,9 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import torch.distributed as dist
 
-from telegrad.agent.address import check_resolves, spelled
-from telegrad.agent.reminder import Reminder
 from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
+from telegrad.group.address import check_resolves, spelled
+from telegrad.group.reminder import Reminder
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
@@ -270,17 +270,31 @@ def _mark(store: Any) -> str:
 class Board:
     """A store that is never asked to wait: torch's own waits cannot be interrupted, and report on stderr."""
 
-    def __init__(self, store: Any, prefix: str | None = None) -> None:
+    def __init__(self, store: Any, prefix: str = "") -> None:
+        self._prefix = prefix
         self._store: Any = dist.PrefixStore(prefix, store) if prefix else store
 
     def close(self) -> None:
         """Let go of the store: what this process serves goes, too."""
         self._store = None
 
+    @contextlib.contextmanager
+    def _while_it_lasts(self) -> Iterator[Any]:
+        store = self._store  # loaded once: another thread may close this board meanwhile
+        if store is None:
+            raise StoreLost("this worker has left the group")
+        try:
+            yield store
+        except RuntimeError as error:
+            raise StoreLost(
+                f"the store was lost ({_short(error)}): "
+                "the worker that serves it has ended or cannot be reached; see its log"
+            ) from error
+
     def swap(self, key: str, expected: str, value: str) -> str:
         """Write `value` where `expected` is found ("" is nothing); what is there now."""
-        with _while_it_lasts():
-            return str(self._store.compare_set(key, expected, value).decode())
+        with self._while_it_lasts() as store:
+            return str(store.compare_set(key, expected, value).decode())
 
     def read(self, key: str) -> str:
         """What is there, "" for nothing."""
@@ -289,17 +303,17 @@ class Board:
 
     def write(self, key: str, value: str) -> None:
         """Seen by others before whatever this board does next, though not yet when this returns."""
-        with _while_it_lasts():
-            self._store.set(key, value)
+        with self._while_it_lasts() as store:
+            store.set(key, value)
 
     def count(self, key: str, more: int = 1) -> int:
-        with _while_it_lasts():
-            return int(self._store.add(key, more))
+        with self._while_it_lasts() as store:
+            return int(store.add(key, more))
 
     def read_all(self, keys: list[str]) -> list[str]:
         """What is there under keys that are known to be there."""
-        with _while_it_lasts():
-            return [value.decode() for value in self._store.multi_get(keys)]
+        with self._while_it_lasts() as store:
+            return [value.decode() for value in store.multi_get(keys)]
 
     def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None) -> str:
         """Look until something is there; "" when `until` came first."""
@@ -316,6 +330,10 @@ class Board:
             if self.count(key, 0) >= count:
                 return
 
+    def __repr__(self) -> str:
+        kind = type(self._store).__name__ if self._store is not None else "closed"
+        return f"<Board {self._prefix or 'without a prefix'}, {kind}>"
+
 
 def _looks(until: float) -> Iterator[float]:
     """Times to look for something, at first in quick succession; yields the seconds left, at least once."""
@@ -327,17 +345,6 @@ def _looks(until: float) -> Iterator[float]:
             return
         sleep(min(pause, left))
         pause = min(1.5 * pause, LONGEST_PAUSE)
-
-
-@contextlib.contextmanager
-def _while_it_lasts() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise StoreLost(
-            f"the store was lost ({_short(error)}): "
-            "the worker that serves it has ended or cannot be reached; see its log"
-        ) from error
 
 
 def _short(error: BaseException) -> str:

@@ -85,6 +85,10 @@ class Farewell:
         self.lost_ones: set[int] = set()  # who was taken out
         self._told_missing: set[int] | None = None  # what the leader answered last
 
+    def __repr__(self) -> str:
+        who = f"{len(self._entered)} of {len(self._alive)} are known to have entered"
+        return f"<Farewell of {self._me}: {self.state}, led by {self.leader}, {who}, {len(self.lost_ones)} lost>"
+
     @property
     def leader(self) -> int:
         return min(self._alive)

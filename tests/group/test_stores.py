@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad.agent import stores
-from telegrad.agent.stores import OPEN, OVER, SERVED, Board, open_store
+from telegrad.group import stores
+from telegrad.group.stores import OPEN, OVER, SERVED, Board, open_store
 from tests.cluster import free_port, in_threads, processes
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]

@@ -1,4 +1,15 @@
-"""Who is in a group, and how each is reached."""
+"""Who is in a group, and how each is reached.
+
+A worker goes by several names, after what is wanted of it:
+
+    Member      all that it publishes about itself: how it is reached, where it runs, which devices it has
+    Identity    the part of this that tells it from all others, also from those that had or will have its name: what
+                messages, references and contexts remember of a worker
+    WorkerInfo  what users see: a name and a rank, which another may have later
+
+Others are no names of a worker, but of what one has with it: a `Claim` is what it says at the door, before it is
+believed; a `Peer` the calls from here to it; a `Caller` the calls from it to here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +17,16 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad.devices.maps import Devices
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 LONGEST_NAME = 127
-SHOWN = 16  # names in an error message
+SHOWN = 16  # names in a message
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
 
@@ -54,6 +68,21 @@ class Member(NamedTuple):
         return f"{self.name!r} (rank {self.id}, at {f'[{address}]' if ':' in address else address}:{port})"
 
 
+class _NameAndId(NamedTuple):
+    name: str
+    id: int
+
+
+class WorkerInfo(_NameAndId):
+    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
+
+    __slots__ = ()
+
+    def __new__(cls, name: str, id: int) -> Self:  # noqa: A002 - its name in the API
+        check_name(name)
+        return super().__new__(cls, name, id)
+
+
 class Members:
     """A table of members, found by name and by rank; iteration goes by rank."""
 
@@ -76,11 +105,6 @@ class Members:
             )
         self._by_id[member.id] = self._by_name[member.name] = member
 
-    def remove(self, member: Member) -> None:
-        """Strike out a member, if it is the one that the table has under its name and rank."""
-        if self._by_name.get(member.name) == member:
-            del self._by_name[member.name], self._by_id[member.id]
-
     def find(self, to: str | int) -> Member:
         """The member of that name or rank.
 
@@ -98,17 +122,25 @@ class Members:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def __repr__(self) -> str:
+        return f"<Members: {listed([member.name for member in self])}>"
+
 
 def unknown(to: str | int, names: list[str]) -> UnknownWorker:
     """The error for a worker that is not there, with who is and what the caller may have meant."""
     what = f"is named {to!r}" if isinstance(to, str) else f"has rank {to}"
     close = difflib.get_close_matches(to, names, 1) if isinstance(to, str) else []
     meant = f"; did you mean {close[0]!r}?" if close else "."
-    listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     return UnknownWorker(
-        f"could not find destination: no worker {what}{meant} The group has: {listed or 'nobody'}. "
+        f"could not find destination: no worker {what}{meant} The group has: {listed(names)}. "
         "Give the name or the rank that the worker was started with; it must have joined before it is called"
     )
+
+
+def listed(names: list[str]) -> str:
+    """So many of them as somebody reads."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more or "nobody"
 
 
 def check_name(name: str) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad.agent.dynamic import DynamicGroup
-from telegrad.agent.members import Member
-from telegrad.agent.rendezvous import join_static
-from telegrad.agent.stores import Board, open_store
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
+from telegrad.group.rendezvous import join_static
+from telegrad.group.stores import Board, open_store
 from tests.cluster import PATIENCE, free_port, processes, run_all
 
 WAIT = 30.0  # torch looks up the name of each address that connects: with a slow name service 5 s a time

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from telegrad import errors
-from telegrad.agent import address
-from telegrad.agent.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, local_address_towards, own_address
+from telegrad.group import address
+from telegrad.group.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, local_address_towards, own_address
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,236 @@
+"""How a worker leaves its group in order: alone, or together with all others. The rim of farewell.py."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from math import inf
+from time import monotonic
+
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, ShutDown
+from telegrad.group.farewell import (
+    DONE,
+    WAITING,
+    Ask,
+    Entered,
+    Farewell,
+    Leave,
+    Left,
+    Letter,
+    Message,
+    Missing,
+    Quiet,
+    Who,
+)
+from telegrad.group.members import Identity, Member, Members
+from telegrad.group.post import Post
+from telegrad.group.reminder import Reminder
+
+ASK_AHEAD = 1.0  # seconds before it is told whom this worker awaits, to ask
+FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between looks whether this worker is quiet, where that is wanted
+
+log = logging.getLogger("telegrad")
+
+
+class Parting(ABC):
+    """One worker's."""
+
+    together: bool  # all workers of the group leave at once
+
+    def __init__(self, post: Post, me: Member) -> None:
+        self._post = post
+        self._me = me
+        self._changed = threading.Event()  # there is something to see for the thread in `wait`
+
+    def wait(self, timeout: float, serving: bool) -> None:
+        """Until this worker may leave; `serving`: it is no news that this takes long.
+
+        Raises:
+            CallTimeout: that took longer than `timeout` seconds (0 for no limit).
+        """
+        deadline = monotonic() + timeout if timeout > 0 else inf
+        self._begin()
+        reminder = Reminder(self._awaited)
+        pause = FIRST_LOOK
+        while not self._over():
+            left = deadline - monotonic()
+            if left <= 0:
+                raise CallTimeout(
+                    f"shutdown waited {timeout:g} s: {self._awaited()}. Use graceful=False to leave without them"
+                )
+            # A server calls shutdown at once and serves from here for as long as it lives: it must not look then.
+            looks = self._looks()
+            if not serving:
+                self._remind(reminder)
+                left = min(left, reminder.left)
+            if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
+                self._changed.clear()
+                pause = FIRST_LOOK
+            else:
+                pause = min(1.5 * pause, LAST_LOOK)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """This worker wants to leave."""
+
+    @abstractmethod
+    def _over(self) -> bool:
+        """Whether it may."""
+
+    @abstractmethod
+    def _looks(self) -> bool:
+        """Whether that can become so without a word from others."""
+
+    @abstractmethod
+    def _awaited(self) -> str:
+        """For what it waits."""
+
+    def _remind(self, reminder: Reminder) -> None:
+        reminder.look()
+
+    @abstractmethod
+    def required(self, require: bool | Collection[str | int]) -> list[Member]:
+        """Those whom the group must not lose before its end.
+
+        Raises:
+            UnknownWorker: one of them is not in the group.
+        """
+
+    @abstractmethod
+    def check(self, required: list[Member]) -> None:
+        """Raise PeerLost where one of them was lost."""
+
+
+class Alone(Parting):
+    """From a dynamic group: once no call is in flight here."""
+
+    together = False
+
+    def _begin(self) -> None:
+        pass
+
+    def _over(self) -> bool:
+        return self._post.idle
+
+    def _looks(self) -> bool:
+        return True
+
+    def _awaited(self) -> str:
+        return f"calls of worker {self._me.name!r}, or to it, are still under way"
+
+    def required(self, require: bool | Collection[str | int]) -> list[Member]:
+        return []  # such a group has no common end
+
+    def check(self, required: list[Member]) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"<Alone: {self._me.name!r} leaves a dynamic group by itself>"
+
+
+class Together(Parting):
+    """From a group of fixed size: once nothing is in flight anywhere in it."""
+
+    together = True
+
+    def __init__(self, post: Post, me: Member, members: Members) -> None:
+        super().__init__(post, me)
+        self._members = members
+        self._lock = threading.Lock()  # guards the farewell
+        self._farewell = Farewell(me.id, {member.id for member in members})
+        self._stories: dict[int, str] = {}  # of those who left early or died; each entered once, by setdefault
+        for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
+            post.on(message, self._on_message)
+        post.lost.append(self._on_lost)
+
+    def _begin(self) -> None:
+        self._act(lambda: self._farewell.enter(self._post.started if self._post.idle else None))
+
+    def _over(self) -> bool:
+        self._answer()
+        with self._lock:
+            return self._farewell.state == DONE
+
+    def _looks(self) -> bool:
+        with self._lock:
+            return self._farewell.asked
+
+    def _answer(self) -> None:
+        """Tell the leader, if it has asked, once this worker is quiet."""
+        while self._looks() and self._post.idle:
+            # Again, under the lock: what is reported must be seen after the question came.
+            self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
+
+    def _remind(self, reminder: Reminder) -> None:
+        """Before it is time to say whom this worker awaits, ask who that is."""
+        if reminder.left < ASK_AHEAD:
+            self._act(self._farewell.ask_who)
+        reminder.look()
+
+    def _awaited(self) -> str:
+        with self._lock:
+            missing = sorted(self._farewell.missing)
+        me = self._me.name
+        if missing:
+            names = ", ".join(repr(self._members.find(id_).name) for id_ in missing)
+            return f"{names} did not call shutdown (worker {me!r} has, and serves meanwhile)"
+        return f"the others have not called shutdown, or calls are under way (worker {me!r} serves meanwhile)"
+
+    def required(self, require: bool | Collection[str | int]) -> list[Member]:
+        return list(self._members) if require is True else [self._members.find(to) for to in require or ()]
+
+    def check(self, required: list[Member]) -> None:
+        with self._lock:
+            lost = set(self._farewell.lost_ones)
+        missed = [member for member in required if member.id in lost]
+        if missed:
+            how = "; ".join(self._stories.get(member.id, f"worker {member.name!r} was lost") for member in missed)
+            raise PeerLost(f"the group has ended without a worker that shutdown requires: {how}")
+
+    # What happens
+
+    def _act(self, event: Callable[[], list[Letter]]) -> None:
+        """Feed the farewell, and send what it says."""
+        with self._lock:
+            letters = event()
+        for to, message in letters:
+            try:
+                self._post.notify(to, message)
+            except PeerError:
+                log.debug("telegrad: %r has gone already", to)
+
+    def _on_message(self, sender: Identity, message: Message) -> None:
+        self._act(lambda: self._farewell.receive(sender.id, message))
+        self._answer()
+        self._wake()
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        if not isinstance(reason, PeerLost):
+            died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
+            if died:
+                early = isinstance(reason, LeftEarly)
+                self._tell_story(who, str(reason) if early else f"worker {who.name!r} was lost ({reason})")
+            self._act(lambda: self._farewell.lost(who.id, died))
+            self._wake()
+        else:  # a connection that broke is no death: that no new one can be made is
+            self._act(lambda: [(who.id, Entered())] if self._farewell.inside else [])
+
+    def _tell_story(self, who: Identity, story: str) -> None:
+        """Of somebody who will not take part in the end of the group."""
+        with self._lock:
+            waiting = self._farewell.state == WAITING
+        if waiting:
+            self._stories.setdefault(who.id, story)
+            self._post.warn_lost(who, f"{story}. Its group goes on, and will shut down, without it")
+
+    def _wake(self) -> None:
+        """Have the thread in `wait` look, where there is something to see."""
+        with self._lock:
+            seen = self._farewell.asked or self._farewell.state == DONE
+        if seen:
+            self._changed.set()
+
+    def __repr__(self) -> str:
+        return f"<Together: {self._me.name!r} in {self._farewell!r}>"

@@ -1,0 +1,123 @@
+"""A worker: what speaks for a thread, and what `init_rpc` makes of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.agent.agent import Agent, Settings
+from telegrad.agent.futures import Future
+from telegrad.autograd.conductor import Conductor
+from telegrad.errors import StoreLost, UsageError
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.joining import Joined
+from telegrad.group.members import Members
+from telegrad.group.membership import Membership
+from telegrad.group.parting import Alone, Parting, Together
+from telegrad.group.stores import Place
+from telegrad.rref.handle import Handle
+from telegrad.rref.table import ReferenceTable
+
+OpenRoots = Callable[[ReferenceTable, Sequence[Any]], Future[list[Tensor]]]
+
+
+class Worker:
+    """An agent with the references and the backward passes that it keeps; once it has joined, with its group."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        address: str,
+        entered: Callable[[Worker], None],
+        wrap: Callable[[ReferenceTable, Handle], Any],
+        open_roots: OpenRoots,
+    ) -> None:
+        """Listen. `entered` is called with this worker first on each thread that will run user code.
+
+        `wrap` makes what users see of a reference.
+        """
+        self._entered = partial(entered, self)
+        self.agent = Agent(name, settings, address, lambda _: entered(self))
+        self.references = ReferenceTable(self.agent, wrap)
+        self.conductor = Conductor(self.agent, partial(open_roots, self.references))
+
+    def join(self, joined: Joined, place: Place, used: Iterable[int]) -> None:
+        """Take part in a group, whose store is served at `place`; calls may touch the accelerators that are `used`."""
+        self.me, self.directory, key = joined
+        directory = self.directory
+        # Before the agent joins, since the others may say farewell from that moment on.
+        self.parting: Parting = (
+            Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
+        )
+        self.membership = Membership(self.agent, self.me, directory, place, self._entered)
+        self.agent.join(self.me, key, directory, used)
+        self.membership.begin()
+
+    def shutdown(
+        self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
+    ) -> None:
+        """Leave the group; graceful: once nothing is in flight, for a group of fixed size anywhere in it.
+
+        Raises:
+            CallTimeout: the others did not want to shut down in time; this worker has left all the same.
+            PeerLost: a required worker died or left early; this worker has left all the same.
+        """
+        how = "it did not wait for them (graceful=False, a timeout, or an error)"
+        required = self.parting.required(require)
+        try:
+            if graceful:
+                self.parting.wait(timeout, serving)
+                how = ""
+        finally:
+            self.end(how)
+        if graceful:
+            self.parting.check(required)
+
+    def serve(self, require: bool | Collection[str | int]) -> None:
+        """Serve until the group ends, or until told to stop; then leave.
+
+        Raises:
+            PeerLost: a required worker of a group of fixed size died or left early.
+            StoreLost: that of a dynamic group was lost.
+        """
+        if self.parting.together:
+            self.shutdown(True, 0, require, serving=True)
+            return
+        try:
+            self.membership.ended.wait()
+        finally:
+            self.shutdown(not self.membership.lost, 0)
+        if self.membership.lost:
+            raise StoreLost(self.membership.lost)
+
+    def stop_serving(self) -> None:
+        """Have `serve` end.
+
+        Raises:
+            UsageError: the group is of fixed size.
+        """
+        if self.parting.together:
+            raise UsageError(
+                f"worker {self.me.name!r} is in a group of fixed size, whose workers leave together: its serve() ends "
+                "once all have called shutdown() or serve()"
+            )
+        self.membership.ended.set()
+
+    def end(self, how: str) -> None:
+        """Leave now; a group whose workers leave together is told `how`, where that is not in order."""
+        self.membership.close()
+        if isinstance(self.directory, DynamicGroup):
+            self.directory.leave()
+        self.agent.close(how=how if self.parting.together else "")
+
+    def end_with_the_program(self) -> None:
+        """Its program has ended without `shutdown`."""
+        self.end("its program ended without rpc.shutdown()")
+
+    def __repr__(self) -> str:
+        group = self.directory if hasattr(self, "directory") else "no group yet"
+        return f"<Worker {self.agent.name!r}{', closed' if self.agent.closed else ''}, in {group}>"

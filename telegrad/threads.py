@@ -1,0 +1,42 @@
+"""Threads of this package that serve for long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Background:
+    """A thread that is started when it is first wanted; not under a lock, since that takes long and may fail."""
+
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
+        self._name = name
+        self._run = run
+        self._lock = threading.Lock()  # guards _thread; `want` and `join` load it once without
+        self._thread: threading.Thread | None = None
+
+    def want(self) -> None:
+        """Have it run.
+
+        Raises:
+            RuntimeError: there is no memory for a thread; whoever wants it next tries again.
+        """
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._thread = thread
+        try:
+            thread.start()
+        except BaseException:
+            with self._lock:
+                self._thread = None
+            raise
+
+    def join(self, patience: float) -> None:
+        """Wait for its end, unless this is the thread itself."""
+        thread = self._thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(patience)

@@ -1,0 +1,22 @@
+"""When calls run out of time."""
+
+from __future__ import annotations
+
+from math import inf
+
+from telegrad.agent.deadlines import Deadlines
+
+
+def test_deadlines_expire_in_time_and_once():
+    table = Deadlines()
+    assert table.add("slow", 60, when=60)
+    assert table.add("quick", 1, when=1)
+    assert not table.add("later", 1, when=1.5)
+    assert table.next() == 1
+    assert table.due(0.9) == []
+    assert table.due(1.2) == ["quick"]
+    table.remove("later", 1)
+    assert table.next() == 60
+    assert table.due(100) == ["slow"]
+    assert table.next() == inf
+    table.remove("slow", 60)  # already gone

@@ -1,0 +1,87 @@
+"""The table of references, and what a debugger sees of a worker."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from telegrad.errors import RRefError
+from telegrad.rpc import RRef, current, remote
+from tests.cluster import PATIENCE, agents, in_threads
+
+
+@pytest.fixture
+def worker():
+    with agents(2) as made:
+        current.enter(made[0])
+        yield made[0]
+        current.enter(None)
+
+
+def test_no_thread_starts_under_the_lock_of_a_table(worker, monkeypatch):
+    start, held = threading.Thread.start, {}
+
+    def look_and_start(thread):
+        held[thread.name] = worker.references._lock.locked()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", look_and_start)
+    assert remote("w1", int).to_here() == RRef(0).to_here()
+    assert held["telegrad-references"] is False
+
+
+def test_a_reference_that_several_threads_give_up_ends_once(worker):
+    ref = RRef(1)
+    table, handle = worker.references, ref._handle
+    in_threads(*[lambda: table.give_up(handle)] * 8)
+    table.flush()
+    assert table.counts()["owners"] == 0
+    assert [owned.handles for owned in table._machine.owned.values()] == []
+    with pytest.raises(RRefError, match="given up"):
+        ref.to_here()
+
+
+def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker):
+    own, other = RRef(1), remote("w1", int)
+    other.to_here()
+    parting, membership, table = worker.parting, worker.membership, worker.references
+    with table._lock, parting._lock, membership._changed, membership._looking, own._handle.box._lock:
+        told = [repr(each) for each in (worker, own, own._handle, own._handle.box, table, parting, membership)]
+    assert told[0] == "<Worker 'w0', in <Members: w0, w1>>"
+    assert told[1].endswith(" here: int>")
+    assert told[2].endswith(": <Box: int>>")
+    assert told[3] == "<Box: int>"
+    assert told[4] == "<ReferenceTable of 'w0': 1 owned, 1 used>"
+    assert told[5].startswith("<Together: 'w0' in <Farewell of 0: WAITING, led by 0, 0 of 2")
+    assert told[6] == "<Membership of 'w0' in a group of fixed size: 2 present>"
+    assert repr(other).startswith("<RRef w0/")
+    assert repr(other._handle).endswith(": on 'w1'>")
+    worker.end("")
+    assert repr(worker) == "<Worker 'w0', closed, in <Members: w0, w1>>"
+    assert repr(table).endswith(", closed>")
+    assert repr(membership).endswith(", closed>")
+
+
+def test_a_worker_of_a_dynamic_group_tells_its_state():
+    with agents(1, dynamic=True) as (only,):
+        assert repr(only) == "<Worker 'w0', in <DynamicGroup, lasts; last seen: w0>>"
+        assert repr(only.directory._board) == "<Board telegrad/dynamic, PrefixStore>"
+        assert repr(only.parting) == "<Alone: 'w0' leaves a dynamic group by itself>"
+    assert "closed, in <DynamicGroup, over: this worker has left the group;" in repr(only)
+    assert repr(only.directory._board) == "<Board telegrad/dynamic, closed>"
+
+
+def test_a_reference_that_is_asked_for_its_text_does_not_wait():
+    """Not even the one whose `confirmed_by_owner` does."""
+    from telegrad.compat.rpc import references
+
+    with agents(2) as (worker, _):
+        current.enter(worker)
+        plain, gate = remote("w1", threading.Event), threading.Event()
+        patient = references.RRef.of_handle(worker.references, plain._handle)
+        thread = threading.Thread(target=lambda: (repr(patient), gate.set()))
+        plain._handle.id = ("w1#gone", 1)  # of which nobody will say a word
+        thread.start()
+        assert gate.wait(PATIENCE / 10)
+        current.enter(None)
