@@ -13,7 +13,7 @@ import telegrad
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version"},
-    {"hints"},
+    {"hints", "contracts"},
     {"wire"},
     {"devices"},
     {"transport"},
@@ -30,7 +30,10 @@ PURE = [
     "wire/frames.py",
     "devices/maps.py",
     "transport/handshake.py",
+    "transport/reading.py",
+    "agent/calls.py",
     "agent/deadlines.py",
+    "agent/slots.py",
     "agent/members.py",
     "agent/farewell.py",
     "rref/letters.py",
