@@ -127,13 +127,14 @@ class Calls(Generic[C, M]):
         """There is a connection: what to send over it next of the backlog; nothing once it is open, or closed."""
         if self.state is State.CLOSED:
             return []
-        backlog, self._backlog = self._backlog, []
+        backlog = [(call, message) for call, message in self._backlog if call is None or call.id in self.in_flight]
+        self._backlog = []
         if not backlog:
             self._go("made")
         for call, _ in backlog:
             if call is not None:
                 call.connection = self.connection
-        return [(call, message) for call, message in backlog if call is None or call.id in self.in_flight]
+        return backlog
 
     def refused(self, unsent: Iterable[tuple[C | None, M]] = (), keeps_messages: bool = False) -> list[C]:
         """None could be made, or it ended before `unsent`: the calls that waited for it, which fail.
@@ -165,6 +166,7 @@ class Calls(Generic[C, M]):
         return self._take_all(lambda _: True)
 
     def _go(self, event: str) -> None:
+        assert (self.state, event) in _NEXT, f"{self!r} is told that it is {event}"
         self.state = _NEXT[self.state, event]
 
     # Calls end

@@ -76,8 +76,9 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
     promised = 0
 
     def allocate(size, device, striped):
-        assert not striped
         nonlocal promised
+        if striped:
+            raise ProtocolViolation("there are no further streams")
         memory = limited(size)
         promised += size
         assert promised <= at + PLENTY, "memory for a blob before the one in front of it has come"
