@@ -120,7 +120,7 @@ class FrameReader:
                 self.awaits_lanes = not self._arrived()
                 if self.awaits_lanes:
                     return None
-                self._frame = None
+                self._frame, self._blobs = None, []  # whose memory is the receiver's from here on
                 return frame
             self._begin_blob(*self._entries.pop())
 
