@@ -16,7 +16,7 @@ from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.members import Identity
 from telegrad.agent.naming import user_name
 from telegrad.agent.pending import Pending
-from telegrad.agent.reactor import INSTANT, Reactor, Work
+from telegrad.agent.reactor import OWED, Reactor, Work
 from telegrad.agent.spinning import SOON, Spin
 from telegrad.contracts import guarded, new_lock
 from telegrad.devices.routes import Places
@@ -299,7 +299,7 @@ class OutgoingCalls:
             if pending.outcome.quick:
                 self.complete(pending)
             else:
-                self._reactor.submit(Work(self.complete, pending, INSTANT))
+                self._reactor.submit(Work(self.complete, pending, OWED))
         if pending.told is not None:
             pending.told.release()
 

@@ -28,8 +28,9 @@ from telegrad.agent.spinning import SOON, Spin
 from telegrad.contracts import guarded, new_lock
 from telegrad.transport.poller import READ, WRITE, Poller, Source
 
-# Not counted and short; counted and short; counted, and the lead goes first; as INSTANT, once nothing else is there.
-INSTANT, QUICK, LONG, IDLE = range(4)
+# Not counted and short; counted and short; counted, and the lead goes first; as INSTANT, once nothing else is there;
+# as INSTANT, and not dropped at the end: somebody waits for it.
+INSTANT, QUICK, LONG, IDLE, OWED = range(5)
 
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 PUT_OFF = 64  # works at most that wait for an idle moment
@@ -96,6 +97,8 @@ class Reactor:
         (self._idle_work if idle else self._ready).append(work)
         if self._asleep:
             self.poller.wake()
+        if self._closed:
+            self._drop_ready()
 
     def batches(self) -> bool:
         """Whether what this thread sends may wait for the end of a batch of work: only the leader has those."""
@@ -190,7 +193,7 @@ class Reactor:
         return not (self._slots.busy or self._slots.waiting or self._ready or self._idle_work)
 
     def close(self) -> None:
-        """End the threads; work that was not begun is dropped, work that runs is left to end."""
+        """End the threads; work that was not begun is dropped unless it is owed, work that runs is left to end."""
         with self._lock:
             self._closed = True
             for worker in self._standby:
@@ -201,10 +204,20 @@ class Reactor:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(0.2)  # a thread in user code ends when that code does
-        self._ready.clear()
+        self._drop_ready()
         self._idle_work.clear()
         with self._lock:
             self._slots.waiting.clear()
+
+    def _drop_ready(self) -> None:
+        """Once closed: do what is owed on this thread."""
+        while self._ready:
+            try:
+                work = self._ready.popleft()
+            except IndexError:  # emptied by two threads at once
+                return
+            if work.cost == OWED:
+                self._do(work)
 
     # The threads
 
@@ -311,10 +324,7 @@ class Reactor:
         self.runs += 1
         if not self.watched:
             self._start_watch()
-        try:
-            work.run(work.argument)
-        except Exception:
-            log.exception("telegrad: work of the agent failed")
+        self._do(work)
         with self._lock:
             worker.since = 0.0
             still = self._leader is worker
@@ -327,10 +337,7 @@ class Reactor:
 
     def _run(self, worker: _Worker, work: Work) -> None:
         worker.waited = 0.0
-        try:
-            work.run(work.argument)
-        except Exception:
-            log.exception("telegrad: work of the agent failed")
+        self._do(work)
         self._run_waiting(worker)
 
     def _run_waiting(self, worker: _Worker) -> None:
@@ -343,10 +350,14 @@ class Reactor:
                     return
                 worker.counted = True
             worker.waited = 0.0
-            try:
-                work.run(work.argument)
-            except Exception:
-                log.exception("telegrad: work of the agent failed")
+            self._do(work)
+
+    @staticmethod
+    def _do(work: Work) -> None:
+        try:
+            work.run(work.argument)
+        except Exception:
+            log.exception("telegrad: work of the agent failed")
 
     def _end_call(self, worker: _Worker) -> None:
         """With the lock held: a call has ended."""

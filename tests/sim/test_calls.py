@@ -76,7 +76,10 @@ class SendsAgain(Calls[Call, Call]):
         return super().ended(connection)
 
 
-@pytest.mark.parametrize("wrong", [FailsWithAnyConnection, OpensTooEarly, ForgetsTheBacklog, KeepsTheWeight, SendsAgain])
+WRONG = [FailsWithAnyConnection, OpensTooEarly, ForgetsTheBacklog, KeepsTheWeight, SendsAgain]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_found(wrong: type[Calls[Call, Call]]) -> None:
     with pytest.raises(AssertionError, match="seed"):
         run(range(SEEDS), wrong)
