@@ -1,0 +1,5 @@
+"""Tests. What locks guard is checked in all of them."""
+
+import os
+
+os.environ.setdefault("TELEGRAD_CHECK_LOCKS", "1")

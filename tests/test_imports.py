@@ -16,7 +16,7 @@ import telegrad
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version"},
-    {"hints", "threads"},
+    {"hints", "threads", "contracts"},
     {"wire"},
     {"devices"},
     {"transport", "group"},
@@ -33,9 +33,12 @@ PURE = [
     "wire/frames.py",
     "devices/maps.py",
     "transport/handshake.py",
+    "transport/reading.py",
     "group/members.py",
     "group/farewell.py",
+    "agent/calls.py",
     "agent/deadlines.py",
+    "agent/slots.py",
     "rref/letters.py",
     "rref/records.py",
     "rref/protocol.py",

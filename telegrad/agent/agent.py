@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
@@ -18,22 +17,36 @@ import torch
 from torch import Tensor
 
 from telegrad.agent import errands, scene
-from telegrad.agent.cargo import Context, Recorder, Rider, take_cargo, take_tensors
+from telegrad.agent.cargo import Context, Layers, Recorder, Rider
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
-from telegrad.agent.deadlines import Deadlines, seconds
+from telegrad.agent.deadlines import seconds
 from telegrad.agent.entrance import Doorkeeper
-from telegrad.agent.futures import Future, Outcome, Signal, wait_for
+from telegrad.agent.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad.agent.naming import OWN_ARGUMENTS, user_name
+from telegrad.agent.outgoing import OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.server import Server
 from telegrad.agent.underway import Underway
+from telegrad.devices.streams import Streams
 from telegrad.errors import CannotEncode, PeerError, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import CALL, CARRIES, FAILURE, INFERENCE, NO_GRAD, PATIENT, RECORDED, SCENE, Frame, load
+from telegrad.wire.messages import (
+    CALL,
+    CARRIES,
+    FAILURE,
+    INFERENCE,
+    NO_GRAD,
+    NOTICE,
+    PATIENT,
+    RECORDED,
+    SCENE,
+    Message,
+    load,
+)
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import blame_again, decode, encode
 
@@ -57,22 +70,25 @@ class Agent:
         self.incarnation = secrets.token_hex(8)
         self.program = program()
         self.ticking: list[Callable[[float], float]] = []  # called now and then; each tells when it wants to be next
-        self.rider: Rider | None = None
-        self.recorder: Recorder | None = None
+        self.layers = Layers()
+        self.streams = Streams(may_lie_on)
+        self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
+        self._started = 0
         self._clock = Clock(self._tick)
-        self._reactor = Reactor(settings.threads, lambda: entered(self), self._clock.wake)
+        self._reactor = Reactor(settings.threads, settings.most_calls, lambda: entered(self), self._clock.wake)
         self._server = Server(
-            name, self._reactor, lambda: entered(self), self._take_notice, self._take_cargo, self._undelivered
+            name,
+            self._reactor,
+            self.layers,
+            self.streams,
+            lambda: entered(self),
+            self._take_notice,
+            lambda who, reason: self._connections.tell_lost(who, reason),
         )
         self._connections = Connections(
-            settings, address, self._reactor, self._server, self._complete, self._take_cargo
+            settings, address, self._reactor, self.layers, self.streams, self._server.on_messages, self._complete
         )
-        self.streams = self._server.streams = self._connections.ferry.streams
         self.lost = self._connections.lost  # called when a connection to a worker ended
-        self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
-        self._lock = threading.Lock()  # guards _deadlines
-        self._deadlines: Deadlines[Pending] = Deadlines()
-        self._started = 0
         self._clock.start(self._reactor)
         self._reactor.start()
 
@@ -97,10 +113,10 @@ class Agent:
         if not self._connections.begin_close():
             return
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
-        if self.rider is not None:
-            self.rider.close()
-        if self.recorder is not None:
-            self.recorder.close(reason)
+        if self.layers.rider is not None:
+            self.layers.rider.close()
+        if self.layers.recorder is not None:
+            self.layers.recorder.close(reason)
         self._connections.close(reason, how)
         self._server.close()
         self._reactor.close()
@@ -146,9 +162,9 @@ class Agent:
         `asked` is what the user has called, where that is not `function`: `naming.user_name` knows its name.
         """
         peer = self._connections.peer(to)
-        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
-        pending = Pending(peer, function if asked is None else asked, limit)
-        peer.call(pending, self._call_parts(pending, function, args, kwargs))
+        pending = Pending(peer, function if asked is None else asked, self._limit(timeout))
+        message, weight = self._message(peer, pending, function, args, kwargs)
+        peer.call(pending, message, weight)
         try:
             if not peer.wait(pending):
                 raise peer.timed_out(pending)
@@ -191,17 +207,17 @@ class Agent:
         peer = self._connections.peer(to)
         if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
             peer.wait_for_room()
-        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
-        pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
+        pending = Pending(peer, function if asked is None else asked, self._limit(timeout), outcome, keeps)
         outcome.call = pending
-        parts = self._call_parts(pending, function, args, kwargs, creation)
-        if pending.timeout:
-            with self._lock:
-                first = self._deadlines.add(pending, pending.timeout, pending.deadline)
-            if first:
-                self._clock.before(pending.deadline)
-        if peer.call(pending, parts):
+        message, weight = self._message(peer, pending, function, args, kwargs, creation)
+        later, nearer = peer.call(pending, message, weight)
+        if nearer:
+            self._clock.before(pending.deadline)
+        if later:
             self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
+
+    def _limit(self, timeout: float) -> float:
+        return self.timeout if timeout == DEFAULT else seconds(timeout)
 
     def expect(self, to: str | int) -> None:
         """Have the answers of a worker read as they come, if nobody does."""
@@ -212,9 +228,6 @@ class Agent:
         outcome = pending.outcome
         assert outcome is not None
         outcome.call = pending.outcome = pending.keeps = None
-        if pending.timeout:
-            with self._lock:
-                self._deadlines.remove(pending, pending.timeout)
         if self.streams.used:
             with self.streams.aside():
                 self._tell(outcome, pending)
@@ -230,11 +243,12 @@ class Agent:
         else:
             outcome.set_result(value)
 
-    def _call_parts(
-        self, pending: Pending, function: Any, args: Any, kwargs: Any, creation: Any = None
-    ) -> dict[str, Any]:
+    def _message(
+        self, peer: OutgoingCalls, pending: Pending, function: Any, args: Any, kwargs: Any, creation: Any = None
+    ) -> tuple[Message, int]:
+        """What a call says, and the bytes of its tensors."""
         self._started += 1
-        peer = pending.peer
+        layers = self.layers
         same = peer.program == self.program != ""
         name = name_of(function, same)
         args, kwargs = args or (), kwargs or {}
@@ -243,30 +257,29 @@ class Agent:
         except CannotEncode as error:
             own = getattr(function, OWN_ARGUMENTS, 0)
             raise (blame_again((args[own:], kwargs), error, same) if own else error) from error.__cause__
-        parts: dict[str, Any] = {"kind": CALL, "body": body}
-        if name:
-            parts["head"] = name.encode()
+        message, weight = Message(CALL, 0, 0, (name or "").encode(), b"", body), 0
         if tensors:
-            parts["meta"], parts["blobs"] = pack(tensors, peer.places.calls, buffers)
-            if parts["blobs"]:
+            message.meta, blobs = pack(tensors, peer.places.calls, buffers)
+            if blobs:
+                message.blobs = blobs
+                weight = sum(blob.nbytes for blob in blobs)
                 pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
         if scene.matters():
-            said = scene.described(pending)
+            said, pending.in_turn = scene.described()
             if said:
                 flags |= SCENE
-                parts["body"] = body = load(body, said)
-        context = self.recorder.current() if self.recorder is not None else None
+                body = load(body, said)
+        context = layers.recorder.current() if layers.recorder is not None else None
         if context is not None:
             flags |= RECORDED
-            parts["body"] = body = load(body, context.sent(tensors, peer.identity, function, not flags & NO_GRAD))
-        if flags:
-            parts["flags"] = flags
+            body = load(body, context.sent(tensors, peer.identity, function, not flags & NO_GRAD))
         if references or creation is not None:  # last, since nothing can fail from here on
-            assert self.rider is not None
-            parts["flags"] = flags | CARRIES
-            parts["body"] = load(body, self.rider.pack(references, peer.identity, creation))
-        return parts
+            assert layers.rider is not None
+            flags |= CARRIES
+            body = load(body, layers.rider.pack(references, peer.identity, creation))
+        message.flags, message.body = flags, body
+        return message, weight
 
     def _open(self, pending: Pending) -> Any:
         """The value of a call that is done, or its error raised."""
@@ -274,26 +287,28 @@ class Agent:
             raise fresh(pending.error)
         if pending.underway is not None:
             pending.underway.check(pending.asked, pending.peer.name)
-        frame = pending.frame
-        assert frame is not None
-        if frame.kind == FAILURE:
-            raise rebuild(bytes(frame.body))
-        references = frame.cargo.references if frame.cargo is not None else ()
-        frame, tensors = take_tensors(frame, self.recorder, pending.peer.identity)
-        return decode(frame.body, tensors, references)
-
-    def _take_cargo(self, frame: Frame, sender: Identity) -> Frame:
-        assert self.rider is not None
-        return take_cargo(frame, self.rider, sender)
+        answer, cargo = pending.answer, pending.cargo
+        assert answer is not None
+        if answer.kind == FAILURE:
+            raise rebuild(bytes(answer.body))
+        _, tensors = self.layers.take_tensors(answer, pending.peer.identity)
+        return decode(answer.body, tensors, cargo.references if cargo is not None else ())
 
     def carry(self, rider: Rider) -> None:
         """Send and receive for `rider`."""
-        self.rider = rider
-        self._server.pack = rider.pack
+        self.layers.rider = rider
 
     def record(self, recorder: Recorder) -> None:
         """Have `recorder` see the tensors that leave and come."""
-        self.recorder = self._server.recorder = recorder
+        self.layers.recorder = recorder
+
+    @property
+    def rider(self) -> Rider | None:
+        return self.layers.rider
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self.layers.recorder
 
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Have `wrap(function)` run in place of each function that others call; None ends it."""
@@ -385,13 +400,14 @@ class Agent:
         if incarnation not in ("", peer.identity.incarnation):
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
         body = pickle.dumps((type(message).__name__, *message), 5)  # a class takes longer than all its fields
-        parts: dict[str, Any] = {"flags": PATIENT} if patient else {}
+        notice = Message(NOTICE, 0, PATIENT if patient else 0)
         if tensors:
-            parts["meta"], parts["blobs"] = pack(tensors, peer.places.gradients)
+            notice.meta, notice.blobs = pack(tensors, peer.places.gradients)
         if context is not None:
-            parts["flags"] = RECORDED
+            notice.flags = RECORDED
             body = load(body, context.sent(tensors, peer.identity, type(message), True))
-        peer.notify(body, parts, patient)
+        notice.body = body
+        peer.notify(notice, patient)
         if patient:
             self._clock.before(monotonic() + BUSY_TICK)
 
@@ -402,20 +418,11 @@ class Agent:
         make, handler = self._handlers[kind]
         handler(sender, make(*fields))
 
-    def _undelivered(self, who: Identity, reason: PeerError) -> None:
-        self._connections.tell_lost(who, reason)
-
     # Time
 
     def _tick(self, now: float) -> float:
-        with self._lock:
-            expired = self._deadlines.due(now)
-            upcoming = self._deadlines.next()
-        for pending in expired:
-            pending.peer.expire(pending)
         self._reactor.send_unsent()
-        self._connections.tick(now)
-        upcoming = min([upcoming, *(tick(now) for tick in self.ticking)])
+        upcoming = min([self._connections.tick(now), *(tick(now) for tick in self.ticking)])
         return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad.devices.streams import settle
 from telegrad.errors import PeerError
 from telegrad.group.members import Identity
-from telegrad.wire.messages import CARRIES, RECORDED, Frame, unload
+from telegrad.wire.messages import CARRIES, RECORDED, Message, unload
 from telegrad.wire.unpacking import unpack
 
 
@@ -69,18 +69,26 @@ class Recorder(Protocol):
         """The worker leaves."""
 
 
-def take_tensors(frame: Frame, recorder: Recorder | None, sender: Identity) -> tuple[Frame, Sequence[Tensor]]:
-    """The tensors of a frame; what recorded them is taken from behind its body, and its context entered."""
-    tensors: Sequence[Tensor] = unpack(frame.meta, settle(frame.blobs)) if frame.meta else []
-    if frame.flags & RECORDED:
-        assert recorder is not None
-        body, data = unload(frame.body)
-        context, tensors = recorder.received(bytes(data), list(tensors), sender)
-        frame = frame._replace(flags=frame.flags & ~RECORDED, body=body, context=context)
-    return frame, tensors
+class Layers:
+    """The rooms above that send something along, as far as there are such, by which it is packed and received."""
 
+    def __init__(self) -> None:
+        self.rider: Rider | None = None
+        self.recorder: Recorder | None = None
 
-def take_cargo(frame: Frame, rider: Rider, sender: Identity) -> Frame:
-    """A frame that carries something, with that taken from behind its body."""
-    body, data = unload(frame.body)
-    return frame._replace(flags=frame.flags & ~CARRIES, body=body, cargo=rider.receive(bytes(data), sender))
+    def take_tensors(self, message: Message, sender: Identity) -> tuple[Context | None, Sequence[Tensor]]:
+        """The tensors of a message; what recorded them is taken from behind its body, and its context, too."""
+        tensors: Sequence[Tensor] = unpack(message.meta, settle(list(message.blobs))) if message.meta else []
+        if not message.flags & RECORDED:
+            return None, tensors
+        assert self.recorder is not None
+        message.flags &= ~RECORDED
+        message.body, data = unload(message.body)
+        return self.recorder.received(bytes(data), list(tensors), sender)
+
+    def take_cargo(self, message: Message, sender: Identity) -> Cargo:
+        """What a message carries, taken from behind its body."""
+        assert self.rider is not None
+        message.flags &= ~CARRIES
+        message.body, data = unload(message.body)
+        return self.rider.receive(bytes(data), sender)

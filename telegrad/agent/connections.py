@@ -9,13 +9,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf
 from typing import NamedTuple, Protocol
 
-from telegrad.agent.futures import may_lie_on
-from telegrad.agent.peer import AnyLink, Peer
+from telegrad.agent.cargo import Layers
+from telegrad.agent.entrance import Caller
+from telegrad.agent.outgoing import AnyLink, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import Reactor
-from telegrad.agent.server import Caller, Server
 from telegrad.devices.ferry import Ferry
 from telegrad.devices.maps import Devices, faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
@@ -28,10 +29,10 @@ from telegrad.transport.handshake import Claim, Strand
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
 from telegrad.transport.listener import Listener
-from telegrad.transport.loopback import LoopEnd, loop
+from telegrad.transport.loopback import LoopEnd
 from telegrad.transport.memory import Arena, SharedPool
 from telegrad.transport.tls import TlsFiles
-from telegrad.wire.messages import BYE, Frame
+from telegrad.wire.messages import BYE, Message
 
 log = logging.getLogger("telegrad")
 
@@ -53,6 +54,8 @@ class Settings(NamedTuple):
     silence: float = 10.0
     tls: TlsFiles | None = None
     devices: Devices = Devices()
+    most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
+    most_bytes: int = 1 << 30  # of the tensors in them
 
 
 class Connections:
@@ -63,26 +66,30 @@ class Connections:
         settings: Settings,
         address: str,
         reactor: Reactor,
-        server: Server,
+        layers: Layers,
+        streams: Streams,
+        on_messages: Callable[[Caller, AnyLink, Iterable[Message]], None],
         complete: Callable[[Pending], None],
-        take_cargo: Callable[[Frame, Identity], Frame],
     ) -> None:
-        """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`."""
+        """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`.
+
+        `on_messages` takes what others send, `complete` is called once for each asynchronous call that has ended.
+        """
         self.lost: list[Callable[[Identity, PeerError], None]] = []
         self._settings = settings
         self._reactor = reactor
-        self._server = server
+        self._layers = layers
+        self._on_messages = on_messages
         self._complete = complete
-        self._take_cargo = take_cargo
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
-        self.ferry = Ferry(Streams(may_lie_on))
+        self.ferry = Ferry(streams)
         self._lock = threading.Lock()  # guards _peers, _accepted, _warned and closed
-        self._peers: dict[str, Peer] = {}  # by incarnation
+        self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self._warned: set[str] = set()  # the incarnations of those whose loss was told
         self.closed = False
-        self._names: dict[str | int, Peer] = {}  # found before; cleared when one is lost
+        self._names: dict[str | int, OutgoingCalls] = {}  # found before; cleared when one is lost
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
@@ -102,7 +109,7 @@ class Connections:
 
     # From here
 
-    def peer(self, to: str | int | Identity) -> Peer:
+    def peer(self, to: str | int | Identity) -> OutgoingCalls:
         """The calling side towards a worker."""
         if isinstance(to, Identity):
             found = self.peer(to.name)
@@ -114,21 +121,22 @@ class Connections:
             peer = self._names[to] = self._peer_of(self._directory.find(to))
         return peer
 
-    def _peer_of(self, member: Member) -> Peer:
+    def _peer_of(self, member: Member) -> OutgoingCalls:
         with self._lock:
             if self.closed:
                 raise ShutDown(f"worker {self._me.name!r} shut down")
             peer = self._peers.get(member.incarnation)
             if peer is None:
-                peer = self._peers[member.incarnation] = Peer(
+                peer = self._peers[member.incarnation] = OutgoingCalls(
                     member.identity,
                     member.program,
                     self._places(member),
                     self._reactor,
-                    lambda peer: self._connect(peer, member),
+                    (self._settings.most_calls, self._settings.most_bytes),
+                    lambda peer, number: self._connect(peer, number, member),
                     self._complete,
                     self._peer_lost,
-                    lambda frame: self._take_cargo(frame, member.identity),
+                    self._layers.take_cargo,
                 )
         return peer
 
@@ -139,9 +147,9 @@ class Connections:
         map_ = mine.maps.get(member.name, {})
         return Places(for_calls(member.name, map_), for_gradients(map_, theirs.maps.get(self._me.name, {})))
 
-    def _connect(self, peer: Peer, member: Member) -> AnyLink:
+    def _connect(self, peer: OutgoingCalls, number: int, member: Member) -> AnyLink:
         if member.incarnation == self._me.incarnation:
-            return self._loop(peer)
+            return self._loop(peer, number)
         wish = Wish(
             member.name,
             member.incarnation,
@@ -155,10 +163,10 @@ class Connections:
             member.name,
             self._reactor.poller,
             self._stores(shared),
-            peer.on_frames,
-            peer.on_closed,
+            peer.on_messages,
+            partial(peer.ended, number),
             prompt=False,
-            given_back=peer.expect,
+            expected=peer.expects,
             widen=None if shared else partial(self._begin_widen, wish),
         )
         link.feed(leftover)
@@ -196,17 +204,13 @@ class Connections:
     def _claim_to(self, name: str) -> Claim:
         return self._claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
 
-    def _loop(self, peer: Peer) -> LoopEnd:
+    def _loop(self, peer: OutgoingCalls, number: int) -> LoopEnd:
         caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)
-        near = LoopEnd(self._me.name, peer.on_frames, peer.on_closed)
-        far = LoopEnd(self._me.name, lambda _, frames: self._server.on_frames(caller, frames), lambda *_: None)
-        loop(near, far)
-        caller.link = far
-        return near
+        return LoopEnd(self._me.name, partial(self._on_messages, caller), peer.on_messages, partial(peer.ended, number))
 
-    def _peer_lost(self, peer: Peer, reason: PeerError) -> None:
+    def _peer_lost(self, who: Identity, reason: PeerError) -> None:
         self._names.clear()  # in a dynamic group its name may now be another's
-        self.tell_lost(peer.identity, reason)
+        self.tell_lost(who, reason)
 
     # To here
 
@@ -222,11 +226,10 @@ class Connections:
             claim.name,
             self._reactor.poller,
             self._stores(shared),
-            lambda _, frames: self._server.on_frames(caller, frames),
+            partial(self._on_messages, caller),
             lambda link, reason: self._caller_gone(link, who, reason),
             prompt=True,
         )
-        caller.link = link
         with self._lock:
             closed = self.closed
             self._accepted[link] = who.incarnation, strand.connection
@@ -234,7 +237,7 @@ class Connections:
             link.close(ShutDown(f"worker {self._me.name!r} shut down"))
             return
         link.feed(leftover)
-        self._reactor.poller.watch(link, read=True)
+        link.reading.watch()
 
     def _join(self, sock: socket.socket, claim: Claim, strand: Strand, heard: bytes) -> None:
         """A further stream of a connection has come."""
@@ -276,12 +279,11 @@ class Connections:
             self._warned.add(who.incarnation)
         log.log(logging.INFO if known else logging.WARNING, "telegrad: %s", why)
 
-    def tick(self, now: float) -> None:
-        """Now and then: give back what was lent, and hear of the ends of idle connections."""
+    def tick(self, now: float) -> float:
+        """Now and then: end calls, give back what was lent, hear of ends of idle connections; when to look again."""
         with self._lock:
             peers, accepted = list(self._peers.values()), list(self._accepted)
-        for peer in peers:
-            peer.tick()
+        upcoming = min((peer.tick(now) for peer in peers), default=inf)
         for link in accepted:
             link.release()
         self.listener.tick(now)
@@ -292,6 +294,7 @@ class Connections:
                 peer.retire(retired)
             for link in accepted:
                 link.retire(retired)
+        return upcoming
 
     def begin_close(self) -> bool:
         """No new connections from here on; False where that was so already."""
@@ -308,7 +311,7 @@ class Connections:
             peer.close(reason, how)
         for link in accepted:
             with contextlib.suppress(PeerError):
-                link.send(BYE, body=how.encode())
+                link.send(Message(BYE, body=how.encode()))
             link.close(reason)
 
     def release_memory(self) -> None:

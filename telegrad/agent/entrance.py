@@ -1,21 +1,25 @@
-"""Calls whose order counts: those of one caller are opened one after the other, in the order in which they came.
+"""Calls that have come: who has made them, and where those wait whose order counts.
 
-Opening a call can take long, since it rebuilds the arguments; so it is done by a thread that may run user code, and not
-by the one that reads. Frames are put in by the latter, with a work for each; a work opens the first that is there.
+Of one caller these are opened one after the other, in the order in which they came. Opening a call can take long,
+since it rebuilds the arguments; so it is done by a thread that may run user code, and not by the one that reads. Calls
+are put in by the latter, with a work for each; a work opens the first that is there.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from telegrad.agent.scene import Hops, Scene, hops_of
-from telegrad.wire.messages import SCENE, Frame, unload
-
-if TYPE_CHECKING:
-    from telegrad.agent.server import Caller
+from telegrad.agent.cargo import Cargo, Context, Destination
+from telegrad.agent.scene import Hops, Scene, hops_of, setting
+from telegrad.devices.routes import for_answers
+from telegrad.group.members import Identity
+from telegrad.transport.link import Link
+from telegrad.transport.loopback import LoopEnd
+from telegrad.wire.messages import SCENE, Message, unload
 
 Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # the function and the arguments of a call
 
@@ -25,39 +29,83 @@ class Entrance:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
-        self._frames: deque[Frame] = deque()
+        self._calls: deque[Incoming] = deque()
         self._opening = False
 
-    def put(self, frame: Frame) -> None:
+    def put(self, call: Incoming) -> None:
         with self._lock:
-            self._frames.append(frame)
+            self._calls.append(call)
 
-    def begin(self) -> Frame | None:
+    def begin(self) -> Incoming | None:
         """The next to be opened; None where there is none, or `end` will see to it. Else `end` must follow."""
         with self._lock:
-            if self._opening or not self._frames:
+            if self._opening or not self._calls:
                 return None
             self._opening = True
-            return self._frames.popleft()
+            return self._calls.popleft()
 
     def end(self) -> bool:
         """It is open; whether there are more."""
         with self._lock:
             self._opening = False
-            return bool(self._frames)
+            return bool(self._calls)
+
+
+class Caller:
+    """Who is at the other end of an accepted connection."""
+
+    __slots__ = ("entrance", "identity", "name", "place", "same_program")
+
+    def __init__(self, identity: Identity, same_program: bool, map_: Iterable[tuple[str, str]]) -> None:
+        """`map_` leads from its devices to those of this worker."""
+        self.identity = identity
+        self.name = identity.name
+        self.same_program = same_program
+        self.place = for_answers(identity.name, dict(map_))
+        self.entrance = Entrance()
+
+
+class Incoming:
+    """A message that has come, mostly a call."""
+
+    __slots__ = ("caller", "cargo", "context", "link", "message")
+
+    def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message, cargo: Cargo | None) -> None:
+        self.caller = caller
+        self.link = link
+        self.message = message
+        self.cargo = cargo  # what came along with it
+        self.context: Context | None = None  # in which it runs; known once its tensors were taken
+
+    @property
+    def destination(self) -> Destination | None:
+        """Where its value goes, if that stays here."""
+        return self.cargo.destination if self.cargo is not None else None
+
+    @property
+    def scene(self) -> bytes | memoryview:
+        """What was told of the caller's."""
+        return unload(self.message.body)[1] if self.message.flags & SCENE else b""
+
+    def setting(self) -> AbstractContextManager[None]:
+        """Inside, the caller's grad mode, context and scene hold."""
+        return setting(self.message.flags, self.scene, self.context)
 
 
 class Arrival:
-    """A call that was opened."""
+    """A call whose order counts, opened."""
 
-    __slots__ = ("_opened", "caller", "frame", "on_end", "scene")
+    __slots__ = ("_opened", "call", "on_end", "scene")
 
-    def __init__(self, caller: Caller, frame: Frame, opened: Opened) -> None:
-        self.caller = caller
-        self.frame = frame
+    def __init__(self, call: Incoming, opened: Opened) -> None:
+        self.call = call
         self._opened: Opened | None = opened
         self.on_end: Callable[[], None] | None = None  # called once, after its answer was sent
         self.scene: Scene | None = None  # in which it runs
+
+    @property
+    def caller(self) -> Caller:
+        return self.call.caller
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -71,7 +119,8 @@ class Arrival:
 
     @property
     def hops(self) -> Hops:
-        return hops_of(unload(self.frame.body)[1]) if self.frame.flags & SCENE else ()
+        scene = self.call.scene
+        return hops_of(scene) if scene else ()
 
     def end(self) -> None:
         """It has run, and its answer was sent."""

@@ -7,21 +7,20 @@ nobody else wants the processor, and for what was sent as a notice; calls are le
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-from telegrad.agent.reactor import DISTURBED, Reactor, Work
+from telegrad.agent.reactor import Reactor, Work
+from telegrad.agent.spinning import Spin
 from telegrad.transport.link import Link
 
 MOMENT = 1e-3  # seconds without anything, after which it sleeps
 
 log = logging.getLogger("telegrad")
 _here = threading.local()  # .own: what this thread has read and not seen to
-_yield = getattr(os, "sched_yield", lambda: None)
 
 
 def submit(reactor: Reactor, work: Work) -> None:
@@ -38,7 +37,7 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
     own: deque[Work] = deque()
     before, _here.own = getattr(_here, "own", None), own
     try:
-        while not future.done() and _read(future, links, reactor, own):
+        while not future.done() and _read(future, links, own):
             while own:
                 work = own.popleft()
                 while own:
@@ -52,25 +51,17 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
             reactor.submit(work)
 
 
-def _read(future: Any, links: Sequence[Link], reactor: Reactor, own: deque[Work]) -> bool:
+def _read(future: Any, links: Sequence[Link], own: deque[Work]) -> bool:
     """Whether something came that this thread shall do."""
-    held = [link for link in links if link.reading.acquire(blocking=False)]
-    for link in held:
-        reactor.poller.watch(link, read=False)
-    start = now = perf_counter()
+    taken = [link for link in links if link.reading.take()]
+    spin = Spin(perf_counter(), MOMENT, gives_way=True)
     try:
-        while held and not (own or future.done()):
-            for link in held:
+        while taken and not (own or future.done()):
+            for link in taken:
                 link.read()
-            last, now = now, perf_counter()
-            if now - start > MOMENT or now - last > DISTURBED:
+            if not spin.again():
                 break
-            _yield()
     finally:
-        for link in held:
-            if link.closed is None:
-                reactor.poller.watch(link, read=True)
+        for link in taken:
             link.stop_reading()
-            if link.closed is not None:
-                reactor.poller.forget(link)
     return bool(own)

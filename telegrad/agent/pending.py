@@ -5,15 +5,28 @@ from __future__ import annotations
 import threading
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from telegrad.agent.cargo import Cargo
 from telegrad.agent.futures import Future, Outcome
+from telegrad.agent.naming import user_name
 from telegrad.agent.scene import InTurn
 from telegrad.agent.underway import Underway
-from telegrad.wire.messages import Frame
+from telegrad.group.members import Identity
+from telegrad.wire.messages import Message
 
-if TYPE_CHECKING:
-    from telegrad.agent.peer import Peer
+
+class Carrier(Protocol):
+    """The calls of this worker to another, of which one is."""
+
+    identity: Identity
+    name: str
+
+    def wait(self, pending: Pending) -> bool: ...
+
+    def wait_for(self, future: Future[Any]) -> None: ...
+
+    def complete_here(self, pending: Pending) -> None: ...
 
 
 class Pending:
@@ -24,26 +37,28 @@ class Pending:
     """
 
     __slots__ = (
+        "answer",
         "asked",
         "awaited",
+        "cargo",
+        "connection",
         "deadline",
         "done",
         "error",
-        "frame",
         "id",
         "in_turn",
         "keeps",
-        "left",
         "outcome",
         "peer",
         "timeout",
         "told",
         "underway",
+        "waiter_completes",
         "weight",
     )
 
     def __init__(
-        self, peer: Peer, asked: Any, timeout: float, outcome: Outcome | None = None, keeps: Any = None
+        self, peer: Carrier, asked: Any, timeout: float, outcome: Outcome | None = None, keeps: Any = None
     ) -> None:
         """`asked` is what the user has called, for errors.
 
@@ -59,11 +74,13 @@ class Pending:
         self.weight = 0  # bytes of its tensors
         self.in_turn: InTurn | None = None  # where a method of an actor makes it
         self.underway: Underway | None = None  # where it sends tensors from their own memory
-        self.frame: Frame | None = None
+        self.connection = 0  # the number of the one over which it was sent
+        self.answer: Message | None = None
+        self.cargo: Cargo | None = None  # which came with the answer
         self.error: BaseException | None = None
         self.done = False
         self.awaited = False  # the thread that reads the connection waits for this very call
-        self.left = False  # and so completing the future was left to it
+        self.waiter_completes = False  # and so completing the future was left to it
         self.told: threading.Lock | None = None  # held until the call is done; made by who waits
 
     def help(self) -> None:
@@ -71,9 +88,11 @@ class Pending:
         try:
             self.peer.wait(self)
         finally:
-            if self.left:
-                self.left = False
-                self.peer.complete(self)
+            self.peer.complete_here(self)
         outcome = self.outcome
         if isinstance(outcome, Future) and not outcome.done():
             self.peer.wait_for(outcome)
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"in flight for {self.timeout - (self.deadline - monotonic()):.1f} s"
+        return f"<call {self.id} of {user_name(self.asked)} on {self.peer.name!r}: {state}>"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -24,23 +23,21 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from telegrad.agent.slots import Slots
+from telegrad.agent.spinning import SOON, Spin
+from telegrad.contracts import guarded, new_lock
 from telegrad.transport.poller import READ, WRITE, Poller, Source
 
-# Not counted and short; counted and short; counted, and the lead goes first; as INSTANT, once nothing else is there.
-INSTANT, QUICK, LONG, IDLE = range(4)
+# Not counted and short; counted and short; counted, and the lead goes first; as INSTANT, once nothing else is there;
+# as INSTANT, and not dropped at the end: somebody waits for it.
+INSTANT, QUICK, LONG, IDLE, OWED = range(5)
 
-SPIN = 250e-6  # how long to look again before sleeping: waking from sleep costs as much
-DISTURBED = 50e-6  # where one look takes as long, another thread has the interpreter
-SPIN_WITHIN = 400e-6  # spin only where the last wait was shorter than this
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
-STALLED_AFTER = 0.25  # calls that wait for a slot this long, while those that run only sleep, are let in one by one
-ASLEEP_BELOW = 0.01  # share of the time that running calls use a processor
 PUT_OFF = 64  # works at most that wait for an idle moment
 NO_MEMORY_PAUSE = 0.01  # seconds until a thread goes on that found no memory
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
 
 log = logging.getLogger("telegrad")
-_yield = getattr(os, "sched_yield", lambda: None)
 
 
 class Work(NamedTuple):
@@ -65,21 +62,17 @@ class _Worker:
 class Reactor:
     """Reads connections and runs work, on threads of its own."""
 
-    def __init__(self, slots: int, entered: Callable[[], None], watch: Callable[[], None]) -> None:
+    def __init__(self, slots: int, most_waiting: int, entered: Callable[[], None], watch: Callable[[], None]) -> None:
         """`entered` is called first on each new thread, `watch` whenever `unstick` must soon be called regularly."""
         self.poller = Poller()
         self._entered = entered
         self._start_watch = watch
-        self._slots = slots
-        self._lock = threading.Lock()  # guards _leader, _standby, _busy, _queued, _threads and _Worker.since
-        self._leader: _Worker | None = None
+        self._most_waiting = most_waiting
+        self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed and _Worker.since
+        self._slots: Slots[Work] = guarded(Slots(slots), self._lock, ("busy", "waiting"))
+        self._leader: _Worker | None = None  # peeked at by who asks whether it leads: what it finds, only it changes
         self._standby: list[_Worker] = []
         self._threads: dict[_Worker, threading.Thread] = {}
-        self._busy = 0
-        self._ended = 0  # calls, so far
-        self._lent_slots = 0  # beyond those that were asked for; each goes with the next call that ends
-        self._slots_seen = 0.0, -1, 0.0  # at the last look that found progress: when, _ended, processor time
-        self._queued: deque[Work] = deque()  # calls for which no slot was free
         self._ready: deque[Work] = deque()
         self._idle_work: deque[Work] = deque()
         self._asleep = False  # the leader waits in the poller
@@ -104,6 +97,8 @@ class Reactor:
         (self._idle_work if idle else self._ready).append(work)
         if self._asleep:
             self.poller.wake()
+        if self._closed:
+            self._drop_ready()
 
     def batches(self) -> bool:
         """Whether what this thread sends may wait for the end of a batch of work: only the leader has those."""
@@ -134,9 +129,9 @@ class Reactor:
         with self._lock:
             leads = self._leader is worker
             if counted:
-                self._busy -= 1
+                self._slots.pause()
                 worker.counted = False
-            started = self._release_queued()
+            started = self._release_waiting()
         if leads:
             self.send_unsent()
             self._pass_lead(worker)
@@ -147,7 +142,7 @@ class Reactor:
         finally:
             if counted:
                 with self._lock:
-                    self._busy += 1
+                    self._slots.resume()
                 worker.counted = True
 
     def worked_until(self) -> float:
@@ -158,54 +153,47 @@ class Reactor:
     @property
     def backed_up(self) -> bool:
         """Whether calls wait for a slot."""
-        return bool(self._queued)
+        return bool(self._slots.waiting)
 
     @property
-    def unstarted(self) -> int:
-        """How much waits for a thread."""
-        return len(self._ready)
+    def is_behind(self) -> bool:
+        """Whether more waits for a thread than should."""
+        return len(self._ready) >= self._most_waiting
 
     def unstick(self, now: float) -> None:
         """Take the lead from a leader that is stuck in its work, and see to calls that wait in vain."""
         leader = self._leader
         if leader is not None and leader.since and now - leader.since > STUCK_AFTER:
             self._pass_lead(leader, leader.since)
-        if self._queued:
+        if self._slots.waiting:
             self._watch_slots(now)
 
     def _watch_slots(self, now: float) -> None:
-        """Where all running calls sleep (in waits that this package does not see), let one more begin.
-
-        They may wait for the very calls that they keep from running.
-        """
-        ended, used = self._ended, self._processor_time()
-        since, ended_then, used_then = self._slots_seen
-        if used is None or ended != ended_then or used - used_then > ASLEEP_BELOW * (now - since):
-            self._slots_seen = now, ended, used or 0.0
-        elif now - since > STALLED_AFTER:
-            self._slots_seen = now, ended, used
-            with self._lock:
-                self._slots += 1
-                self._lent_slots += 1
-                self._release_queued()
+        """Where calls wait for those that sleep, let one more begin."""
+        with self._lock:
+            lent = self._slots.lend(now, self._processor_time())
+            if lent:
+                self._release_waiting()
+        if lent:
             self.poller.wake()
 
     def _processor_time(self) -> float | None:
-        """Of all threads that run a call, where the platform tells."""
+        """With the lock held: of all threads that run a call, where the platform tells.
+
+        Meanwhile they cannot end: the clock of a thread that has ended must not be asked.
+        """
         if not hasattr(time, "pthread_getcpuclockid"):
             return None
-        with self._lock:
-            running = [thread.ident for worker, thread in self._threads.items() if worker.counted]
-            # With the lock held they cannot end: the clock of a thread that has ended must not be asked.
-            return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in running if ident)
+        running = [thread.ident for worker, thread in self._threads.items() if worker.counted]
+        return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in running if ident)
 
     @property
     def idle(self) -> bool:
         """Whether no call runs or waits for its turn."""
-        return not (self._busy or self._queued or self._ready or self._idle_work)
+        return not (self._slots.busy or self._slots.waiting or self._ready or self._idle_work)
 
     def close(self) -> None:
-        """End the threads; work that was not begun is dropped, work that runs is left to end."""
+        """End the threads; work that was not begun is dropped unless it is owed, work that runs is left to end."""
         with self._lock:
             self._closed = True
             for worker in self._standby:
@@ -216,9 +204,20 @@ class Reactor:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(0.2)  # a thread in user code ends when that code does
-        self._ready.clear()
+        self._drop_ready()
         self._idle_work.clear()
-        self._queued.clear()
+        with self._lock:
+            self._slots.waiting.clear()
+
+    def _drop_ready(self) -> None:
+        """Once closed: do what is owed on this thread."""
+        while self._ready:
+            try:
+                work = self._ready.popleft()
+            except IndexError:  # emptied by two threads at once
+                return
+            if work.cost == OWED:
+                self._do(work)
 
     # The threads
 
@@ -315,12 +314,8 @@ class Reactor:
 
     def _take_slot(self, worker: _Worker, work: Work) -> bool:
         with self._lock:
-            if self._busy >= self._slots:
-                self._queued.append(work)
-                return False
-            self._busy += 1
-        worker.counted = True
-        return True
+            worker.counted = self._slots.take(work)
+        return worker.counted
 
     def _run_leading(self, worker: _Worker, work: Work) -> None:
         """Run short work without giving the lead away, watched."""
@@ -329,60 +324,51 @@ class Reactor:
         self.runs += 1
         if not self.watched:
             self._start_watch()
-        try:
-            work.run(work.argument)
-        except Exception:
-            log.exception("telegrad: work of the agent failed")
+        self._do(work)
         with self._lock:
             worker.since = 0.0
             still = self._leader is worker
             if still and worker.counted:
                 self._end_call(worker)
-                if self._queued:
-                    self._release_queued()
+                if self._slots.waiting:
+                    self._release_waiting()
         if not still:
-            self._run_queued(worker)
+            self._run_waiting(worker)
 
     def _run(self, worker: _Worker, work: Work) -> None:
         worker.waited = 0.0
-        try:
-            work.run(work.argument)
-        except Exception:
-            log.exception("telegrad: work of the agent failed")
-        self._run_queued(worker)
+        self._do(work)
+        self._run_waiting(worker)
 
-    def _run_queued(self, worker: _Worker) -> None:
+    def _run_waiting(self, worker: _Worker) -> None:
         """A thread that does not lead has ended a call: its slot goes to the calls that wait for one."""
         while worker.counted:
             with self._lock:
                 self._end_call(worker)
-                if not self._queued or self._busy >= self._slots:
+                work = self._slots.next()
+                if work is None:
                     return
-                work = self._queued.popleft()
-                self._busy += 1
                 worker.counted = True
             worker.waited = 0.0
-            try:
-                work.run(work.argument)
-            except Exception:
-                log.exception("telegrad: work of the agent failed")
+            self._do(work)
+
+    @staticmethod
+    def _do(work: Work) -> None:
+        try:
+            work.run(work.argument)
+        except Exception:
+            log.exception("telegrad: work of the agent failed")
 
     def _end_call(self, worker: _Worker) -> None:
         """With the lock held: a call has ended."""
-        self._busy -= 1
-        self._ended += 1
+        self._slots.end()
         worker.counted = False
-        if self._lent_slots:
-            self._lent_slots -= 1
-            self._slots -= 1
 
-    def _release_queued(self) -> bool:
+    def _release_waiting(self) -> bool:
         """With the lock held: let the leader start calls for which there are slots now."""
-        count = min(self._slots - self._busy, len(self._queued))
-        if count <= 0:
-            return False
-        self._ready.extendleft([self._queued.popleft() for _ in range(count)][::-1])
-        return True
+        free = self._slots.free()
+        self._ready.extendleft(reversed(free))
+        return bool(free)
 
     def send_unsent(self) -> None:
         """Let go what was to be sent later."""
@@ -409,7 +395,7 @@ class Reactor:
         if not events and self._idle_work:
             self._ready.append(self._idle_work.popleft())
             return
-        soon = perf_counter() - start < SPIN_WITHIN
+        soon = perf_counter() - start < SOON
         self._spinning = False
         for source, mask in events:
             if mask & WRITE:
@@ -424,17 +410,15 @@ class Reactor:
 
         Not while another thread of the process has something to do: it would wait for the interpreter again and again.
         """
-        now, until = start, start + SPIN
-        recent = self._recent
+        spin, recent = Spin(start, gives_way=True), self._recent
         while True:
             if (recent is not None and _read(recent)) or self._ready:
                 return None
             if self._idle_work:
                 return []
-            before, events, now = now, self.poller.poll(0), perf_counter()
-            if events or now > until or now - before > DISTURBED or self._busy:
+            events = self.poller.poll(0)
+            if events or self._slots.busy or not spin.again():
                 return events
-            _yield()
 
 
 def _read(source: Source) -> bool:

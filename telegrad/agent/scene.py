@@ -10,22 +10,21 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from types import coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from telegrad.agent.cargo import Context
 from telegrad.devices import streams
 from telegrad.devices.streams import Streams
-from telegrad.wire.messages import INFERENCE, NO_GRAD, SCENE, Frame, unload
+from telegrad.wire.messages import INFERENCE, NO_GRAD
 from telegrad.wire.tensors import DTYPES, NAMES
 
 if TYPE_CHECKING:
     import asyncio
-
-    from telegrad.agent.pending import Pending
 
 _is_autocast_on = torch._C._is_any_autocast_enabled  # for a device, whichever: the fastest way to ask
 
@@ -81,19 +80,20 @@ def matters() -> bool:
     return _entered or _is_autocast_on()
 
 
-def described(pending: Pending) -> bytes:
-    """What to tell of this thread, which makes a call; empty where there is nothing."""
+def described() -> tuple[bytes, InTurn | None]:
+    """What to tell of this thread, which makes a call, empty where there is nothing; and the actor that makes it."""
     here = _current.get()
     if here is None and not _is_autocast_on():
-        return b""
+        return b"", None
     kinds = [kind for kind in ("cpu", streams.kind()) if kind and torch.is_autocast_enabled(kind)]
     types = {kind: NAMES[torch.get_autocast_dtype(kind)] for kind in kinds}
     hops, turn = here or Scene()
+    in_turn = None
     if turn is not None:
-        hop = turn.key, next(turn.calls)
-        pending.in_turn = InTurn(turn, hop)
-        hops += (hop,)
-    return pickle.dumps((types, torch.is_autocast_cache_enabled(), hops), 5) if types or hops else b""
+        in_turn = InTurn(turn, (turn.key, next(turn.calls)))
+        hops += (in_turn.hop,)
+    told = pickle.dumps((types, torch.is_autocast_cache_enabled(), hops), 5) if types or hops else b""
+    return told, in_turn
 
 
 @contextmanager
@@ -135,26 +135,28 @@ def hops_of(description: bytes | memoryview) -> Hops:
 
 
 @contextmanager
-def setting(call: Frame) -> Generator[None, None, None]:
+def setting(flags: int, scene: bytes | memoryview, context: Context | None) -> Generator[None, None, None]:
     """The grad mode, the context and the scene that the caller was in."""
     with ExitStack() as stack:
-        if call.flags:
-            stack.enter_context(torch.inference_mode(bool(call.flags & INFERENCE)))
-            stack.enter_context(torch.set_grad_enabled(not call.flags & NO_GRAD))
-        if call.flags & SCENE:
-            stack.enter_context(holding(unload(call.body)[1]))
-        if call.context is not None:
-            stack.enter_context(call.context.entered())
+        if flags:
+            stack.enter_context(torch.inference_mode(bool(flags & INFERENCE)))
+            stack.enter_context(torch.set_grad_enabled(not flags & NO_GRAD))
+        if scene:
+            stack.enter_context(holding(scene))
+        if context is not None:
+            stack.enter_context(context.entered())
         yield
 
 
 @coroutine
-def in_setting(inner: Coroutine[Any, Any, Any], call: Frame, streams: Streams) -> Generator[Any, Any, Any]:
+def in_setting(
+    inner: Coroutine[Any, Any, Any], setting: Callable[[], AbstractContextManager[None]], streams: Streams
+) -> Generator[Any, Any, Any]:
     """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them."""
     step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
     while True:
         try:
-            with streams.turn(), setting(call):
+            with streams.turn(), setting():
                 waited = step()
         except StopIteration as stop:
             return stop.value

@@ -19,8 +19,9 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
 from telegrad.agent import profiling
+from telegrad.agent.answers import its_future
 from telegrad.agent.naming import runs_as, user_name
-from telegrad.agent.server import ASYNC_MARK, Later, its_future
+from telegrad.agent.server import ASYNC_MARK, Later
 from telegrad.rpc import current
 
 REMOTE = "#remote_op: "

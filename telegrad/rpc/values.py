@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from telegrad.agent.agent import Agent
+from telegrad.agent.answers import its_future
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
-from telegrad.agent.server import ASYNC_MARK, Later, its_future
+from telegrad.agent.server import ASYNC_MARK, Later
 from telegrad.autograd.api import check_root
 from telegrad.rpc import current
 from telegrad.rref.box import Box

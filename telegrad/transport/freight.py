@@ -24,7 +24,7 @@ from telegrad.devices.streams import Arrived
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.lanes import Lanes
 from telegrad.transport.memory import AnyBlock, Arena, Block, SharedMaps, SharedPool
-from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, encode
+from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, encode
 from telegrad.wire.tensors import HOST, Blob, Bound, memory
 
 SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is shared
@@ -114,7 +114,7 @@ class Outgoing:
                     if isinstance(block, Block):
                         fds.append(block.fd)
                     else:
-                        before.append(Chunk(encode(LEND, block.number, body=block.handle())))
+                        before.append(Chunk(encode(Message(LEND, block.number, body=block.handle()))))
             elif isinstance(streamed, Departure) and self._shares_devices is None:
                 before.extend(self._offer(streamed.source))
         return table, fds, before, behind
@@ -135,7 +135,7 @@ class Outgoing:
                 self._trial = block
                 self._lent.add(block.number)
                 self._known.add(block.number)
-                yield Chunk(encode(LEND, block.number, body=block.handle()))
+                yield Chunk(encode(Message(LEND, block.number, body=block.handle())))
         except RuntimeError as error:
             self.opened(str(error))
 

@@ -1,7 +1,7 @@
 """One connection after its handshake: frames go out, frames come in.
 
-Sending never blocks: what the socket does not take stays in the outbox, and the poller sends it on. Whoever holds
-`reading` may read; everything else is for any thread.
+Sending never blocks: what the socket does not take stays in the outbox, and the poller sends it on. Who has the right
+to read (`reading`) may read; everything else is for any thread.
 
 How the memory of tensors crosses is the subject of `freight`.
 """
@@ -22,6 +22,7 @@ from telegrad.errors import LeftEarly, PeerError, PeerLost, ShutDown
 from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
+from telegrad.transport.reading import Reading
 from telegrad.transport.sockets import NOT_NOW, shut
 from telegrad.transport.writer import Writer
 from telegrad.wire.failures import fresh
@@ -31,12 +32,11 @@ from telegrad.wire.messages import (
     OPENED,
     RELEASE,
     RETIRE,
-    Frame,
+    Message,
     encode,
     pack_numbers,
     unpack_numbers,
 )
-from telegrad.wire.tensors import Blob
 
 READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
 FDS_AT_ONCE = 64
@@ -52,39 +52,36 @@ class Link:
         peer: str,
         poller: Poller,
         stores: Stores,
-        on_frames: Callable[[Link, Iterable[Frame]], None],
+        on_messages: Callable[[Link, Iterable[Message]], None],
         on_closed: Callable[[Link, PeerError], None],
         prompt: bool,
-        given_back: Callable[[], None] = lambda: None,
+        expected: Callable[[], bool] = lambda: True,
         widen: Callable[[Link, bool], None] | None = None,
     ) -> None:
-        """`on_frames` runs on the reading thread.
+        """`on_messages` runs on the reading thread.
 
-        `prompt`: the other end waits for answers, so that its next frame follows soon. `given_back` is called each
-        time after a thread gave up reading. `widen` shall make further streams, for what is sent or for what comes.
+        `prompt`: the other end waits for answers, so that its next frame follows soon. `expected` tells whether
+        anything is awaited from here. `widen` shall make further streams, for what is sent or for what comes.
         """
         sock.setblocking(False)
         self.peer = peer
         self.prompt = prompt
-        self._given_back = given_back
-        self.reading = threading.Lock()  # the right to read this connection
+        self.reading = Reading(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
         self.closed: PeerError | None = None
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # TLS state is one for both sides
         self._poller = poller
         self._shares = stores.pool is not None  # and so descriptors may come
-        self._on_frames = on_frames
+        self._on_messages = on_messages
         self._on_closed = on_closed
         self._over: str | None = None  # the peer has said that nothing more follows, and how it left
-        self._lanes = (NO_LANES, NO_LANES) if self._shares else self._make_lanes(widen)  # to receive by, to send by
-        self._incoming = Incoming(stores, self._lanes[False])
+        self.lanes_in, self.lanes_out = (NO_LANES, NO_LANES) if self._shares else self._make_lanes(widen)
+        self._incoming = Incoming(stores, self.lanes_in)
         self._maps = self._incoming.maps
-        self._reader = FrameReader(
-            self._incoming.allocate, self._incoming.attach, self._open, self._lanes[False].is_idle
-        )
+        self._reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
         self._lock = threading.Lock()  # guards all below, and writing to the socket
-        self._outgoing = Outgoing(peer, stores, self._lanes[True])
+        self._outgoing = Outgoing(peer, stores, self.lanes_out)
         self._writer = Writer(
             sock, self._tls_lock, stores.ferry, lambda write: poller.watch(self, write=write), self._resume
         )
@@ -102,29 +99,18 @@ class Link:
 
     # Sending
 
-    def send(
-        self,
-        kind: int,
-        id: int = 0,  # noqa: A002
-        *,
-        flags: int = 0,
-        head: bytes = b"",
-        meta: bytes = b"",
-        body: bytes = b"",
-        blobs: Iterable[Blob] = (),
-        later: bool = False,
-    ) -> None:
-        """Send a frame; with `later`, leave it in the outbox until `on_writable`.
+    def send(self, message: Message, later: bool = False) -> None:
+        """Send a message; with `later`, leave it in the outbox until `on_writable`.
 
         The blobs are taken one by one, and those that are copied are not kept.
 
         Raises:
             PeerError: the connection has ended.
         """
-        if blobs:
-            self._send_with_blobs(kind, id, flags, head, meta, body, blobs)
+        if message.blobs:
+            self._send_with_blobs(message)
             return
-        data = encode(kind, id, flags=flags, head=head, meta=meta, body=body)
+        data = encode(message)
         with self._lock:
             if self.closed is not None:
                 raise fresh(self.closed)
@@ -139,25 +125,21 @@ class Link:
                 except OSError:
                     pass  # the write that follows meets it again
             self._outbox.append(Chunk(data))
-            if not later and not self._writer.waits:
-                self._writer.flush()
+            if not later:
+                self._flush()
 
-    def _send_with_blobs(
-        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, blobs: Iterable[Blob]
-    ) -> None:
+    def _send_with_blobs(self, message: Message) -> None:
         placed: list[Placed] = []
         try:
-            placed.extend(map(self._outgoing.place, blobs))
-            self._send_placed(kind, id_, flags, head, meta, body, placed)
+            placed.extend(map(self._outgoing.place, message.blobs))
+            self._send_placed(message, placed)
         except BaseException as error:
             self._outgoing.unload(placed)
             if placed and not isinstance(error, PeerError):
                 self.fail(error)  # half of it may be in the outbox
             raise
 
-    def _send_placed(
-        self, kind: int, id_: int, flags: int, head: bytes, meta: bytes, body: bytes, placed: list[Placed]
-    ) -> None:
+    def _send_placed(self, message: Message, placed: list[Placed]) -> None:
         with self._lock:
             if self.closed is not None:
                 raise fresh(self.closed)
@@ -165,13 +147,17 @@ class Link:
                 self._queue_release()
             table, fds, before, behind = self._outgoing.load(placed)
             self._outbox.extend(before)
-            data = encode(kind, id_, flags=flags, head=head, meta=meta, table=table, body=body)
+            data = encode(message, table)
             for at in range(FDS_AT_ONCE, len(fds), FDS_AT_ONCE):  # more than one write may carry go ahead
-                self._outbox.append(Chunk(encode(RELEASE), tuple(fds[at : at + FDS_AT_ONCE])))
+                self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[at : at + FDS_AT_ONCE])))
             self._outbox.append(Chunk(data, tuple(fds[:FDS_AT_ONCE])))
             self._outbox.extend(behind)
-            if not self._writer.waits:
-                self._writer.flush()
+            self._flush()
+
+    def _flush(self) -> None:
+        """With the lock held: send what is in the outbox, unless the socket takes no more."""
+        if not self._writer.waits:
+            self._writer.flush()
 
     def _queue_release(self) -> None:
         numbers: list[int] = []
@@ -179,7 +165,7 @@ class Link:
             while True:
                 numbers.append(self._maps.released.popleft())
         try:
-            self._outbox.append(Chunk(encode(RELEASE, body=pack_numbers(numbers))))
+            self._outbox.append(Chunk(encode(Message(RELEASE, body=pack_numbers(numbers)))))
         except MemoryError:
             self._maps.released.extend(numbers)
             raise
@@ -190,17 +176,15 @@ class Link:
             with self._lock:
                 if self.closed is None:
                     self._queue_release()
-                    if not self._writer.waits:
-                        self._writer.flush()
+                    self._flush()
 
     def retire(self, numbers: list[int]) -> None:
         """Tell the peer which blocks this worker gave up."""
         with self._lock:
             known = self._outgoing.forget(numbers)
             if known and self.closed is None:
-                self._outbox.append(Chunk(encode(RETIRE, body=pack_numbers(known))))
-                if not self._writer.waits:
-                    self._writer.flush()
+                self._outbox.append(Chunk(encode(Message(RETIRE, body=pack_numbers(known)))))
+                self._flush()
 
     def on_writable(self) -> None:
         with self._lock:
@@ -230,7 +214,7 @@ class Link:
 
     def on_readable(self) -> bool:
         """Read what is there, unless another thread does."""
-        if not self.reading.acquire(blocking=False):
+        if not self.reading.begin():
             return False
         try:
             return self.read()
@@ -238,41 +222,30 @@ class Link:
             self.stop_reading()
 
     def stop_reading(self) -> None:
-        """Give `reading` back, and say so: who wanted it meanwhile does not try again.
+        """Give `reading` back.
 
         Where the next frame waits for further streams, it goes to the thread there that brings the last of it.
         """
-        while self._reader.held and self.closed is None:
-            watched = self._poller.reads(self)
-            self._poller.watch(self, read=False)
-            if self._lanes[False].afterwards(partial(self._go_on, watched)):
+        while self._reader.awaits_lanes and self.closed is None:
+            self.reading.pass_on()
+            if self.lanes_in.afterwards(self._go_on):
                 return
-            self._read_on(watched)
-        self.reading.release()
-        self._given_back()
-        if self.closed is not None:
-            self._finish()
+            self.read()
+        self.reading.give_back()
 
-    def _go_on(self, watched: bool) -> None:
-        self._read_on(watched)
-        self.stop_reading()
-
-    def _read_on(self, watched: bool) -> None:
+    def _go_on(self) -> None:
         """Nothing is awaited from further streams any more, or the connection has ended."""
         self.read()
-        if watched:
-            self._poller.watch(self, read=True)
-            if self.closed is not None:
-                self._poller.forget(self)
+        self.stop_reading()
 
     @property
-    def held(self) -> bool:
+    def awaits_lanes(self) -> bool:
         """Whether who reads has nothing to wait for here: `stop_reading` is due."""
-        return self._reader.held
+        return self._reader.awaits_lanes
 
     def wait_readable(self, timeout: float | None) -> None:
         """With `reading` held: sleep until bytes come, the connection ends, or the time is over."""
-        if self._reader.held:
+        if self._reader.awaits_lanes:
             return
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -285,11 +258,11 @@ class Link:
         """With `reading` held: take what has come and hand the frames on; whether there was anything."""
         if self.closed is not None:
             return False
-        if self._reader.held:
+        if self._reader.awaits_lanes:
             self._take(0)
         came = False
         for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS keeps bytes that no poller sees
-            if self._reader.held or self.closed is not None:
+            if self._reader.awaits_lanes or self.closed is not None:
                 return came
             buffer = self._reader.buffer()
             try:
@@ -324,7 +297,7 @@ class Link:
     def _take(self, count: int) -> None:
         """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""
         try:
-            self._on_frames(self, self._wanted(count))
+            self._on_messages(self, self._wanted(count))
         except Exception as error:
             self.close(self._lost(f"it sent what is no frame ({error})"))
         if self._over is not None:
@@ -334,9 +307,9 @@ class Link:
         """The peer will lend a block of an accelerator."""
         said = self._incoming.open(number, handle)
         if said is not None:
-            self.send(OPENED, number, body=said.encode())
+            self.send(Message(OPENED, number, body=said.encode()))
 
-    def _wanted(self, count: int) -> Iterator[Frame]:
+    def _wanted(self, count: int) -> Iterator[Message]:
         """Those frames that are not for this connection itself."""
         for frame in self._reader.advance(count):
             if frame.kind == RELEASE:
@@ -376,17 +349,15 @@ class Link:
             self._outbox.clear()
             self._outgoing.abandon()
             shut(self._sock)
+        self.reading.end()
         self._poller.forget(self)
-        for lanes in self._lanes:
+        for lanes in (self.lanes_in, self.lanes_out):
             lanes.close()
-        if self.reading.acquire(blocking=False):  # else its holder finishes
-            self.reading.release()
-            self._finish()
         self._on_closed(self, reason)
 
     def join(self, sends: bool, sock: socket.socket, heard: bytes) -> None:
         """Take in a further stream, of which the other end has the other end, and said `heard` on it."""
-        self._lanes[sends].add(sock, heard)
+        (self.lanes_out if sends else self.lanes_in).add(sock, heard)
 
     def _lane_failed(self, error: Exception) -> None:
         self.close(self._lost(f"the connection broke ({error})"))
@@ -398,7 +369,7 @@ class Link:
     def abandon(self) -> None:
         """In a forked child: close the descriptor without a word to the peer, who talks with the parent."""
         self._sock.close()
-        for lanes in self._lanes:
+        for lanes in (self.lanes_in, self.lanes_out):
             lanes.abandon()
 
     def _finish(self) -> None:

@@ -1,60 +1,44 @@
-"""The connection of a worker to itself: frames pass by value, as over any other."""
+"""The connection of a worker to itself: messages pass by value, as over any other."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 
 from telegrad.devices.streams import copied
 from telegrad.errors import PeerError, PeerLost
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import Frame
-from telegrad.wire.tensors import Blob, Bound
+from telegrad.wire.messages import Message
+from telegrad.wire.tensors import Bound
 
 
 class LoopEnd:
-    """One end; what it sends arrives at `other`. Has the surface of `Link` that agents use."""
+    """One end, which makes the other. Has the surface of `Link` that agents use.
 
-    other: LoopEnd
+    There is nothing to read here: who sends a message delivers it.
+    """
 
     def __init__(
         self,
         peer: str,
-        on_frames: Callable[[LoopEnd, Iterable[Frame]], None],
+        arrive: Callable[[LoopEnd, Iterable[Message]], None],
+        arrive_back: Callable[[LoopEnd, Iterable[Message]], None],
         on_closed: Callable[[LoopEnd, PeerError], None],
+        other: LoopEnd | None = None,
     ) -> None:
+        """`arrive` takes, at the other end, what is sent at this one; `on_closed` is told of the end of this one."""
         self.peer = peer
-        self.reading = threading.Lock()
-        self.reading.acquire()  # there is nothing to read: frames are delivered by the sender
         self.closed: PeerError | None = None
-        self._on_frames = on_frames
+        self._arrive = arrive
         self._on_closed = on_closed
+        self._other: LoopEnd = other or LoopEnd(peer, arrive_back, arrive, lambda *_: None, self)
 
-    def send(
-        self,
-        kind: int,
-        id: int = 0,  # noqa: A002
-        *,
-        flags: int = 0,
-        head: bytes = b"",
-        meta: bytes = b"",
-        body: bytes = b"",
-        blobs: Iterable[Blob] = (),
-        later: bool = False,
-    ) -> None:
-        """Deliver a frame; there is no `later`."""
+    def send(self, message: Message, later: bool = False) -> None:
+        """Deliver a message; there is no `later`."""
         if self.closed is not None:
             raise fresh(self.closed)
-        frame = Frame(
-            kind,
-            flags,
-            id,
-            head,
-            meta,
-            body,
-            [copied(blob) if isinstance(blob, Bound) else blob.clone() for blob in blobs],
-        )
-        self.other._on_frames(self.other, [frame])
+        blobs = [copied(blob) if isinstance(blob, Bound) else blob.clone() for blob in message.blobs]
+        arrived = Message(message.kind, message.id, message.flags, message.head, message.meta, message.body, blobs)
+        self._arrive(self._other, [arrived])
 
     def release(self) -> None:
         """Nothing is lent."""
@@ -63,7 +47,7 @@ class LoopEnd:
         """Nothing is lent."""
 
     def close(self, reason: PeerError) -> None:
-        for end in (self, self.other):
+        for end in (self, self._other):
             if end.closed is None:
                 end.closed = reason
                 end._on_closed(end, reason)
@@ -71,8 +55,3 @@ class LoopEnd:
     def fail(self, error: BaseException) -> None:
         """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
         self.close(PeerLost(f"a message of worker {self.peer!r} to itself failed ({error or type(error).__name__})"))
-
-
-def loop(caller: LoopEnd, callee: LoopEnd) -> None:
-    """Join two ends."""
-    caller.other, callee.other = callee, caller

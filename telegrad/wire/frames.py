@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from telegrad.errors import ProtocolViolation
-from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, PREFIX, STRIPED, Frame
+from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, PREFIX, STRIPED, Message
 
 SCRATCH = 1 << 16
 
@@ -28,7 +28,7 @@ class FrameReader:
         self, allocate: Allocate, attach: Attach, lend: Lend, arrived: Callable[[], bool] = lambda: True
     ) -> None:
         """`arrived`: whether nothing is awaited from further streams."""
-        self.held = False  # the next frame waits for those; there is no room to read into meanwhile
+        self.awaits_lanes = False  # the next frame does; there is no room to read into meanwhile
         self._arrived = arrived
         self._allocate = allocate
         self._attach = attach
@@ -38,18 +38,18 @@ class FrameReader:
         self._target: memoryview | None = None  # a large part that is being received into its place
         self._filled = 0
         self._large: memoryview | None = None  # the parts of one frame when they do not fit the scratch
-        self._frame: Frame | None = None  # complete but for its blobs
-        self._none: list[Any] = []  # the blobs of all frames without any
+        self._frame: Message | None = None  # complete but for its blobs
+        self._blobs: list[Any] = []  # those of it that have come
         self._entries: list[tuple[int, int, int]] = []  # of the table, for the blobs still to come
         self._parts: Iterator[memoryview] = iter(())  # of the blob that is being received
 
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty, unless `held`."""
+        """Where the next bytes belong; never empty, unless `awaits_lanes`."""
         if self._target is not None:
             return self._target[self._filled :]
         return self._scratch[self._end :]
 
-    def advance(self, count: int) -> Iterator[Frame]:
+    def advance(self, count: int) -> Iterator[Message]:
         """Take note of `count` bytes written to `buffer()`; the frames that they complete, to be taken to the end.
 
         They are made one by one: thousands at once would set off the garbage collector.
@@ -68,7 +68,7 @@ class FrameReader:
                 yield frame
         self._compact()
 
-    def _next(self) -> Frame | None:
+    def _next(self) -> Message | None:
         if self._frame is not None:
             return self._receive_blobs()
         if self._large is not None:
@@ -88,28 +88,28 @@ class FrameReader:
             self._land(self._large)
         return None
 
-    def _parse(self, source: memoryview, start: int, prefix: tuple[int, ...]) -> Frame | None:
+    def _parse(self, source: memoryview, start: int, prefix: tuple[int, ...]) -> Message | None:
         kind, flags, head, meta, blobs, body, id_ = prefix
         at_meta = start + PREFIX.size + head
         at_table = at_meta + meta
         at_body = at_table + blobs * ENTRY.size
         text = source[at_body : at_body + body]
-        frame = Frame(
+        frame = Message(
             kind,
-            flags,
             id_,
+            flags,
             bytes(source[start + PREFIX.size : at_meta]),
             bytes(source[at_meta:at_table]),
             bytes(text) if source is self._scratch else text,
-            [] if blobs else self._none,
         )
         if blobs:
+            frame.blobs = self._blobs = []
             self._entries = list(ENTRY.iter_unpack(bytes(source[at_table:at_body])))[::-1]
             self._frame = frame
         self._large = None
         return self._receive_blobs() if blobs else frame
 
-    def _receive_blobs(self) -> Frame | None:
+    def _receive_blobs(self) -> Message | None:
         frame = self._frame
         assert frame is not None
         while True:
@@ -117,22 +117,22 @@ class FrameReader:
                 if not self._land(memory):
                     return None
             if not self._entries:
-                self.held = not self._arrived()
-                if self.held:
+                self.awaits_lanes = not self._arrived()
+                if self.awaits_lanes:
                     return None
-                self._frame = None
+                self._frame, self._blobs = None, []  # whose memory is the receiver's from here on
                 return frame
-            self._begin_blob(frame, *self._entries.pop())
+            self._begin_blob(*self._entries.pop())
 
-    def _begin_blob(self, frame: Frame, block: int, size: int, device: int) -> None:
+    def _begin_blob(self, block: int, size: int, device: int) -> None:
         if block not in (IN_STREAM, STRIPED):
-            frame.blobs.append(self._attach(block, size, device))
+            self._blobs.append(self._attach(block, size, device))
             return
         try:
             blob, self._parts = self._allocate(size, device, block == STRIPED)
         except (MemoryError, OverflowError, ValueError, OSError, RuntimeError) as error:
             raise ProtocolViolation(f"a tensor of {size} bytes was announced ({error})") from error
-        frame.blobs.append(blob)
+        self._blobs.append(blob)
 
     @staticmethod
     def _reserve(size: int) -> memoryview:

@@ -1,7 +1,7 @@
-"""What two workers say to each other: the kinds of frame, and the fields of each.
+"""What two workers say to each other: the kinds of message, and the fields of each.
 
-A frame is a prefix of fixed size, then its parts in order: `head` (names), `meta` (descriptions of tensors),
-`table` (one entry per blob), `body` (a pickle), and the memory of those blobs that travel in the stream.
+On the wire it is a frame: a prefix of fixed size, then its parts in order: `head` (names), `meta` (descriptions of
+tensors), `table` (one entry per blob), `body` (a pickle), and the memory of those blobs that travel in the stream.
 
     CALL      run `head` (or the function inside `body`) with the arguments in `body`; answered under the same id
     RESULT    the value that call `id` returned
@@ -18,7 +18,9 @@ A frame is a prefix of fixed size, then its parts in order: `head` (names), `met
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED = range(1, 11)
 
@@ -38,18 +40,17 @@ IN_STREAM = 0
 STRIPED = 2**64 - 1  # in the stream its first stripe, the others in further streams
 
 
-class Frame(NamedTuple):
-    """One message as it stands on the wire, its memory already in place."""
+@dataclass(slots=True)
+class Message:
+    """One message: to be sent, or as it has come, its memory already in place."""
 
     kind: int
-    flags: int
-    id: int
-    head: bytes
-    meta: bytes
-    body: bytes | memoryview
-    blobs: list[Any]
-    cargo: Any = None  # what the rooms above made of what stood behind the body
-    context: Any = None  # in which the call runs, of the room that records
+    id: int = 0
+    flags: int = 0
+    head: bytes = b""
+    meta: bytes = b""
+    body: bytes | memoryview = b""
+    blobs: Iterable[Any] = ()  # the memory of tensors; in one that has come a list
 
 
 _SIZE = struct.Struct("<I")
@@ -67,19 +68,11 @@ def unload(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memory
     return body[:start], body[start:end]
 
 
-def encode(
-    kind: int,
-    id: int = 0,  # noqa: A002 - the field's name
-    *,
-    flags: int = 0,
-    head: bytes = b"",
-    meta: bytes = b"",
-    table: bytes = b"",
-    body: bytes = b"",
-) -> bytes:
+def encode(message: Message, table: bytes = b"") -> bytes:
     """Everything of a frame except the memory of its blobs, ready for one write."""
-    prefix = PREFIX.pack(kind, flags, len(head), len(meta), len(table) // ENTRY.size, len(body), id)
-    return b"".join((prefix, head, meta, table, body))
+    head, meta, body = message.head, message.meta, message.body
+    sizes = len(head), len(meta), len(table) // ENTRY.size, len(body)
+    return b"".join((PREFIX.pack(message.kind, message.flags, *sizes, message.id), head, meta, table, body))
 
 
 def pack_numbers(numbers: list[int]) -> bytes:

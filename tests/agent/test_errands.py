@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from telegrad.agent import errands
 from telegrad.agent.futures import Future
 from telegrad.agent.reactor import INSTANT, Work
+from telegrad.transport.reading import Owner, Reading
 
 
 class Reactor:
@@ -17,11 +17,6 @@ class Reactor:
 
     def __init__(self):
         self.given = []
-        self.watched = {}
-        self.poller = SimpleNamespace(
-            watch=lambda link, read: self.watched.__setitem__(link, read),
-            forget=lambda link: self.watched.pop(link, None),
-        )
 
     def submit(self, work):
         self.given.append(work.argument)
@@ -31,8 +26,11 @@ class Link:
     """Brings something at each read, as long as there is any."""
 
     def __init__(self, *reads):
-        self.reading = threading.Lock()
-        self.closed = None
+        self.watched = False
+        self.reading = Reading(
+            threading.Lock(), lambda read: setattr(self, "watched", read), lambda: True, lambda: None
+        )
+        self.reading.watch()
         self._reads = list(reads)
 
     def read(self):
@@ -40,7 +38,7 @@ class Link:
             self._reads.pop(0)()
 
     def stop_reading(self):
-        self.reading.release()
+        self.reading.give_back()
 
 
 @pytest.fixture
@@ -63,8 +61,8 @@ def test_does_what_it_reads_and_what_follows_from_that(reactor):
     errands.run_for(future, [link], reactor)
     assert done == ["first", "second"]
     assert reactor.given == []
-    assert reactor.watched == {link: True}
-    assert not link.reading.locked()
+    assert link.watched
+    assert link.reading.owner is Owner.LEADER
 
 
 def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor):
@@ -85,15 +83,15 @@ def test_only_for_a_moment(reactor):
 
 def test_does_not_take_a_connection_from_one_who_reads_it(reactor):
     link = Link(lambda: pytest.fail("read by two"))
-    with link.reading:
-        errands.run_for(Future(), [link], reactor)
-    assert reactor.watched == {}
+    assert link.reading.take()
+    errands.run_for(Future(), [link], reactor)
+    assert link.reading.owner is Owner.WAITER
 
 
 def test_a_connection_that_ends_is_forgotten(reactor):
-    link = Link(lambda: setattr(link, "closed", "gone"))
+    link = Link(lambda: link.reading.end())
     errands.run_for(Future(), [link], reactor)
-    assert reactor.watched == {}
+    assert not link.watched
 
 
 def test_an_error_in_an_errand_is_not_that_of_the_wait(reactor, caplog):

@@ -81,9 +81,8 @@ def _lanes(agent: Agent) -> int:
     """The further streams of those connections that live; each has a socket and a thread."""
     connections = agent._connections
     links = [*connections._accepted, *(peer.link for peer in connections._peers.values())]
-    return sum(
-        sock.fileno() >= 0 for link in links if isinstance(link, Link) for lanes in link._lanes for sock in lanes._socks
-    )
+    lanes = [each for link in links if isinstance(link, Link) for each in (link.lanes_in, link.lanes_out)]
+    return sum(sock.fileno() >= 0 for each in lanes for sock in each._socks)
 
 
 def wait_for_nothing_left(before: Holding, dead: int) -> dict[str, int]:

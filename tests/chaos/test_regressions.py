@@ -261,7 +261,7 @@ def fails_once(monkeypatch, where, name, when=lambda *_: True):
 def test_an_answer_for_which_there_is_no_memory(monkeypatch):
     with agents(2) as (worker, _):
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
-        failed = fails_once(monkeypatch, link, "encode", lambda kind, *_, **__: kind == messages.RESULT)
+        failed = fails_once(monkeypatch, link, "encode", lambda message, *_: message.kind == messages.RESULT)
         with pytest.raises(errors.PeerLost):
             worker.agent.call("w1", int, (), None, LIMIT)
         assert failed

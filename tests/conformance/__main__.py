@@ -16,6 +16,7 @@ from time import monotonic
 import torch
 
 from tests.conformance import applicable, runner, suites
+from tests.conformance.parent import WAYS
 from tests.conformance.report import Run, counts, to_json, write
 from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result, worse
 
@@ -50,7 +51,7 @@ def _arguments() -> argparse.Namespace:
         "--group", type=_groups, default=suites.GROUPS, help=f"some of {','.join(suites.GROUPS)}; or all"
     )
     parser.add_argument("--reference", action="store_true", help="against torch itself")
-    parser.add_argument("--spawn", action="store_true", help="ranks are spawned, not forked: each imports torch")
+    parser.add_argument("--way", choices=WAYS, default="fork", help="how ranks start; spawned ones take seconds each")
     parser.add_argument("--jobs", type=int, default=2, help="tests at once")
     parser.add_argument("--limit", type=float, default=runner.LIMIT, help="seconds for one test")
     parser.add_argument("--repeat", type=int, default=1, help="run each test so often; the worst outcome counts")
@@ -81,7 +82,7 @@ def _run(tests: list[str], chosen: argparse.Namespace) -> dict[str, Result]:
     results = runner.run(
         tests,
         reference=chosen.reference,
-        spawn=chosen.spawn,
+        way=chosen.way,
         jobs=chosen.jobs,
         limit=chosen.limit,
         logs=chosen.logs.absolute(),

@@ -1,8 +1,9 @@
-"""The warm parent of all ranks: `python -m tests.conformance.parent FD [--reference] [--spawn]`, started by the runner.
+"""The warm parent of all ranks: `python -m tests.conformance.parent FD [WAY] [--reference]`, started by the runner.
 
 It imports torch once, takes names of tests from the connection FD and answers with what became of each. It forks, so
-it must have no second thread. What tests print goes to its standard output and error. Ranks that are spawned import
-this file, too, and prepare themselves.
+it must have no second thread. What tests print goes to its standard output and error. Ranks that are not forked from it
+(spawn: a new interpreter each, which takes seconds; forkserver: forked from one that has imported torch and nothing
+else) import this file, too, and prepare themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import re
 import sys
@@ -18,6 +20,7 @@ import threading
 import traceback
 import types
 import unittest
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
@@ -25,7 +28,9 @@ from typing import Any
 from tests.conformance.results import FAILED, NOT_APPLICABLE, PASSED, Result
 
 READY = "ready"
-REFERENCE, SPAWN = "--reference", "--spawn"  # arguments, which spawned ranks have too
+REFERENCE = "--reference"  # an argument, which ranks have too, as they have the way in which they start
+WAYS = ("fork", "forkserver", "spawn")
+WARM = ["torch", "torch.testing._internal.common_distributed", "telegrad.compat"]  # what ranks of a fork server share
 RAISED = re.compile(r"^ +\S.*\n([A-Za-z_][\w.]*(?::\s+.*)?)$", re.MULTILINE)  # what follows a traceback's frames
 LOST = re.compile(r"telegrad\.errors\.(PeerLost|PeerUnreachable|OwnerLost)|Connection (reset|closed) by peer")
 
@@ -34,6 +39,9 @@ def main() -> None:
     connection, reference = Connection(int(sys.argv[1])), REFERENCE in sys.argv
     os.register_at_fork(after_in_child=connection.close)  # or the runner would not see the end of this process
     _prepare(reference)
+    if "forkserver" in sys.argv:
+        multiprocessing.set_forkserver_preload(WARM)
+        forkserver.ensure_running()  # now, since it keeps its socket in the folder for temporary files
     connection.send(READY)
     while True:
         try:

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from time import monotonic
 
 from tests.conformance.native import MARK
-from tests.conformance.parent import REFERENCE, SPAWN, last_line
+from tests.conformance.parent import REFERENCE, last_line
 from tests.conformance.results import FAILED, PASSED, Result
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -31,7 +31,7 @@ OTHER_GROUP = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "RPC_INIT_WIT
 class Parent:
     """A warm parent process, as the runner sees it, with all that its tests leave behind."""
 
-    def __init__(self, reference: bool, spawn: bool, limit: float) -> None:
+    def __init__(self, reference: bool, way: str, limit: float) -> None:
         self.is_sound = True
         self._limit = limit
         self._test = ""
@@ -42,9 +42,8 @@ class Parent:
         self.connection, theirs = Pipe()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.conformance.parent", str(theirs.fileno())]
-                + [REFERENCE] * reference
-                + [SPAWN] * spawn,
+                [sys.executable, "-u", "-m", "tests.conformance.parent", str(theirs.fileno()), way]
+                + [REFERENCE] * reference,
                 cwd=ROOT,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -131,19 +130,19 @@ def run(
     tests: Iterable[str],
     *,
     reference: bool = False,
-    spawn: bool = False,
+    way: str = "fork",
     jobs: int = 2,
     limit: float = LIMIT,
     logs: pathlib.Path = LOGS,
 ) -> Generator[Result]:
     """Run the tests, `jobs` at a time, against Telegrad or against torch itself; yield results as they come."""
     waiting = collections.deque(tests)
-    idle = [Parent(reference, spawn, limit) for _ in range(min(jobs, len(waiting)))]
+    idle = [Parent(reference, way, limit) for _ in range(min(jobs, len(waiting)))]
     busy: list[Parent] = []
     try:
         while waiting or busy:
             while waiting and len(busy) < jobs:
-                busy.append(idle.pop() if idle else Parent(reference, spawn, limit))
+                busy.append(idle.pop() if idle else Parent(reference, way, limit))
                 busy[-1].begin(waiting.popleft())
             patience = min(parent.deadline for parent in busy) - monotonic()
             ready = wait([parent.connection for parent in busy], max(0.0, patience))

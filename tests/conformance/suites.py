@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-from tests.conformance.parent import REFERENCE, SPAWN
+from tests.conformance.parent import REFERENCE, WAYS
 
 ROOM = "torch.testing._internal.distributed"
 FIXTURES = {
@@ -67,11 +67,12 @@ GROUPS = tuple(dict.fromkeys(suite.group for suite in SUITES.values()))
 
 
 class Ranks(MultiProcessTestCase):
-    """Starts the ranks of a test: by fork, since torch has been imported, which takes a spawned rank seconds."""
+    """Starts the ranks of a test, in the way that was asked for."""
 
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("spawn" if SPAWN in sys.argv else "fork").Process)
+        way = next((each for each in WAYS if each in sys.argv), "fork")
+        self._start_processes(torch.multiprocessing.get_context(way).Process)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         """Torch looks at the first rank; but a crash of another must not pass."""

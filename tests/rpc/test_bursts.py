@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from telegrad.agent.peer import COMPANY
+from telegrad.agent.calls import COMPANY
 from telegrad.rpc import current, functions, remote, rpc_async
 from tests.cluster import PATIENCE, agents
 

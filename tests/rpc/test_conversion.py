@@ -13,7 +13,7 @@ import telegrad.rpc as rpc
 from telegrad.rpc import current
 from telegrad.rref.courier import Batch
 from telegrad.transport.link import Link
-from telegrad.wire.messages import CALL, FAILURE, NOTICE, RESULT
+from telegrad.wire.messages import CALL, FAILURE, RESULT
 from tests.cluster import PATIENCE, agents
 
 T = TypeVar("T")
@@ -86,17 +86,17 @@ def sent(trio, monkeypatch):
     write, notify = Link.send, type(trio[0].agent).notify
     names = {CALL: "call", RESULT: "result", FAILURE: "failure"}
 
-    def send(link, kind, *args, **parts):
-        if kind in names:
-            counts[names[kind]] += 1
-        return write(link, kind, *args, **parts)
+    def send(link, message, later=False):
+        if message.kind in names:
+            counts[names[message.kind]] += 1
+        return write(link, message, later)
 
     def tell(agent, to, message, *rest):
         if isinstance(message, Batch):
             counts.update(letter.kind for letter in message.letters)
         return notify(agent, to, message, *rest)
 
-    monkeypatch.setattr(Link, "send", lambda link, kind=NOTICE, *args, **parts: send(link, kind, *args, **parts))
+    monkeypatch.setattr(Link, "send", send)
     monkeypatch.setattr(type(trio[0].agent), "notify", tell)
     return counts
 

@@ -67,13 +67,13 @@ def widen(a, b):
     """Have the connection from one to the other carry stripes both ways."""
     tensor = torch.ones(LARGE, dtype=torch.uint8)
     assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
-    wait_until(lambda: links(a)[0]._lanes[True].ready and links(b)[0]._lanes[True].ready)
+    wait_until(lambda: links(a)[0].lanes_out.ready and links(b)[0].lanes_out.ready)
 
 
 def carried(worker, monkeypatch):
     """The sizes of what goes in stripes from now on, as this worker's connections are asked."""
     sizes = []
-    for each in {lane for link in links(worker) for lane in link._lanes}:
+    for each in {lane for link in links(worker) for lane in (link.lanes_in, link.lanes_out)}:
         carry = each.carry
         monkeypatch.setattr(
             each, "carry", lambda memory, keeper, carry=carry: sizes.append(len(memory)) or carry(memory, keeper)
@@ -130,7 +130,7 @@ def test_from_many_threads_among_small_calls(pair):
 def test_a_stream_that_breaks_fails_the_calls_and_the_next_connects_anew(pair, end):
     a, b = pair
     widen(a, b)
-    broken = links(a)[0]._lanes[True] if end == "sender's" else links(b)[0]._lanes[False]
+    broken = links(a)[0].lanes_out if end == "sender's" else links(b)[0].lanes_in
     large = torch.ones(64 << 20, dtype=torch.uint8)
     carry = broken.carry
 
@@ -157,7 +157,7 @@ def test_streams_that_cannot_be_made_are_done_without(pair, monkeypatch):
     for _ in range(20):
         assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
     assert begun == [True, False]  # once for each direction
-    assert not links(a)[0]._lanes[True].ready
+    assert not links(a)[0].lanes_out.ready
 
 
 def test_why_there_is_one_stream_only_is_logged(pair, monkeypatch, caplog):

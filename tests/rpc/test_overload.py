@@ -9,7 +9,6 @@ import threading
 import pytest
 import torch
 
-from telegrad.agent import peer
 from telegrad.rpc import current, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, group, in_threads
 
@@ -33,8 +32,7 @@ def relay(to, number):
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(peer, "MOST_CALLS", FEW)
+def fresh():
     gate.clear()
     arrived.clear()
     yield
@@ -44,9 +42,16 @@ def fresh(monkeypatch):
 @pytest.fixture(params=["auto", "tcp"])
 def pair(request):
     with agents(2, transport=request.param) as (a, b):
+        for worker in (a, b):
+            limit(worker.agent, most_calls=FEW)
         current.enter(a)
         yield a, b
         current.enter(None)
+
+
+def limit(agent, **limits):
+    """What may be in flight to workers that were not called yet."""
+    agent._connections._settings = agent._connections._settings._replace(**limits)
 
 
 def in_flight(worker):
@@ -89,10 +94,10 @@ def test_references_wait_for_room(pair):
     assert sorted(arrived) == list(range(MANY))
 
 
-def test_tensors_wait_for_room(pair, monkeypatch):
+def test_tensors_wait_for_room(pair):
     caller = pair[0]
     x = torch.zeros(1 << 16)
-    monkeypatch.setattr(peer, "MOST_BYTES", 10 * x.nbytes)
+    limit(caller.agent, most_calls=MANY, most_bytes=10 * x.nbytes)
     found, _ = in_threads(
         lambda: crowd(caller, lambda number: rpc_async("w1", hold, (number, x))),
         lambda: open_when_full(caller, 10),
@@ -143,7 +148,7 @@ def test_the_callee_dies_while_callers_wait():
 
 
 def fire_at_one_that_dies():
-    peer.MOST_CALLS = FEW
+    limit(current.agent(), most_calls=FEW)
     victim = rpc_sync("worker1", os.getpid)
     futures = [rpc_async("worker1", hold, (number,)) for number in range(FEW)]
     threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()

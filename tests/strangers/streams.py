@@ -25,6 +25,7 @@ from telegrad.wire.messages import (
     PREFIX,
     RELEASE,
     RESULT,
+    Message,
     encode,
     pack_numbers,
 )
@@ -150,14 +151,14 @@ def agree(stream: bytes, cuts: Sequence[int], scratch: int) -> None:
 
 def samples() -> list[bytes]:
     """What workers say to each other, each as one stream."""
-    call = encode(CALL, 1, head=b"operator:add", body=pickle.dumps(((1, 2), {})))
+    call = encode(Message(CALL, 1, head=b"operator:add", body=pickle.dumps(((1, 2), {}))))
     blobs = [(IN_STREAM, 40, HOST), (2, 1 << 20, HOST), (IN_STREAM, 0, 1), (IN_STREAM, 300, 0)]
     table = b"".join(ENTRY.pack(*blob) for blob in blobs)
     return [
         call,
-        call + encode(RESULT, 1, body=pickle.dumps(3)) + encode(BYE),
-        encode(CALL, 2, flags=3, head=b"torch:add", meta=b"two tensors", table=table, body=b"args") + bytes(340) + call,
-        encode(NOTICE, body=bytes(500)) + encode(RELEASE, body=pack_numbers([1, 2, 3])),
-        encode(CALL, 3, table=ENTRY.pack(IN_STREAM, 2**63, HOST), body=b""),
+        call + encode(Message(RESULT, 1, body=pickle.dumps(3))) + encode(Message(BYE)),
+        encode(Message(CALL, 2, 3, b"torch:add", b"two tensors", b"args"), table) + bytes(340) + call,
+        encode(Message(NOTICE, body=bytes(500))) + encode(Message(RELEASE, body=pack_numbers([1, 2, 3]))),
+        encode(Message(CALL, 3), ENTRY.pack(IN_STREAM, 2**63, HOST)),
         PREFIX.pack(CALL, 0, 2**16 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1, 2**64 - 1),
     ]

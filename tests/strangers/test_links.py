@@ -20,7 +20,7 @@ from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.link import Link
 from telegrad.transport.memory import Arena
 from telegrad.transport.poller import Poller
-from telegrad.wire.messages import CALL, CARRIES, ENTRY, IN_STREAM, PREFIX, RELEASE, RETIRE, STRIPED, encode
+from telegrad.wire.messages import CALL, CARRIES, ENTRY, IN_STREAM, PREFIX, RELEASE, RETIRE, STRIPED, Message, encode
 from telegrad.wire.tensors import HOST
 from tests.cluster import agents
 from tests.strangers.door import knock, wait_closed
@@ -48,6 +48,7 @@ def hear(stream, at_once=False):
             link.feed(stream)
         else:
             theirs.sendall(stream)
+            link.reading.watch()
             while link.on_readable():
                 pass
         closed = link.closed
@@ -62,10 +63,10 @@ broken = st.one_of(st.binary(max_size=100), st.just(NO_FRAME))
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(sound, max_size=3).map(b"".join), broken)
-@example(b"", encode(CALL, 1, table=ENTRY.pack(7, 9, HOST)))
-@example(b"", encode(CALL, 1, table=ENTRY.pack(IN_STREAM, 2**64 - 1, HOST)))
-@example(b"", encode(CALL, 1, table=ENTRY.pack(STRIPED, 9, HOST)))
-@example(b"", encode(CALL, 1, table=ENTRY.pack(STRIPED, 9, 0)))
+@example(b"", encode(Message(CALL, 1), ENTRY.pack(7, 9, HOST)))
+@example(b"", encode(Message(CALL, 1), ENTRY.pack(IN_STREAM, 2**64 - 1, HOST)))
+@example(b"", encode(Message(CALL, 1), ENTRY.pack(STRIPED, 9, HOST)))
+@example(b"", encode(Message(CALL, 1), ENTRY.pack(STRIPED, 9, 0)))
 def test_what_is_no_frame_closes_the_link_or_is_waited_for(before, stream):
     closed, frames = hear(before + stream)
     assert closed is None or isinstance(closed, PeerLost) or "shut down" in str(closed)
@@ -74,7 +75,7 @@ def test_what_is_no_frame_closes_the_link_or_is_waited_for(before, stream):
 
 @pytest.mark.parametrize("kind", [RELEASE, RETIRE])
 def test_a_list_of_blocks_that_is_none_closes_the_link(kind):
-    closed, _ = hear(encode(kind, body=b"123"))
+    closed, _ = hear(encode(Message(kind, body=b"123")))
     assert isinstance(closed, PeerLost)
 
 
@@ -92,7 +93,7 @@ def worker():
 @pytest.mark.parametrize("behind", [True, False], ids=["with the proof", "later"])
 @pytest.mark.parametrize(
     "said",
-    [NO_FRAME, encode(RELEASE, body=b"123"), encode(CALL, flags=CARRIES, body=b"1")],
+    [NO_FRAME, encode(Message(RELEASE, body=b"123")), encode(Message(CALL, flags=CARRIES, body=b"1"))],
     ids=["length", "list", "cargo"],
 )
 def test_a_worker_closes_a_connection_that_makes_no_sense(worker, said, behind):

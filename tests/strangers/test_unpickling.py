@@ -11,7 +11,7 @@ import pytest
 from telegrad.transport.handshake import Acceptor, Claim, Initiator
 from telegrad.wire import pickling
 from telegrad.wire.frames import FrameReader
-from telegrad.wire.messages import CALL, NOTICE, encode
+from telegrad.wire.messages import CALL, NOTICE, Message, encode
 from tests.cluster import agents
 from tests.strangers.door import knock, say, wait_closed
 
@@ -74,7 +74,7 @@ def with_another_key(hello, challenge):
 
 
 BOMB = pickle.dumps(Bomb())
-FRAMES = encode(CALL, 1, body=BOMB) + encode(NOTICE, body=BOMB)
+FRAMES = encode(Message(CALL, 1, body=BOMB)) + encode(Message(NOTICE, body=BOMB))
 TOLD = [
     lambda *_: FRAMES,
     lambda *_: BOMB,

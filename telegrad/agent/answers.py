@@ -1,0 +1,135 @@
+"""Answers to calls that have come: made of a value or an error, and sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from telegrad.agent.cargo import Layers
+from telegrad.agent.entrance import Incoming
+from telegrad.agent.naming import user_name
+from telegrad.agent.reactor import Reactor
+from telegrad.devices.streams import Streams
+from telegrad.errors import CannotEncode, PeerError, UsageError
+from telegrad.group.members import Identity
+from telegrad.transport.link import Link
+from telegrad.wire.failures import describe
+from telegrad.wire.messages import CARRIES, FAILURE, NO_GRAD, RECORDED, RESULT, Message, load
+from telegrad.wire.packing import pack
+from telegrad.wire.pickling import encode
+from telegrad.wire.stories import first_line, told_before
+from telegrad.wire.tensors import Blob
+
+_NOTHING = encode(None, False).body
+
+log = logging.getLogger("telegrad")
+
+
+class Answers:
+    """What the worker `name` answers."""
+
+    def __init__(
+        self,
+        name: str,
+        reactor: Reactor,
+        layers: Layers,
+        streams: Streams,
+        undelivered: Callable[[Identity, PeerError], None],
+    ) -> None:
+        """`undelivered` is told where an answer that carries something finds no connection any more."""
+        self._name = name
+        self._reactor = reactor
+        self._layers = layers
+        self._streams = streams
+        self._undelivered = undelivered
+
+    def made_of(self, call: Incoming, result: Any, function: Any) -> Message:
+        """The answer of a function that has returned; where its value cannot be sent, an error."""
+        self._streams.publish()  # whoever hears of the end may go on with what the function has left here
+        caller, asked = call.caller, call.message
+        if call.destination is not None:
+            call.destination.fulfil(result)
+            return Message(RESULT, asked.id, CARRIES, body=load(_NOTHING, call.destination.receipt()))
+        flags = 0
+        try:
+            body, tensors, references, buffers = encode(result, caller.same_program)
+            meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", [])
+            if call.context is not None and any(tensor.requires_grad for tensor in tensors):
+                flags, what = RECORDED, getattr(function, "__name__", None) or asked.head.decode()
+                body = load(body, call.context.sent(tensors, caller.identity, what, not asked.flags & NO_GRAD))
+            if references:
+                assert self._layers.rider is not None
+                flags, body = flags | CARRIES, load(body, self._layers.rider.pack(references, caller.identity, None))
+        except BaseException as error:
+            error, name = _about_result(error), user_name(function)
+            self._note_failure(call, error, name)
+            return self._failure(call, error, name)
+        return Message(RESULT, asked.id, flags, b"", meta, body, _handed_over(blobs) if blobs else ())
+
+    def fail(self, call: Incoming, error: BaseException, name: str) -> None:
+        """Answer with an error; `name` is that of the function, or empty where it was not even found."""
+        name = name or bytes(call.message.head).decode().replace(":", ".")
+        self._note_failure(call, error, name)
+        self.send(call, self._failure(call, error, name))
+
+    def _failure(self, call: Incoming, error: BaseException, name: str) -> Message:
+        self._streams.publish()
+        flags, body = 0, describe(error, self._name, name)
+        if call.destination is not None:
+            call.destination.fail(body)
+            flags, body = CARRIES, load(body, call.destination.receipt())
+        return Message(FAILURE, call.message.id, flags, body=body)
+
+    def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
+        if told_before(error, self._name):
+            return  # it was raised here by an earlier call, which has noted it
+        log.warning(
+            "telegrad: worker %r: %s, called by worker %r, raised %s: %s",
+            *(self._name, name or "a call", call.caller.name, type(error).__name__, first_line(error)),
+        )
+
+    def send(self, call: Incoming, answer: Message) -> None:
+        link = call.link
+        later = self._reactor.batches()
+        try:
+            link.send(answer, later)
+            if later and isinstance(link, Link):
+                self._reactor.sent_later(link)
+        except PeerError as error:  # the caller has gone: nobody waits for the answer
+            if answer.flags & CARRIES:
+                self._undelivered(call.caller.identity, error)
+        except Exception as error:
+            link.fail(error)
+            raise
+
+
+def _handed_over(blobs: list[Blob]) -> Iterator[Blob]:
+    """One by one, and held here no longer: what lies in a lent block frees it as soon as it is copied."""
+    blobs.reverse()
+    while blobs:
+        yield blobs.pop()
+
+
+def its_future(function: Any, result: Any) -> Any:
+    """The future that a function marked with async_execution returned, or the error that it is none."""
+    if isinstance(result, torch._C.Future):
+        return result
+    name = getattr(function, "__qualname__", repr(function))
+    if isinstance(getattr(function, "__wrapped__", None), torch.jit.ScriptFunction):
+        kind = type(result).__name__
+        return UsageError(f"{name}: Async functions must return an IValue of Future type, but got {kind}")
+    return UsageError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+        f"{name} returned {type(result).__name__}"
+    )
+
+
+def _about_result(error: BaseException) -> BaseException:
+    if isinstance(error, CannotEncode):
+        said = CannotEncode(f"the function returned, but its result cannot be sent: {error}")
+        said.__cause__ = error.__cause__
+        return said
+    return error

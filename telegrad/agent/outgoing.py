@@ -1,0 +1,395 @@
+"""This worker's calls to one other worker, and the connection that carries them: the rim of `calls`.
+
+Answers are read by the thread that waits for them, where it can have the right to read; else by the reactor's leader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from time import monotonic, perf_counter
+from typing import Any
+
+from telegrad.agent.calls import Calls, State, Step
+from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.naming import user_name
+from telegrad.agent.pending import Pending
+from telegrad.agent.reactor import OWED, Reactor, Work
+from telegrad.agent.spinning import SOON, Spin
+from telegrad.contracts import guarded, new_lock
+from telegrad.devices.routes import Places
+from telegrad.devices.streams import set_apart
+from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
+from telegrad.group.members import Identity
+from telegrad.transport.link import Link
+from telegrad.transport.loopback import LoopEnd
+from telegrad.wire.failures import fresh
+from telegrad.wire.messages import BYE, CARRIES, Message
+
+ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
+LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
+
+AnyLink = Link | LoopEnd
+_UNWATCHED = contextlib.nullcontext()
+
+
+class OutgoingCalls:
+    """The calling side of one connection."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        program: str,
+        places: Places,
+        reactor: Reactor,
+        limits: tuple[int, int],
+        connect: Callable[[OutgoingCalls, int], AnyLink],
+        complete: Callable[[Pending], None],
+        on_lost: Callable[[Identity, PeerError], None],
+        take_cargo: Callable[[Message, Identity], Any],
+    ) -> None:
+        """`limits`: calls in flight and bytes in them. `complete` is called once for each call that has an outcome."""
+        self.identity = identity
+        self.name = identity.name
+        self.program = program
+        self.places = places
+        self._reactor = reactor
+        self._connect = connect
+        self.complete = complete
+        self._on_lost = on_lost
+        self._take_cargo = take_cargo
+        self._lock = new_lock()  # guards all below, and who completes a call that several threads may
+        self._calls: Calls[Pending, Message] = guarded(Calls(*limits), self._lock, ("crowded", "in_flight"))
+        self._link: AnyLink | None = None  # while the calls are connected; peeked at by who waits, who looks again
+        self._closed: PeerError | None = None  # never taken back; peeked at by who waits for room
+        self._room = threading.Condition(self._lock)  # there are fewer calls in flight
+        self._queue = 0  # of threads that wait for that
+        self._prompt = False  # whether the last answer came soon: a guess, and any thread's
+
+    # Calls
+
+    def call(self, pending: Pending, message: Message, weight: int) -> tuple[bool, bool]:
+        """Send a call; `pending` will be done. After one with a quick outcome `expect` must follow.
+
+        Whether it was left for `Reactor.send_unsent`, being one of many, for which nobody waits in place; and whether
+        `next_deadline` may have come nearer.
+        """
+        outcome = pending.outcome
+        pending.weight = weight
+        with self._lock:
+            if self._closed is not None:
+                raise fresh(self._closed)
+            nearer = self._calls.begin(pending, outcome is not None and pending.timeout > 0)
+            message.id = pending.id
+            later = outcome is not None and self._calls.leaves_with_others(pending)
+            step = self._calls.send(pending, message)
+            link = self._link
+        self._follow(step, link, pending, message, later)
+        if outcome is not None and not outcome.quick:
+            self.expect()
+        return later, nearer
+
+    def notify(self, message: Message, patient: bool) -> None:
+        """Send a control message; where it cannot be delivered, `on_lost` is told. A patient one waits for company."""
+        with self._lock:
+            step = self._calls.send(None, message)
+            link = self._link
+        self._follow(step, link, None, message, patient)
+
+    def _follow(
+        self, step: Step, link: AnyLink | None, pending: Pending | None, message: Message, later: bool = False
+    ) -> None:
+        """Do what the calls' machine has answered, until the message is on its way, or somebody else's."""
+        while step is Step.SEND or step is Step.SET_APART:
+            if step is Step.SET_APART:
+                message.blobs = set_apart(list(message.blobs))
+            else:
+                assert link is not None
+                if self._sent(link, pending, message, later):
+                    return
+            with self._lock:
+                step = self._calls.send(pending, message, is_apart=step is Step.SET_APART)
+                link = self._link
+        if step is Step.CONNECT:
+            self._begin_link()
+
+    def _sent(self, link: AnyLink, pending: Pending | None, message: Message, later: bool) -> bool:
+        """Write a message; False where the connection had ended before, so that it can go over a new one."""
+        try:
+            link.send(message, later)
+        except PeerError:
+            with self._lock:
+                if self._link is link:
+                    self._link = None
+                    self._calls.missed(self._calls.connection)
+            return False
+        except Exception as error:  # where it is more than a call that fails, the other side must hear of it
+            with self._lock:
+                call = self._take(pending.id) if pending is not None else None
+            if call is None or message.flags & CARRIES:
+                link.fail(error)
+            raise
+        if later and isinstance(link, Link):
+            self._reactor.sent_later(link)
+        return True
+
+    def forget(self, pending: Pending) -> None:
+        """The caller gave up; a late answer is ignored."""
+        with self._lock:
+            self._take(pending.id)
+
+    def expire(self, now: float) -> float:
+        """End the asynchronous calls whose time is over; when to look again."""
+        with self._lock:
+            expired = self._calls.expired(now)
+            if expired:
+                self._room.notify_all()
+            upcoming = self._calls.next_deadline()
+        for pending in expired:
+            pending.error = self.timed_out(pending)
+            self._done(pending)
+        return upcoming
+
+    def timed_out(self, pending: Pending) -> CallTimeout:
+        return CallTimeout(
+            f"RPC ran for more than set timeout ({pending.timeout:g} s): "
+            f"{user_name(pending.asked)} on worker {self.name!r}. "
+            "It may still be running there. Give a longer timeout (rpc_timeout in the options, or timeout=... per call)"
+        )
+
+    @property
+    def link(self) -> AnyLink | None:
+        return self._link
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._calls.in_flight)
+
+    def expects(self) -> bool:
+        """Whether a call was not answered yet."""
+        return bool(self._calls.in_flight)
+
+    def _take(self, id_: int) -> Pending | None:
+        """With the lock held: a call is in flight no longer."""
+        pending = self._calls.take(id_)
+        if self._queue:
+            self._room.notify()
+        return pending
+
+    # Waiting
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much is in flight that nothing should be added, or answers come faster than they are passed on."""
+        return self._calls.crowded or self._reactor.is_behind
+
+    def wait_for_room(self) -> None:
+        """Wait until less is in flight, and read answers meanwhile."""
+        while self.crowded and self._closed is None:
+            link = self._link
+            if not self._reactor.is_behind and isinstance(link, Link) and link.reading.take():
+                try:
+                    if not link.read():
+                        link.wait_readable(ROOM_LOOK)
+                finally:
+                    link.stop_reading()
+            else:
+                with self._lock:
+                    if self.crowded:
+                        self._queue += 1
+                        self._room.wait(ROOM_LOOK)
+                        self._queue -= 1
+
+    def wait(self, pending: Pending) -> bool:
+        """Wait until `pending` is done; False where its deadline passed before."""
+        if self._reactor.on_worker():
+            with self._reactor.waiting(), pending.in_turn.waited_for() if pending.in_turn else _UNWATCHED:
+                return self._wait(pending)
+        return self._wait(pending)
+
+    def wait_for(self, future: Future[Any]) -> None:
+        """Wait until another thread has completed `future`."""
+        if self._reactor.on_worker():
+            with self._reactor.waiting():
+                wait_for(future)
+        else:
+            wait_for(future)
+
+    def _wait(self, pending: Pending) -> bool:
+        self._reactor.send_unsent()
+        while not pending.done:
+            remaining = pending.deadline - monotonic()
+            if remaining <= 0:
+                return False
+            link = self._link
+            if isinstance(link, Link) and link.reading.take():
+                try:
+                    self._read(link, pending)
+                finally:
+                    link.stop_reading()
+            else:
+                self._wait_told(pending, remaining)
+        return True
+
+    def _wait_told(self, pending: Pending, limit: float) -> None:
+        """Wait until another thread has done it: who reads, or ends the connection."""
+        with self._lock:
+            if pending.told is None:
+                pending.told = threading.Lock()
+                pending.told.acquire()
+            told = pending.told
+        if not pending.done and told.acquire(timeout=min(limit, LONGEST_WAIT)):  # done before there was one to be told
+            told.release()
+
+    def _read(self, link: Link, pending: Pending) -> None:
+        """Read until it is done; by who has the right to."""
+        pending.awaited = True
+        start = perf_counter()
+        spin = Spin(start) if self._prompt else None
+        try:
+            while not (pending.done or link.awaits_lanes) and link.closed is None:
+                if link.read() or (spin is not None and spin.again()):
+                    continue
+                remaining = pending.deadline - monotonic()
+                if remaining <= 0:
+                    return
+                link.wait_readable(min(remaining, LONGEST_WAIT))
+        finally:
+            pending.awaited = False
+            self._prompt = perf_counter() - start < SOON
+
+    def expect(self) -> None:
+        """Where answers are expected and nobody reads the connection, the leader shall."""
+        link = self._link
+        if isinstance(link, Link):
+            link.reading.watch()
+
+    def tick(self, now: float) -> float:
+        """Now and then: end what is out of time, hear of the end of an idle connection, give back what was lent."""
+        link = self._link
+        if link is not None:
+            link.release()
+            self.expect()
+        return self.expire(now)
+
+    def retire(self, numbers: list[int]) -> None:
+        link = self._link
+        if link is not None:
+            link.retire(numbers)
+
+    # What the connection brings
+
+    def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
+        for message in messages:
+            cargo = None
+            if message.flags & CARRIES:  # also where the caller gave up
+                cargo = self._take_cargo(message, self.identity)
+            with self._lock:
+                pending = self._take(message.id)
+            if pending is not None:  # else its caller gave up
+                pending.answer = message
+                pending.cargo = cargo
+                pending.waiter_completes = pending.awaited
+                self._done(pending)
+
+    def _done(self, pending: Pending) -> None:
+        pending.done = True
+        if pending.outcome is not None and not pending.waiter_completes:
+            if pending.outcome.quick:
+                self.complete(pending)
+            else:
+                self._reactor.submit(Work(self.complete, pending, OWED))
+        if pending.told is not None:
+            pending.told.release()
+
+    def complete_here(self, pending: Pending) -> None:
+        """By who has waited for a call that is done, or no longer: its completion, where that was left to such."""
+        if pending.waiter_completes:
+            with self._lock:
+                mine, pending.waiter_completes = pending.waiter_completes, False
+            if mine:
+                self.complete(pending)
+
+    def _fail(self, failed: list[Pending], reason: BaseException) -> None:
+        for pending in failed:
+            pending.error = reason
+            self._done(pending)
+
+    # The connection
+
+    def _begin_link(self) -> None:
+        with self._lock:
+            number = self._calls.connection
+        try:
+            threading.Thread(target=self._make_link, args=(number,), name="telegrad-connect", daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # the process has no memory, or no thread left
+            unable = PeerUnreachable(f"worker {self.name!r} was not called: {error}")
+            with self._lock:
+                failed = self._calls.refused(keeps_messages=True)
+            self._fail(failed, unable)
+            if failed:
+                self._on_lost(self.identity, PeerLost(str(unable)))  # which is no death, but calls may carry something
+
+    def _make_link(self, number: int) -> None:
+        try:
+            link = self._connect(self, number)
+        except Exception as error:
+            with self._lock:
+                failed = self._calls.refused()
+            self._fail(failed, error)
+            self._on_lost(self.identity, error if isinstance(error, PeerError) else PeerError(str(error)))
+            return
+        if not self._drain(link):
+            return
+        if self._closed is not None:
+            link.close(self._closed)
+        elif link.closed is not None:
+            self.ended(number, link, link.closed)
+        else:
+            self.expect()
+
+    def _drain(self, link: AnyLink) -> bool:
+        """Send over a new connection what waits for it; whether that could be done."""
+        while True:
+            with self._lock:
+                backlog = self._calls.drain()
+                if self._calls.state is State.OPEN:
+                    self._link = link
+            if not backlog:
+                return True
+            for at, (_, message) in enumerate(backlog):
+                try:
+                    link.send(message)
+                except Exception as error:  # gone already, or no memory: the rest of the backlog fails with it
+                    link.fail(error)
+                    with self._lock:
+                        failed = self._calls.refused(backlog[at:])
+                    self._fail(failed, link.closed or PeerError("the connection ended"))
+                    return False
+
+    def ended(self, number: int, link: AnyLink, reason: PeerError) -> None:
+        """The connection of that number has ended, and the calls that were sent over it."""
+        with self._lock:
+            if self._link is link:
+                self._link = None
+            failed = self._calls.ended(number)
+            self._room.notify_all()
+        self._fail(failed, reason)
+        self._on_lost(self.identity, reason)
+
+    def close(self, reason: PeerError, how: str = "") -> None:
+        """End the connection and every call on it; the other is told `how` this worker left."""
+        with self._lock:
+            self._closed = reason
+            link, self._link = self._link, None
+            failed = self._calls.close()
+            self._room.notify_all()
+        if link is not None:
+            with contextlib.suppress(PeerError):
+                link.send(Message(BYE, body=how.encode()))
+            link.close(reason)
+        self._fail(failed, reason)
+
+    def __repr__(self) -> str:
+        return f"<OutgoingCalls to {self.name!r}: {self._calls!r}>"

@@ -1,0 +1,131 @@
+"""Agents whose threads are held up at the edges of the locks, at random, so that orders come up that are rare else."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from telegrad.contracts import CheckedLock
+from telegrad.errors import PeerError, PeerLost
+from tests.cluster import Worker, agents, in_threads
+
+SEEDS = 3
+CALLS = 60  # of each thread
+
+
+@pytest.fixture(params=range(SEEDS))
+def chance(request: pytest.FixtureRequest) -> Iterator[random.Random]:
+    """Threads stop for a moment at one edge of three."""
+    chance = random.Random(request.param)
+
+    def hold_up() -> None:
+        if chance.random() < 0.3:
+            time.sleep(chance.random() * 5e-4)
+
+    CheckedLock.at_edge = staticmethod(hold_up)
+    yield chance
+    CheckedLock.at_edge = None
+
+
+def in_place(caller: Worker, offset: int) -> int:
+    """Whether each call gives its own value, or fails with its connection: how many failed."""
+    failed = 0
+    for number in range(offset, offset + CALLS):
+        try:
+            assert caller.agent.call("w1", operator.add, (number, 1), None) == number + 1
+        except PeerError:
+            failed += 1
+    return failed
+
+
+def at_once(caller: Worker, offset: int) -> int:
+    numbers = range(offset, offset + CALLS)
+    futures = [caller.agent.call_async("w1", operator.add, (number, 1), None) for number in numbers]
+    failed = 0
+    for number, future in zip(numbers, futures, strict=True):
+        try:
+            assert future.wait() == number + 1
+        except PeerError:
+            failed += 1
+    return failed
+
+
+def left_alone(caller: Worker, offset: int) -> int:
+    """Nobody waits in place: the leader reads."""
+    numbers = range(offset, offset + CALLS)
+    futures = [caller.agent.call_async("w1", operator.add, (number, 1), None) for number in numbers]
+    done = threading.Semaphore(0)
+    for future in futures:
+        future.add_done_callback(lambda _: done.release())
+    for _ in futures:
+        assert done.acquire(timeout=30)
+    return sum(isinstance(_error_of(future), PeerError) for future in futures)
+
+
+def _error_of(future: object) -> BaseException | None:
+    try:
+        future.value()  # type: ignore[attr-defined]
+    except BaseException as error:
+        return error
+    return None
+
+
+WAYS = (in_place, at_once, left_alone)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_every_call_ends(transport: str, chance: random.Random) -> None:
+    with agents(2, transport=transport) as (a, _):
+        jobs = [lambda way=way, at=at: way(a, 1000 * at) for at, way in enumerate(2 * WAYS)]
+        assert in_threads(*jobs) == [0] * len(jobs)
+        assert a.agent.idle
+
+
+def test_every_call_ends_while_connections_break(chance: random.Random) -> None:
+    with agents(2) as (a, _):
+        over = threading.Event()
+
+        def cut() -> int:
+            cuts = 0
+            while not over.wait(chance.random() * 0.02):
+                link = a.agent._connections.peer("w1").link
+                if link is not None:
+                    link.close(PeerLost("cut by the test"))
+                    cuts += 1
+            return cuts
+
+        def call() -> int:
+            try:
+                return sum(in_threads(*(lambda way=way, at=at: way(a, 1000 * at) for at, way in enumerate(WAYS))))
+            finally:
+                over.set()
+
+        cuts, failed = in_threads(cut, call)
+        assert cuts > 0
+        assert failed < len(WAYS) * CALLS
+        assert a.agent.idle
+
+
+def test_every_call_ends_when_the_agent_closes(chance: random.Random) -> None:
+    with agents(2) as (a, _):
+        begun = threading.Semaphore(0)
+
+        def call(at: int) -> None:
+            begun.release()
+            with contextlib.suppress(PeerError):  # it could not even begin
+                WAYS[at](a, 1000 * at)
+
+        def close() -> None:
+            for _ in WAYS:
+                begun.acquire()
+            time.sleep(chance.random() * 0.05)
+            a.agent.close()
+
+        in_threads(close, *(lambda at=at: call(at) for at in range(len(WAYS))))
+        assert a.agent.idle

@@ -1,0 +1,211 @@
+"""A world of callers, connections and a callee around the machine of calls, in which anything may happen next.
+
+Each actor is a generator; what it does between two yields happens at once, as under the lock, or in one write. A seed
+decides who goes on. What must hold is checked as it happens, and once nothing is left to do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from telegrad.agent.calls import Calls, State, Step
+
+MOST = 40  # of everything
+
+
+@dataclass(eq=False)
+class Call:
+    """One of a caller's; and what has become of it."""
+
+    caller: int
+    number: int
+    timeout: float = 0.0
+    deadline: float = inf
+    weight: int = 0
+    id: int = 0
+    connection: int = 0
+    fates: list[str] = field(default_factory=list)
+    runs: int = 0
+
+
+@dataclass(eq=False)
+class Connection:
+    number: int
+    lives: bool = True
+    arrived: list[Call] = field(default_factory=list)  # and not answered
+
+
+class World:
+    def __init__(self, seed: int, make: type[Calls[Call, Call]] = Calls) -> None:
+        self.chance = random.Random(seed)
+        self.calls: Calls[Call, Call] = make(MOST, 1000)
+        self.now = 0.0
+        self.all: list[Call] = []
+        self.arrivals: dict[int, list[int]] = {}  # by caller: the numbers of its calls, as they came
+        self.connections: dict[int, Connection] = {}
+        self.open: Connection | None = None  # as the rim holds it
+        self.actors: list[Iterator[None]] = [self.caller(number) for number in range(self.chance.randint(1, 4))]
+        self.actors += [self.network(), self.callee(), self.clock()]
+        self.busy = len(self.actors) - 3  # the callers and connectors that have not ended
+        if self.chance.random() < 0.3:
+            self.actors.append(self.closer())
+
+    def run(self) -> None:
+        for _ in range(4000):
+            if not self.busy and not self.calls.in_flight:
+                break
+            actor = self.chance.choice(self.actors)
+            try:
+                next(actor)
+            except StopIteration:
+                self.actors.remove(actor)
+        else:
+            raise AssertionError(f"calls wait for ever: {self.calls!r}, {self.busy} are busy")
+        self.check_end()
+
+    # Who calls
+
+    def caller(self, number: int) -> Iterator[None]:
+        for count in range(self.chance.randint(1, 6)):
+            call = Call(number, count, weight=self.chance.choice([0, 100]))
+            timed = self.chance.random() < 0.3
+            if timed:
+                call.timeout = self.chance.choice([1.0, 20.0])
+                call.deadline = self.now + call.timeout
+            if self.calls.state is State.CLOSED:
+                break
+            self.all.append(call)
+            self.calls.begin(call, timed)
+            yield from self.deliver(call, self.calls.send(call, call), self.open)
+            if self.chance.random() < 0.15 and self.calls.take(call.id) is not None:
+                call.fates.append("given up")
+            yield
+        self.busy -= 1
+
+    def deliver(self, call: Call, step: Step, link: Connection | None) -> Iterator[None]:
+        """As `OutgoingCalls._follow`."""
+        while step in (Step.SEND, Step.SET_APART):
+            yield
+            if step is Step.SEND:
+                assert link is not None, "there is no connection to send it over"
+                if self.write(link, call):
+                    return
+                yield
+                if self.open is link:
+                    self.open = None
+                    self.calls.missed(self.calls.connection)
+                yield
+            step = self.calls.send(call, call, is_apart=step is Step.SET_APART)
+            link = self.open
+        if step is Step.CONNECT:
+            self.busy += 1
+            self.actors.append(self.connector(self.calls.connection))
+
+    def write(self, link: Connection, call: Call) -> bool:
+        if not link.lives:
+            return False
+        call.runs += 1
+        assert call.runs == 1, "a call was sent twice"
+        order = self.arrivals.setdefault(call.caller, [])
+        assert not order or order[-1] < call.number, "a later call came first"
+        order.append(call.number)
+        link.arrived.append(call)
+        return True
+
+    # The connection
+
+    def connector(self, number: int) -> Iterator[None]:
+        """As `OutgoingCalls._make_link`."""
+        yield
+        if self.chance.random() < 0.3:
+            self.fail(self.calls.refused(keeps_messages=self.chance.random() < 0.3), 0)
+            self.busy -= 1
+            return
+        link = self.connections[number] = Connection(number)
+        while True:
+            yield
+            backlog = self.calls.drain()
+            if self.calls.state is State.OPEN:
+                self.open = link
+            if not backlog:
+                break
+            for at, (call, _) in enumerate(backlog):
+                yield
+                assert call is not None
+                if not self.write(link, call):
+                    yield
+                    self.fail(self.calls.refused(backlog[at:]), 0)
+                    self.busy -= 1
+                    return
+        yield
+        if not link.lives:
+            self.end(link)
+        self.busy -= 1
+
+    def network(self) -> Iterator[None]:
+        """Breaks connections; that is told later."""
+        while True:
+            yield
+            living = [each for each in self.connections.values() if each.lives]
+            if living and self.chance.random() < 0.1:
+                broken = self.chance.choice(living)
+                broken.lives = False
+                for _ in range(self.chance.randint(0, 10)):
+                    yield
+                self.end(broken)
+
+    def end(self, link: Connection) -> None:
+        if self.open is link:
+            self.open = None
+        self.fail(self.calls.ended(link.number), link.number)
+
+    def callee(self) -> Iterator[None]:
+        while True:
+            yield
+            waiting = [each for each in self.connections.values() if each.arrived and each.lives]
+            if waiting:
+                link = self.chance.choice(waiting)
+                answered = link.arrived.pop(self.chance.randrange(len(link.arrived)))
+                yield
+                call = self.calls.take(answered.id) if link.lives else None
+                if call is not None:
+                    assert call is answered, "an answer went to another call"
+                    call.fates.append("answered")
+
+    def clock(self) -> Iterator[None]:
+        while True:
+            yield
+            self.now += self.chance.choice([0.01, 0.5])
+            assert self.calls.next_deadline() >= self.now - 1 or self.calls.in_flight, "a deadline of no call"
+            for call in self.calls.expired(self.now):
+                assert call.deadline <= self.now, "a call was ended before its time"
+                call.fates.append("expired")
+
+    def closer(self) -> Iterator[None]:
+        for _ in range(self.chance.randint(0, 300)):
+            yield
+        link, self.open = self.open, None
+        failed = self.calls.close()
+        for call in failed:
+            call.fates.append("closed")
+        if link is not None:
+            link.lives = False
+
+    def fail(self, failed: list[Call], number: int) -> None:
+        for call in failed:
+            call.fates.append("failed")
+            if number:
+                assert call.connection == number, "a call failed with a connection that did not carry it"
+
+    # What must hold in the end
+
+    def check_end(self) -> None:
+        for call in self.all:
+            assert len(call.fates) == 1, f"{call} ended {len(call.fates)} times: {call.fates}"
+        assert not self.calls.in_flight
+        assert self.calls._weight == 0, "what was taken was not given back"
+        assert self.calls.next_deadline() == inf
+        assert not any(call is not None for call, _ in self.calls._backlog), "calls are left in the backlog"

@@ -1,0 +1,194 @@
+"""Each call ends once, whatever happens around it; and variants of the machine that are wrong are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from telegrad.agent.calls import COMPANY, Calls, State, Step
+from tests.sim.calls_world import Call, World
+
+SEEDS = 3000
+AT_NIGHT = 100_000
+
+
+def run(seeds: range, make: type[Calls[Call, Call]] = Calls) -> None:
+    for seed in seeds:
+        try:
+            World(seed, make).run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_each_call_ends_once() -> None:
+    run(range(SEEDS))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_each_call_ends_once_in_many_worlds() -> None:
+    run(range(SEEDS, SEEDS + AT_NIGHT))
+
+
+class FailsWithAnyConnection(Calls[Call, Call]):
+    """A late word of the end of one connection fails the calls of the next one."""
+
+    def ended(self, connection: int) -> list[Call]:
+        waiting = [call for call, _ in self._backlog]
+        self._end(connection)
+        return self._take_all(lambda call: call not in waiting)
+
+
+class OpensTooEarly(Calls[Call, Call]):
+    """What comes later overtakes the backlog."""
+
+    def drain(self) -> list[tuple[Call | None, Call]]:
+        drained = super().drain()
+        if drained and self.state is State.BEING_MADE:
+            self._go("made")
+        return drained
+
+
+class ForgetsTheBacklog(Calls[Call, Call]):
+    """Where no connection can be made, what waits for it goes on waiting."""
+
+    def refused(self, unsent: object = (), keeps_messages: bool = False) -> list[Call]:
+        self._backlog = []
+        return super().refused()
+
+
+class KeepsTheWeight(Calls[Call, Call]):
+    """Calls that run out of time leave their bytes behind."""
+
+    def expired(self, now: float) -> list[Call]:
+        return [call for call in self._deadlines.due(now) if self.in_flight.pop(call.id, None)]
+
+
+class SendsAgain(Calls[Call, Call]):
+    """A call that was sent over a connection that ended is sent over the next one, too."""
+
+    def ended(self, connection: int) -> list[Call]:
+        self._end(connection)
+        if self.state is State.NONE:
+            self._backlog += [(call, call) for call in self.in_flight.values() if call.connection == connection]
+            return []
+        return super().ended(connection)
+
+
+WRONG = [FailsWithAnyConnection, OpensTooEarly, ForgetsTheBacklog, KeepsTheWeight, SendsAgain]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_found(wrong: type[Calls[Call, Call]]) -> None:
+    with pytest.raises(AssertionError, match="seed"):
+        run(range(SEEDS), wrong)
+
+
+# One by one
+
+
+@pytest.fixture
+def calls() -> Calls[Call, Call]:
+    return Calls(3, 100)
+
+
+@pytest.fixture
+def begin(calls: Calls[Call, Call]) -> Callable[..., Call]:
+    def begun(**fields: float) -> Call:
+        call = Call(0, 0, **fields)  # type: ignore[arg-type]
+        calls.begin(call, bool(call.timeout))
+        return call
+
+    return begun
+
+
+def connect(calls: Calls[Call, Call]) -> None:
+    assert calls.send(None, Call(0, 0), is_apart=True) is Step.CONNECT
+    while calls.drain():
+        pass
+    assert calls.state is State.OPEN
+
+
+def test_what_another_thread_will_send_is_set_apart_first(calls, begin):
+    call = begin()
+    assert calls.send(call, call) is Step.SET_APART
+    assert calls.state is State.NONE
+    assert calls.send(call, call, is_apart=True) is Step.CONNECT
+    assert calls.send(None, call, is_apart=True) is Step.WAIT
+    assert calls.drain() == [(call, call), (None, call)]
+    assert calls.drain() == []
+    assert calls.send(begin(), call) is Step.SEND
+
+
+def test_messages_without_answer_may_wait_for_the_next_connection(calls, begin):
+    call, notice = begin(), Call(0, 0)
+    calls.send(call, call, is_apart=True)
+    calls.send(None, notice, is_apart=True)
+    assert calls.refused(keeps_messages=True) == [call]
+    other = begin()
+    assert calls.send(other, other, is_apart=True) is Step.CONNECT
+    assert calls.drain() == [(None, notice), (other, other)]
+
+
+def test_who_gave_up_sends_nothing(calls, begin):
+    connect(calls)
+    call = begin()
+    assert calls.take(call.id) is call
+    assert calls.take(call.id) is None
+    assert calls.send(call, call) is Step.DROP
+
+
+def test_a_connection_that_was_missed_is_made_again(calls, begin):
+    connect(calls)
+    calls.missed(calls.connection - 1)
+    assert calls.state is State.OPEN  # an older one
+    calls.missed(calls.connection)
+    call = begin()
+    assert calls.send(call, call, is_apart=True) is Step.CONNECT
+    assert calls.connection == 2
+    assert calls.ended(1) == []
+
+
+def test_nothing_leaves_once_all_is_closed(calls, begin):
+    call = begin()
+    calls.send(call, call, is_apart=True)
+    assert calls.close() == [call]
+    assert calls.close() == []
+    assert calls.send(None, call) is Step.DROP
+    assert calls.drain() == []
+    assert calls.refused() == []
+    assert calls.state is State.CLOSED
+
+
+def test_it_is_crowded_by_number_or_by_weight(calls, begin):
+    few = [begin() for _ in range(3)]
+    assert calls.crowded
+    calls.take(few[0].id)
+    assert not calls.crowded
+    calls.take(few[1].id)
+    heavy = begin(weight=100)
+    assert calls.crowded
+    calls.take(heavy.id)
+    assert not calls.crowded
+
+
+def test_of_many_calls_some_wait_for_company(begin, calls):
+    made = [begin() for _ in range(3 * COMPANY)]
+    assert [calls.leaves_with_others(call) for call in made].count(False) == 3
+
+
+def test_deadlines(calls, begin):
+    assert calls.begin(first := Call(0, 0, timeout=2.0, deadline=2.0), True)
+    assert not calls.begin(Call(0, 0, timeout=2.0, deadline=2.5), True)
+    assert not calls.begin(Call(0, 0, timeout=1.0, deadline=1.0), False)
+    assert calls.next_deadline() == 2.0
+    assert calls.expired(1.9) == []
+    assert calls.expired(2.1) == [first]
+    assert calls.next_deadline() == 2.5
+
+
+def test_its_state_can_be_seen(calls, begin):
+    call = begin()
+    calls.send(call, call, is_apart=True)
+    assert repr(calls) == "<Calls: a connection is being made, 1 messages wait for it; 1 in flight>"

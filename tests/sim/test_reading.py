@@ -1,0 +1,209 @@
+"""The right to read: one reader at a time, no answer lies unread while somebody waits, and the end is seen to once.
+
+Real threads, whose order is forced at the edges of the lock, and wherever something is looked at without it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from telegrad.transport.reading import Owner, Reading
+from tests.sim.baton import Baton, Lock
+
+SEEDS = 400
+AT_NIGHT = 5000
+LOOKS = 2000  # after which who waits waits for ever
+
+
+class Peeked(Reading):
+    """The baton is passed after each look at the owner without the lock, too."""
+
+    baton: Baton
+    _owner = Owner.NOBODY
+
+    @property
+    def owner(self) -> Owner:
+        owner = self._owner
+        self.baton.pass_on()
+        return owner
+
+    @owner.setter
+    def owner(self, owner: Owner) -> None:
+        self._owner = owner
+
+
+class World:
+    """A connection over which answers come, in any order, and threads that wait for them."""
+
+    def __init__(self, seed: int, make: type[Reading]) -> None:
+        self.chance = random.Random(seed)
+        self.baton = Baton(seed)
+        self.reading = make(Lock(self.baton), self.arm, self.expects, self.finish)
+        if isinstance(self.reading, Peeked):
+            self.reading.baton = self.baton
+        self.expected: set[int] = set()
+        self.come: deque[int] = deque()  # answers that nobody has read; a negative one awaits a lane
+        self.lane: list[Callable[[], None]] = []  # what goes on once the lane has brought its part
+        self.armed = self.ended = False
+        self.finished = self.readers = 0
+        self.callers = self.chance.randint(1, 3)
+        self.left = 0  # of the callers that have not ended
+        self.leads = True
+
+    def run(self) -> None:
+        self.left = self.callers
+        jobs = [lambda number=number: self.caller(number) for number in range(self.callers)]
+        self.baton.run(*jobs, self.leader, self.lanes)
+        assert self.finished == (1 if self.ended else 0), f"its end was seen to {self.finished} times"
+        assert not self.expected, "an answer lies unread"
+
+    def arm(self, read: bool) -> None:
+        assert self.armed != read, "the poller was told the same twice"
+        self.armed = read
+
+    def expects(self) -> bool:
+        expected = bool(self.expected)
+        self.baton.pass_on()
+        return expected
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        self.readers += 1
+        assert self.readers == 1, "two read at once"
+        self.baton.pass_on()
+        while self.come:
+            answer = self.come.popleft()
+            if answer < 0:
+                self.readers -= 1
+                self.reading.pass_on()
+                self.lane.append(self.go_on)
+                self.expected.discard(-answer)
+                yield
+                return
+            self.expected.discard(answer)
+            self.baton.pass_on()
+        self.readers -= 1
+        yield
+        self.reading.give_back()
+
+    def go_on(self) -> None:
+        with self.read():
+            pass
+
+    def caller(self, number: int) -> None:
+        """Makes calls, waits for some in place, and leaves others to the leader."""
+        for call in range(1, self.chance.randint(2, 5)):
+            answer = 100 * (number + 1) + call
+            self.expected.add(answer)
+            self.baton.pass_on()
+            waits = self.chance.random() < 0.6
+            if not waits:
+                self.reading.watch()
+            if self.ended:
+                self.expected.discard(answer)
+                continue
+            self.come.append(-answer if self.chance.random() < 0.2 else answer)
+            if waits:
+                self.wait(answer)
+            if self.chance.random() < 0.05 and not self.ended:
+                self.ended = True
+                self.expected.clear()
+                self.reading.end()
+        self.left -= 1
+
+    def wait(self, answer: int) -> None:
+        for _ in range(LOOKS):
+            if answer not in self.expected:
+                return
+            if self.reading.take():
+                with self.read():
+                    pass
+            else:
+                self.baton.pass_on()
+        raise AssertionError("who waits is not told")
+
+    def leader(self) -> None:
+        for _ in range(LOOKS):
+            if not self.left and (not self.expected or self.ended):
+                break
+            if self.armed and self.come and self.reading.begin():
+                with self.read():
+                    pass
+            self.baton.pass_on()
+        self.leads = False
+
+    def lanes(self) -> None:
+        for _ in range(LOOKS):
+            if self.lane:
+                self.lane.pop()()
+            elif not self.left and not self.leads:
+                return
+            self.baton.pass_on()
+
+
+def run(seeds: range, make: type[Reading] = Peeked) -> None:
+    for seed in seeds:
+        try:
+            World(seed, make).run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_no_answer_lies_unread_while_somebody_waits() -> None:
+    run(range(SEEDS))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_in_many_orders() -> None:
+    run(range(SEEDS, SEEDS + AT_NIGHT))
+
+
+class PeeksAtAnyOwner(Peeked):
+    """Whoever has the right, it is left to him to look whether something is expected: he may have looked before."""
+
+    def watch(self) -> None:
+        if self.owner is Owner.NOBODY:
+            super().watch()
+
+
+class LooksTooEarly(Peeked):
+    """What is expected is looked at before the lock is taken."""
+
+    def give_back(self) -> None:
+        expected = self._expected()
+        before, self._expected = self._expected, lambda: expected
+        try:
+            super().give_back()
+        finally:
+            self._expected = before
+
+
+class TakesFromTheLeader(Peeked):
+    """A waiter takes the right from a leader who reads."""
+
+    def take(self) -> bool:
+        self._at_it = False
+        return super().take()
+
+
+class FinishesWhileReading(Peeked):
+    """The end does not wait for who reads."""
+
+    def end(self) -> None:
+        super().end()
+        self._finish()
+
+
+@pytest.mark.parametrize("wrong", [PeeksAtAnyOwner, LooksTooEarly, TakesFromTheLeader, FinishesWhileReading])
+def test_what_is_wrong_is_found(wrong: type[Peeked]) -> None:
+    with pytest.raises(AssertionError, match="seed"):
+        run(range(4 * SEEDS), wrong)
