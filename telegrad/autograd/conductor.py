@@ -121,7 +121,7 @@ class Conductor:
         return context, context.received(said, tensors, sender)
 
     def close(self, reason: PeerError) -> None:
-        """This worker leaves."""
+        """This worker leaves: passes that it drives fail."""
         self._closed = True
         for driven in self._driven.copy().values():
             self._fail(driven, reason)
@@ -166,7 +166,7 @@ class Conductor:
         self._agent.streams.join()
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
-        """Those of this worker's leaves."""
+        """The gradients of this worker's leaves in a context, ready to be used by this thread."""
         gradients = self.contexts.find(context_id).gradients.as_dict()
         self._agent.streams.adopt(*gradients.values())
         return gradients
@@ -220,7 +220,7 @@ class Conductor:
             self._agent.later(tell, error)  # its callbacks are user code, and this may be a thread that reads
 
     def _take(self, driven: DrivenPass) -> bool:
-        """Whether the caller is the one to end the pass."""
+        """Whether the caller is the one to end the pass; it is asked for once only."""
         return self._driven.pop(driven.spec, None) is not None
 
     # What goes wrong by itself

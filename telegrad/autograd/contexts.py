@@ -27,7 +27,7 @@ ASK_AFTER, ASK_AT_MOST = 1.0, 10.0  # seconds: the first pause between questions
 
 
 class Release(NamedTuple):
-    """A context has ended."""
+    """A context has ended: let go of it, and pass the word on."""
 
     context: int
 
@@ -73,7 +73,7 @@ class Contexts:
         return f"<Contexts of {self._agent.name!r}: {len(self)}, and {len(self._ended)} that have ended>"
 
     def begin(self) -> AutogradContext:
-        """A new context, of this worker."""
+        """A new context, whose owner is this worker."""
         context = AutogradContext(
             self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
         )
@@ -153,7 +153,7 @@ class Contexts:
         return self._next_look
 
     def _foreign(self) -> list[AutogradContext]:
-        """The contexts of other workers."""
+        """The contexts of which another worker is the owner."""
         with self._lock:
             contexts = list(self._contexts.values())
         return [context for context in contexts if context.owner != self._agent.me.id]

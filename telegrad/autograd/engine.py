@@ -116,7 +116,7 @@ class EngineRunner:
         self._run()
 
     def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
-        """Gradients of what was sent have come."""
+        """Gradients of what was sent have come: run what can run."""
         if profiling.enabled():
             profiling.recorded(SEND_EVENT, lambda: self._take_in(gradients))
         else:
@@ -153,7 +153,7 @@ class EngineRunner:
         return found
 
     def bury(self) -> None:
-        """What was not marked will receive nothing."""
+        """Sends that were not marked will receive nothing: run what waited for them."""
         self._buried = True
         schedule = self._schedule
         for entry in [entry for entry in schedule.open if entry not in self._marked]:

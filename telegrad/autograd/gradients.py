@@ -25,6 +25,7 @@ class Gradients:
         return dict(self._sums)
 
     def clear(self) -> None:
+        """Let go of all sums, since the context has ended or an optimizer has used them."""
         self._sums, self._memory, self._added = {}, set(), set()
 
     def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:

@@ -81,6 +81,6 @@ class Mailbox:
             self._calls = calls
 
     def fail(self, spec: PassSpec) -> None:
-        """A pass has failed: forget it."""
+        """A pass has failed: drop this worker's part, and whatever still comes for it."""
         self.parts[spec] = None
         self.early.pop(spec, None)

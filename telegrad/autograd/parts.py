@@ -61,6 +61,7 @@ class LocalParts:
         agent.on(Abandon, lambda sender, message: self.abandon(message.spec))
 
     def __len__(self) -> int:
+        """Those of contexts that have not ended, but for passes that have failed."""
         parts = [part for mailbox in self._mailboxes.copy().values() for part in mailbox.parts.copy().values()]
         return len(parts) - parts.count(None)
 
@@ -223,7 +224,7 @@ class LocalParts:
                 self._agent.notify(spec.driver, failed)
 
     def abandon(self, spec: PassSpec) -> None:
-        """A pass has failed: do no more for it."""
+        """A pass has failed, here or elsewhere: do no more for it."""
         context = self._contexts.get(spec.context)
         if context is not None:
             self._open(context).fail(spec)

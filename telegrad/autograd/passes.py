@@ -8,7 +8,7 @@ The way of a gradient, from the loss to a leaf on another worker:
                a worker has a task    mailbox, parts: one thread at a time does what there is to do for a context
                gradients flow         schedule says what may run; engine has torch's engine run it, or byhand
                one comes to a leaf    gradients: it is added up in the context
-               one comes to a `Recv`  engine, outbox: it leaves for the worker where the tensor came from
+               one comes to a `Recv`  record, engine, outbox: it leaves for the worker where the tensor came from
                it arrives there       parts, engine: a `Shipment` is a task; it enters where the `Send` says
                the task is done       parts: a `Report` goes to the driver
                all is quiet           conductor: the driver's `backward` returns
@@ -54,7 +54,7 @@ class PassSpec(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Begin at values that live there."""
+    """Begin at values that live there, on the worker that is told."""
 
     spec: PassSpec
     key: Key
@@ -88,7 +88,7 @@ class Bury(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a worker has done since its last one."""
+    """What a worker has done since its last report: it goes to the driver."""
 
     spec: PassSpec
     number: int
@@ -99,14 +99,14 @@ class Report(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A worker could not do its part."""
+    """A worker could not do its part: it goes to the driver, who ends the pass."""
 
     spec: PassSpec
     failure: bytes
 
 
 class Abandon(NamedTuple):
-    """The pass has failed: forget it."""
+    """The pass has failed: the driver has a worker forget it."""
 
     spec: PassSpec
 
@@ -145,7 +145,7 @@ class Driver:
 
     @property
     def owing(self) -> set[str]:
-        """Workers that have something to do."""
+        """Workers that have something to do and have not reported it."""
         return set(self._asked.values())
 
     def start(self, values: Iterable[tuple[str, Sequence[Any]]]) -> list[tuple[str, Task]]:
@@ -246,7 +246,7 @@ class Ledger:
         return key
 
     def ship(self, worker: str, gradients: Sequence[tuple[int, Sequence[Any]]]) -> Shipment:
-        """What takes gradients to a worker, now; noted."""
+        """Take note of gradients that leave for a worker now; what takes them there."""
         return Shipment(self.spec, self.key(worker), gradients)
 
     def take(self) -> list[tuple[Key, str]]:

@@ -88,7 +88,7 @@ def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
 
 
 def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
-    """The same tensors with a history."""
+    """The same tensors with a history: a Recv, whose gradients go to their origin."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of whoever waits; they were sent in another
         with torch.inference_mode(False), torch.enable_grad():
             return receive(tensors, origin)
@@ -108,7 +108,7 @@ class Running(Protocol):
 
 
 class Inside:
-    """A context manager: what runs inside belongs to a context."""
+    """A context manager: what this thread runs inside of it belongs to the context of that id."""
 
     __slots__ = ("_id", "_token")
 
@@ -161,12 +161,12 @@ class AutogradContext:
 
     @property
     def known(self) -> list[Identity]:
-        """Those that have to hear of the end."""
+        """The workers that take part, as far as this one has heard; they have to hear of the end."""
         with self._lock:
             return list(self._known.values())
 
     def entered(self) -> Inside:
-        """What runs inside of it belongs to this context."""
+        """A context manager: what this thread runs inside of it belongs to this context."""
         return Inside(self.id)
 
     def meet(self, who: Identity) -> None:
@@ -203,7 +203,7 @@ class AutogradContext:
         return tensors
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients have come to a Recv of this context."""
+        """Gradients have come to a Recv of this context: whoever runs the graph sends them on."""
         running = self.running
         if running is None:
             raise UsageError(

@@ -248,7 +248,7 @@ class GraphSchedule:
         return [node for node, known in self._kind.items() if known == kind]
 
     def kind(self, node: Node) -> int | None:
-        """What is special about a node."""
+        """What is special about a node: one of the kinds above, or None."""
         return self._kind.get(node)
 
     def _explore(self, entry: int, starts: Iterable[Node]) -> Region:
