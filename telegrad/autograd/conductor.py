@@ -39,7 +39,7 @@ class DrivenPass:
         self.deadline = deadline
         self.outcome: Any = outcome
         self._keeps = keeps  # what must live until the pass has ended
-        self._lock = threading.Lock()  # guards the driver
+        self._lock = threading.Lock()  # guards the driver, but for `repr`: a debugger may have stopped who holds it
         self._driver = Driver(spec)
 
     def __repr__(self) -> str:
@@ -110,15 +110,15 @@ class Conductor:
         return self.contexts.join(id_) if id_ is not None else None
 
     def received(
-        self, said: bytes, tensors: list[Tensor], sender: Identity
+        self, data: bytes, tensors: list[Tensor], sender: Identity
     ) -> tuple[AutogradContext | None, Sequence[Tensor]]:
         """Tensors have come: their context, if it has not ended, and what to put in their places."""
-        (id_,) = read_id(said)
+        (id_,) = read_id(data)
         context = self.contexts.join(id_)
         if context is None:
             self.contexts.check_kept(id_)
             return None, tensors
-        return context, context.received(said, tensors, sender)
+        return context, context.received(data, tensors, sender)
 
     def close(self, reason: PeerError) -> None:
         """This worker leaves: passes that it drives fail."""

@@ -46,7 +46,7 @@ class Mailbox:
         self.context = context
         self.parts: dict[PassSpec, LocalPart | None] = {}  # None: the pass has failed, and what comes for it is dropped
         self.early: dict[PassSpec, list[Task]] = {}  # what came for passes whose roots are not there yet
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all below, but for `repr`, which only takes a length and looks at a flag
         self._tasks: list[Task] = []
         self._busy = False  # a thread is at it
         self._calls: queue.SimpleQueue[bool] | None = None  # of a thread that is to be at it; see `call`

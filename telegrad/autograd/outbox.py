@@ -90,7 +90,7 @@ class Outbox:
         self._context = context
         self._ledger = ledger
         # Guards _ready, and the ledger while anything is in there: what has gone from it is in the ledger. So whoever
-        # finds nothing there for anybody can make the report.
+        # finds nothing there for anybody can make the report. `repr` takes a copy of _ready without, which is atomic.
         self._lock = threading.Lock()
         self._ready: dict[Identity, list[tuple[int, Sequence[Tensor | None]]]] = {}
 

@@ -132,17 +132,17 @@ class AutogradContext:
         self.id = id_
         self.gradients = Gradients()
         self.running: Running | None = None  # set by whoever runs the graph, which one thread does at a time
-        self.ended = False
         self._numbers = numbers
-        # Guards changes of the next two, and looks at all of one. Each look that goes without it is one operation of a
-        # dict, and so atomic: `get`, `len`, `copy`.
+        # Guards changes of all below, and looks at all of one. Each look that goes without it is one operation of a
+        # dict, and so atomic (`get`, `len`, `copy`), or sees a flag that is set once.
         self._lock = threading.Lock()
+        self.ended = False
         self._sends: dict[int, Send] = {}  # by the numbers of messages
         self._known: dict[str, Identity] = {}  # workers that have heard of it from here, or told of it
 
     def __repr__(self) -> str:
         state = "has ended" if self.ended else "its graph runs" if self.running is not None else "nothing runs"
-        known = ", ".join(self._known.copy()) or "nobody else"  # one atomic operation: who debugs may hold the lock
+        known = ", ".join(self._known.copy()) or "nobody else"
         return (
             f"<AutogradContext {self.id} of rank {self.owner}: {len(self._sends)} sends, gradients of "
             f"{len(self.gradients)} leaves, {state}; known to {known}>"
@@ -188,7 +188,8 @@ class AutogradContext:
             number = next(self._numbers)
             kept = send([tensors[slot] for slot in slots], to.name, what)
             with self._lock:
-                self._sends[number] = kept
+                if not self.ended:  # else nobody would ever let go of the graph
+                    self._sends[number] = kept
         return _HEAD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
 
     def received(self, said: bytes, tensors: list[Tensor], sender: Identity) -> list[Tensor]:
@@ -214,7 +215,7 @@ class AutogradContext:
 
     def close(self) -> None:
         """The context has ended: let go of everything."""
-        self.ended = True
         with self._lock:
+            self.ended = True
             self._sends.clear()
         self.gradients.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from telegrad.agent.members import Identity
 from telegrad.autograd.contexts import Contexts, Knock, Release
@@ -90,6 +91,16 @@ def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts):
     assert contexts.join(FOREIGN) is None
     with pytest.raises(ContextLost):
         contexts.check_kept(FOREIGN)
+
+
+def test_what_leaves_after_the_end_is_not_kept(contexts):
+    context = contexts.begin()
+    tensors = [torch.ones(1, requires_grad=True)]
+    context.sent(tensors, OWNER, torch.add, True)
+    assert len(context.sends) == 1
+    contexts.release(context.id)
+    context.sent(tensors, OWNER, torch.add, True)
+    assert not context.sends
 
 
 def test_a_context_tells_its_state(contexts):
