@@ -108,10 +108,9 @@ class Contexts:
         context = self._contexts.get(id_)
         if context is not None:
             return context
+        made = AutogradContext(id_, self._numbers)
         with self._lock:
-            if id_ in self._ended:
-                return None
-            return self._contexts.setdefault(id_, AutogradContext(id_, self._numbers))
+            return self._contexts.setdefault(id_, made) if id_ not in self._ended else None
 
     def check_kept(self, id_: int) -> None:
         """Raise ContextLost where this worker let go of a context whose owner may live and go on with it."""

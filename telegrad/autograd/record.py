@@ -217,5 +217,6 @@ class AutogradContext:
         """The context has ended: let go of everything."""
         with self._lock:
             self.ended = True
-            self._sends.clear()
+            sends, self._sends = self._sends, {}
+        sends.clear()  # not under the lock: what graphs hold may be the user's, and run code as it goes
         self.gradients.clear()
