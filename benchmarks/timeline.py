@@ -42,7 +42,7 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 def mark_all(worker: str) -> None:
     """Set the marks of this process."""
     from telegrad.agent import agent, server
-    from telegrad.autograd import conductor, contexts, engine
+    from telegrad.autograd import contexts, engine, parts, record
     from telegrad.transport.link import Link
 
     for where, name, *texts in (
@@ -52,9 +52,9 @@ def mark_all(worker: str) -> None:
         (agent, "take_tensors", "takes the value apart"),
         (server.Server, "_run", "begins the call"),
         (server.Server, "_answer", "has run the function"),
-        (contexts, "receive", "gives tensors a history", "has given"),
+        (record, "receive", "gives tensors a history", "has given"),
         (engine, "run_backward", "enters torch's engine", "leaves torch's engine"),
-        (conductor.Conductor, "_work", "begins its part of the pass", "has ended it"),
+        (parts.LocalParts, "_work", "begins its part of the pass", "has ended it"),
         (contexts.Contexts, "release", "releases the context", "has released it"),
     ):
         _mark(where, name, *(f"{worker} {text}" for text in texts))

@@ -47,19 +47,6 @@ PURE = [
     "autograd/passes.py",
     "nn/schedule.py",
 ]
-STILL_IN_CIRCLES: set[str] = {  # this shall become empty
-    "agent/entrance.py",
-    "agent/peer.py",
-    "agent/pending.py",
-    "agent/scene.py",
-    "agent/server.py",
-    "autograd/byhand.py",
-    "autograd/conductor.py",
-    "autograd/contexts.py",
-    "autograd/engine.py",
-    "autograd/graph.py",
-    "autograd/outbox.py",
-}
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -146,7 +133,7 @@ def test_no_files_import_one_another_in_a_circle():
         module: {each for name in imported(path.read_text()) for each in leads_to(name)}
         for module, path in MODULES.items()
     }
-    assert {str(MODULES[name].relative_to(ROOT)) for name in in_circles(imports)} == STILL_IN_CIRCLES
+    assert in_circles(imports) == set()
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,8 +10,9 @@ from torch import Tensor
 from telegrad.agent import profiling
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future, Signal
-from telegrad.autograd.conductor import Conductor, Run
-from telegrad.autograd.contexts import entered_id
+from telegrad.autograd.conductor import Conductor, DrivenPass
+from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, UsageError
 
 
@@ -49,19 +49,28 @@ class context:  # noqa: N801 - used like a function
         UsageError: this code runs inside of another context.
     """
 
+    _now: tuple[Contexts, AutogradContext, Inside] | None = None  # while inside of it
+
     def __enter__(self) -> int:
-        inside = entered_id()
-        if inside is not None:
-            raise UsageError(f"Already have an autograd context id for this thread: {inside}. End that context first")
-        self._contexts = _find().contexts
-        self._context = self._contexts.begin()
-        self._entered: AbstractContextManager[None] = self._context.entered()
-        self._entered.__enter__()
-        return self._context.id
+        outer = entered_id()
+        if outer is not None:
+            raise UsageError(f"Already have an autograd context id for this thread: {outer}. End that context first")
+        contexts = _find().contexts
+        context = contexts.begin()
+        inside = Inside(context.id)
+        inside.__enter__()
+        self._now = contexts, context, inside
+        return context.id
 
     def __exit__(self, *_: object) -> None:
-        self._entered.__exit__(None, None, None)
-        self._contexts.release(self._context.id)
+        if self._now is not None:
+            contexts, context, inside = self._now
+            self._now = None
+            inside.__exit__(None, None, None)
+            contexts.release(context.id)
+
+    def __repr__(self) -> str:
+        return "<context: not entered>" if self._now is None else f"<context: {self._now[1]}>"
 
 
 @not_compiled
@@ -135,7 +144,7 @@ def _begin(
     timeout: float | None,
     create: bool,
     outcome: Signal | Future[None],
-) -> Run:
+) -> DrivenPass:
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
     found = conductor.contexts.find(context_id)

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
-from telegrad.autograd.graph import RecvNode, edge_of, run_backward
-from telegrad.autograd.passes import Order
+from telegrad.autograd.edges import edge_of, run_backward
+from telegrad.autograd.passes import PassSpec
+from telegrad.autograd.record import RecvNode
 from telegrad.autograd.replicas import showing
 from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
@@ -38,20 +39,20 @@ def run(
     node: Node,
     gradients: Mapping[int, Tensor | None],
     fire: bool,
-    order: Order,
+    spec: PassSpec,
     accumulate: Accumulate,
     streams: Streams,
 ) -> Given:
     """What a node gives to those that follow it. With `fire` the hooks of its tensors have not been called yet."""
-    with torch.set_grad_enabled(order.create):
+    with torch.set_grad_enabled(spec.create):
         if hasattr(node, "variable"):
-            whole = (_call_tensor_hooks(node, gradients, order) if fire else gradients).get(0)
+            whole = (_call_tensor_hooks(node, gradients, spec) if fire else gradients).get(0)
             if whole is not None:
                 accumulate(node, whole)
             return ()
-        shown, taken = _taken(node, gradients, fire, order, streams)
+        shown, taken = _taken(node, gradients, fire, spec, streams)
         streams.keep(taken)
-        made = iter(_wanted(node, _as_tuple(_apply(node, taken, order, accumulate))))
+        made = iter(_wanted(node, _as_tuple(_apply(node, taken, spec, accumulate))))
         given = tuple(
             _fit(next(made, None), following, number) if following is not None else None
             for following, number in node.next_functions
@@ -59,7 +60,7 @@ def run(
         given = _call_hooks(_hooks(node.register_hook), given, shown)
         if torch.is_anomaly_check_nan_enabled():
             _check_nan(node, given)
-        if not order.retain:
+        if not spec.retain:
             streams.publish()  # what it saved was most likely made on another stream
             _free(node)
     streams.keep(given)
@@ -67,14 +68,14 @@ def run(
 
 
 def _taken(
-    node: Node, gradients: Mapping[int, Tensor | None], fire: bool, order: Order, streams: Streams
+    node: Node, gradients: Mapping[int, Tensor | None], fire: bool, spec: PassSpec, streams: Streams
 ) -> tuple[Given, Given]:
     """For each output the gradient or None, after the hooks that may change it: as later hooks see it, and the node."""
     outputs = range(len(node._input_metadata))
     if is_function(node) and any(gradients.get(number) is None for number in outputs):
-        return _taken_by_function(node, gradients, order, streams)
+        return _taken_by_function(node, gradients, spec, streams)
     if fire:
-        gradients = _call_tensor_hooks(node, gradients, order)
+        gradients = _call_tensor_hooks(node, gradients, spec)
     taken = _call_hooks(_hooks(node.register_prehook), tuple(gradients.get(number) for number in outputs))
     return taken, taken
 
@@ -84,9 +85,9 @@ def is_function(node: Node) -> bool:
     return hasattr(node, "apply") and type(node) is not RecvNode
 
 
-def _apply(node: Node, taken: Given, order: Order, accumulate: Accumulate) -> Any:
+def _apply(node: Node, taken: Given, spec: PassSpec, accumulate: Accumulate) -> Any:
     if type(node) is CheckpointNode:
-        with _inner_pass(node, order, accumulate):
+        with _inner_pass(node, spec, accumulate):
             return node.apply(*taken)
     return (node.apply if hasattr(node, "apply") else node)(*taken)
 
@@ -107,10 +108,10 @@ def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
 # Hooks
 
 
-def _call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor | None], order: Order) -> dict[int, Tensor | None]:
+def _call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor | None], spec: PassSpec) -> dict[int, Tensor | None]:
     """To enter and to leave the engine at one edge does this and nothing else."""
     edges, entering, lacking = _entrance(node, gradients)
-    given = torch.autograd.grad(edges, edges, entering, retain_graph=True, create_graph=order.create)
+    given = torch.autograd.grad(edges, edges, entering, retain_graph=True, create_graph=spec.create)
     return {} if lacking else {edge.output_nr: gradient for edge, gradient in zip(edges, given, strict=True)}
 
 
@@ -130,7 +131,7 @@ class _Stopped(Exception):
 
 
 def _taken_by_function(
-    node: Node, gradients: Mapping[int, Tensor | None], order: Order, streams: Streams
+    node: Node, gradients: Mapping[int, Tensor | None], spec: PassSpec, streams: Streams
 ) -> tuple[Given, Given]:
     """What the engine shows to hooks and gives to a function in Python, where some outputs have no gradient.
 
@@ -159,7 +160,7 @@ def _taken_by_function(
         stack.callback(delattr, node, "apply")
         stack.callback(delattr, node, "apply_boxed")
         stack.enter_context(contextlib.suppress(_Stopped))
-        run_backward(edges, entering, [following], True, order.create)
+        run_backward(edges, entering, [following], True, spec.create)
     streams.follow(made_on)  # an engine that is stopped does not see to that
     return shown[0], taken[0]
 
@@ -173,10 +174,10 @@ def _hooks(register: Callable[[Any], Any]) -> list[Callable[..., Any]]:
 
 
 def look(*_: Any) -> None:
-    """The hook by whose registration others are found."""
+    """A hook that does nothing: who registers it is told of the others that are there."""
 
 
-_leaf_nodes_may_have_hooks = False
+_leaf_nodes_may_have_hooks = False  # in this process; once set it stays
 
 
 def leaf_nodes_may_have_hooks() -> None:
@@ -267,7 +268,7 @@ def _second_time(_: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def _inner_pass(node: Node, order: Order, accumulate: Accumulate) -> Iterator[None]:
+def _inner_pass(node: Node, spec: PassSpec, accumulate: Accumulate) -> Iterator[None]:
     """Have the function that is run anew give outputs whose gradients go to the leaves of the context."""
     original = node.run_function
 
@@ -277,7 +278,7 @@ def _inner_pass(node: Node, order: Order, accumulate: Accumulate) -> Iterator[No
         graded = [output for output in several if isinstance(output, Tensor) and output.requires_grad]
         if not graded:
             return outputs
-        given = iter(_Segment.apply(order, accumulate, graded, *inputs))  # type: ignore[no-untyped-call]
+        given = iter(_Segment.apply(spec, accumulate, graded, *inputs))  # type: ignore[no-untyped-call]
         replaced = tuple(
             next(given) if isinstance(output, Tensor) and output.requires_grad else output for output in several
         )
@@ -295,9 +296,9 @@ class _Segment(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, order: Order, accumulate: Accumulate, outputs: Sequence[Tensor], *inputs: Any
+        ctx: Any, spec: PassSpec, accumulate: Accumulate, outputs: Sequence[Tensor], *inputs: Any
     ) -> tuple[Tensor, ...]:
-        ctx.order, ctx.accumulate, ctx.inputs = order, accumulate, inputs
+        ctx.spec, ctx.accumulate, ctx.inputs = spec, accumulate, inputs
         ctx.outputs = [edge_of(output) for output in outputs]
         return tuple(output.detach() for output in outputs)
 
@@ -307,7 +308,7 @@ class _Segment(torch.autograd.Function):
         edges = [edge_of(each) for each in inputs]
         leaves = _leaves(ctx.outputs, {edge.node for edge in edges})
         wanted = [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)]
-        given = torch.autograd.grad(ctx.outputs, wanted, gradients, create_graph=ctx.order.create, allow_unused=True)
+        given = torch.autograd.grad(ctx.outputs, wanted, gradients, create_graph=ctx.spec.create, allow_unused=True)
         for leaf, gradient in zip(leaves, given[len(edges) :], strict=True):
             if gradient is not None:
                 ctx.accumulate(leaf, gradient)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.agent import profiling
 from telegrad.autograd import byhand, replicas
-from telegrad.autograd.contexts import Context
+from telegrad.autograd.edges import device_of, edge_of, run_backward
 from telegrad.autograd.gradients import total
-from telegrad.autograd.graph import Origin, RecvNode, Send, device_of, edge_of, run_backward
-from telegrad.autograd.passes import WITHOUT, Order
-from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, Call, Node, Schedule, Step
+from telegrad.autograd.outbox import Outbox
+from telegrad.autograd.passes import WITHOUT, PassSpec
+from telegrad.autograd.record import AutogradContext, Origin, RecvNode
+from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, EngineCall, GraphSchedule, GraphStep, Node
 from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
 from telegrad.group.members import Identity
@@ -44,16 +45,6 @@ KINDS: dict[type, Callable[[Node], int]] = {
 }
 
 
-class Outlet(Protocol):
-    """Where gradients leave."""
-
-    def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
-        """Those of one message; `more` are about to come for that worker."""
-
-    def flush(self) -> None:
-        """No more come for anybody."""
-
-
 def _holders(gradient: Tensor | None) -> int:
     return sys.getrefcount(gradient)
 
@@ -66,45 +57,50 @@ def _fewest_holders() -> int:
 UNSHARED = _fewest_holders()  # a function that made a gradient may have kept it, or given it to several leaves
 
 
-class LocalPass:
-    """The graph of one worker in one pass; what it does is never done by two threads at once."""
+class EngineRunner:
+    """The graph of one worker in one pass, run by torch's engine. Never two threads at once tell it to do something.
 
-    def __init__(self, context: Context, order: Order, outlet: Outlet, streams: Streams) -> None:
+    It is made when the first task is there, for by then all is recorded that the pass can lead to.
+    """
+
+    def __init__(
+        self, context: AutogradContext, spec: PassSpec, roots: Sequence[Tensor], outbox: Outbox, streams: Streams
+    ) -> None:
+        """`roots` are those of this worker."""
         self._context = context
         self._streams = streams
-        self._order = order
-        self._outlet = outlet
-        self._roots: list[GradientEdge] = []
-        self._pending: dict[
-            Node, dict[int, Tensor | None]
-        ] = {}  # gradients that have not been used; None: there is none
+        self._spec = spec
+        self._outbox = outbox
+        self._seeds = list(map(torch.ones_like, roots))  # the gradients of the roots
+        self._replicated = replicas.replicated()
+        self._sends = context.sends
+        # Where the gradients of each entry come in.
+        self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
+            number: list(map(self._entrance, send.edges)) for number, send in self._sends.items()
+        }
+        if roots:
+            self._edges[ROOTS] = list(map(edge_of, roots))
+        kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
+        self._schedule = GraphSchedule({entry: self._nodes(entry) for entry in self._edges}, kinds)
+        self._marked: set[int] = set()  # sends that can still receive
+        self._buried = False  # only what was marked is waited for, anywhere
+        # What has come to nodes, and was not used yet: by the numbers of their outputs; None: there is no gradient.
+        self._pending: dict[Node, dict[int, Tensor | None]] = {}
         self._lacking = False  # a node had no gradient at all, so that the engine could not begin there
         self._told: set[Node] = set()  # nodes whose hooks have been called with what is pending
+        self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
         self._entered: Sequence[tuple[Any, ...]] = []  # where the pass had come to, as the current act began
+        # What `ship` changes, which the engine's threads for several devices may call at once. A count that goes wrong
+        # then makes gradients leave alone, or at the end of the step; the others are changed by one operation of a set.
         self._coming: dict[Identity, int] = {}  # how many messages' gradients the current step will bring, if several
         self._unshipped: set[Origin] = set()
         self._received_on: set[torch.Stream] = set()  # where the Recvs of the current step ran
-        self._replicated = replicas.replicated()
-        self._unreduced: dict[Node, Tensor] = {}  # gradients of replicated leaves
-        self._marked: set[int] = set()  # sends that can still receive
-        self._buried = False  # only what was marked is waited for, anywhere
-        self._begun = False
-        self._sends: dict[int, Send]
-        self._edges: dict[int, Sequence[GradientEdge | Tensor]]  # where the gradients of each entry come in
-        self._schedule: Schedule
 
-    def _begin(self) -> None:
-        """By the time that the first task comes, all is recorded that it can lead to."""
-        if self._begun:
-            return
-        self._begun = True
-        with self._context.lock:
-            self._sends = dict(self._context.sends)
-        edges = self._edges = {number: list(map(self._entrance, send.edges)) for number, send in self._sends.items()}
-        if self._roots:
-            edges[ROOTS] = self._roots
-        kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
-        self._schedule = Schedule({entry: self._nodes(entry) for entry in edges}, kinds)
+    def __repr__(self) -> str:
+        return (
+            f"<EngineRunner of {self._spec}: {len(self._schedule.open)} entries open, {len(self._pending)} nodes wait "
+            f"for more{', the rest is buried' if self._buried else ''}>"
+        )
 
     def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
         """A leaf that must not take its gradient in parts does so by its node."""
@@ -114,16 +110,13 @@ class LocalPass:
 
     # What the protocol asks for
 
-    def start(self, roots: Sequence[Tensor]) -> None:
-        """Run from tensors that live here; this comes first on a worker that has any."""
-        self._roots = [edge_of(root) for root in roots]
-        self._begin()
-        self._take_in([(ROOTS, [torch.ones_like(root, requires_grad=False) for root in roots])])
+    def start(self) -> None:
+        """Run from the roots; this comes first on a worker that has any."""
+        self._take_in([(ROOTS, self._seeds)])
         self._run()
 
     def arrive(self, gradients: Iterable[tuple[int, Sequence[Tensor | None]]]) -> None:
-        """Gradients of what was sent have come."""
-        self._begin()
+        """Gradients of what was sent have come: run what can run."""
         if profiling.enabled():
             profiling.recorded(SEND_EVENT, lambda: self._take_in(gradients))
         else:
@@ -145,13 +138,13 @@ class LocalPass:
                 if self._streams.used:  # it may have come another way than the tensor went
                     gradient = gradient.to(device_of(edge))
                 if isinstance(edge, Tensor):
-                    self._context.gradients.add(edge, gradient, self._order.create)
+                    self._context.gradients.add(edge, gradient, self._spec.create)
                 else:
                     self._enter(edge.node, edge.output_nr, gradient)
             schedule.close(entry)
 
     def mark(self, sends: Sequence[int]) -> Mapping[str, list[int]]:
-        self._begin()
+        """Which sends of other workers these lead to, or without any what waits here."""
         starts = [node for send in sends for node in self._nodes(send)] if sends else list(self._pending)
         self._marked.update(sends)
         found: dict[str, list[int]] = {}
@@ -160,7 +153,7 @@ class LocalPass:
         return found
 
     def bury(self) -> None:
-        self._begin()
+        """Sends that were not marked will receive nothing: run what waited for them."""
         self._buried = True
         schedule = self._schedule
         for entry in [entry for entry in schedule.open if entry not in self._marked]:
@@ -169,10 +162,12 @@ class LocalPass:
 
     @property
     def starved(self) -> bool:
+        """Whether gradients wait for others."""
         return bool(self._pending or self._unreduced)
 
     @property
     def waiting(self) -> Iterator[str]:
+        """What was sent and has not received, in words."""
         return (str(self._sends[entry]) for entry in self._schedule.open)
 
     def _nodes(self, entry: int) -> list[Node]:
@@ -187,12 +182,12 @@ class LocalPass:
         leaves = self._schedule.special(LEAF)
         return [node for node in leaves if id(node.variable) in self._replicated]
 
-    def _reduce(self, schedule: Schedule) -> None:
+    def _reduce(self, schedule: GraphSchedule) -> None:
         """All gradients of replicated leaves in one call, once none of them can change any more."""
         if all(map(schedule.settled, self._replicated_leaves())):
             unreduced, self._unreduced = self._unreduced, {}
             for node, gradient in replicas.reduce(unreduced).items():
-                self._context.gradients.add(node.variable, gradient, self._order.create)
+                self._context.gradients.add(node.variable, gradient, self._spec.create)
 
     # Running
 
@@ -207,14 +202,14 @@ class LocalPass:
         finally:
             self._context.running = None
 
-    def _run_step(self, step: Step) -> None:
+    def _run_step(self, step: GraphStep) -> None:
         recvs = self._recvs(step)
         for node in recvs:
             self._check(node.origin)
         self._unshipped = {node.origin for node in recvs}
         self._coming = Counter([node.origin.sender for node in recvs]) if len(recvs) > 1 else {}
         for act in step.acts:
-            if type(act) is not Call:
+            if type(act) is not EngineCall:
                 self._run_by_hand(act)
             elif self._lacking and any(map(self._lacks, act.nodes)):
                 for node in act.nodes:
@@ -224,16 +219,16 @@ class LocalPass:
         for node in recvs:
             if node.origin in self._unshipped:
                 self._ship_nothing(node)
-        self._outlet.flush()
+        self._outbox.flush()
 
-    def _recvs(self, step: Step) -> Sequence[Node]:
+    def _recvs(self, step: GraphStep) -> Sequence[Node]:
         """What leads to other workers and runs in a step, or is not reached."""
         acts = step.acts
-        if len(acts) == 1 and type(acts[0]) is Call and not step.unreached:
+        if len(acts) == 1 and type(acts[0]) is EngineCall and not step.unreached:
             return acts[0].recvs
         kind = self._schedule.kind
-        found = [each for act in acts for each in (act.recvs if type(act) is Call else [act])]
-        return [node for node in found if kind(node) == RECV] + step.unreached
+        found = [each for act in acts for each in (act.recvs if type(act) is EngineCall else [act])]
+        return [*(node for node in found if kind(node) == RECV), *step.unreached]
 
     def _check(self, origin: Origin) -> None:
         if origin.context is not self._context:
@@ -261,7 +256,7 @@ class LocalPass:
     def _ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         self._unshipped.discard(origin)
         left = self._coming[origin.sender] = self._coming.get(origin.sender, 1) - 1
-        self._outlet.add(origin.sender, origin.number, gradients, left > 0)
+        self._outbox.add(origin.sender, origin.number, gradients, left > 0)
 
     def _ship_nothing(self, node: Node) -> None:
         """That no gradient comes is worth saying to a sender that waits."""
@@ -273,7 +268,7 @@ class LocalPass:
         pending = self._pending.get(node)
         return pending is not None and all(gradient is None for gradient in pending.values())
 
-    def _run_engine(self, call: Call) -> None:
+    def _run_engine(self, call: EngineCall) -> None:
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
         without: list[GradientEdge] = []
@@ -293,7 +288,7 @@ class LocalPass:
         wanted += fed
         if not wanted:
             return
-        given = run_backward(roots, gradients, wanted, self._order.retain, self._order.create)
+        given = run_backward(roots, gradients, wanted, self._spec.retain, self._spec.create)
         self._streams.keep(given)  # nodes run on the streams of the forward pass
         self._streams.follow(self._received_on)  # what hooks made there; the engine sees to all other nodes
         self._received_on.clear()
@@ -304,7 +299,7 @@ class LocalPass:
         if fed:
             self._feed(call, fed, given[len(given) - len(fed) :])
 
-    def _feed(self, call: Call, edges: Sequence[GradientEdge], given: Sequence[Tensor | None]) -> None:
+    def _feed(self, call: EngineCall, edges: Sequence[GradientEdge], given: Sequence[Tensor | None]) -> None:
         """What a call of the engine gives to nodes that run by hand, after their hooks."""
         self._told.update(call.fed)
         behind = (edge for node in call.nodes for edge in node.next_functions)
@@ -321,7 +316,7 @@ class LocalPass:
             return
         self._entered = [(node, number) for number in pending]
         fire = node not in self._told
-        given = byhand.run(node, pending, fire, self._order, self._accumulate, self._streams)
+        given = byhand.run(node, pending, fire, self._spec, self._accumulate, self._streams)
         if self._schedule.kind(node) == RECV:
             return
         for (following, number), gradient in zip(node.next_functions, given, strict=False):
@@ -348,7 +343,7 @@ class LocalPass:
         if id(leaf) in self._replicated:
             self._unreduced[node] = gradient
             return
-        whole = self._context.gradients.add(leaf, gradient, self._order.create, shared)
+        whole = self._context.gradients.add(leaf, gradient, self._spec.create, shared)
         if leaf._post_accumulate_grad_hooks:
             byhand.call_post_accumulate_hooks(leaf, whole)
         for hook in byhand.hooks_of_leaf_node(leaf):

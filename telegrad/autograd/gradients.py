@@ -7,17 +7,25 @@ from torch import Tensor
 
 
 class Gradients:
-    """The gradients of leaves. Each has memory of its own, so that it may be changed in place, as a `.grad` may be."""
+    """The gradients of leaves. Each has memory of its own, so that it may be changed in place, as a `.grad` may be.
+
+    One thread at a time adds: whoever is at the context's passes, or steps an optimizer once they have ended.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
         self._memory: set[int] = set()  # the storages of the sums
         self._added: set[Tensor] = set()  # leaves whose sum was made here, so that adding in place harms nobody
 
+    def __len__(self) -> int:
+        return len(self._sums)
+
     def as_dict(self) -> dict[Tensor, Tensor]:
+        """The sums as of now, by leaves; the copy is one operation, so whoever asks needs no lock."""
         return dict(self._sums)
 
     def clear(self) -> None:
+        """Let go of all sums, since the context has ended or an optimizer has used them."""
         self._sums, self._memory, self._added = {}, set(), set()
 
     def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:

@@ -10,28 +10,29 @@ import torch
 from torch import Tensor
 
 from telegrad.agent.agent import Agent
-from telegrad.autograd.contexts import Context
-from telegrad.autograd.passes import WITHOUT, Ledger, Order, Report, Shipment
+from telegrad.autograd.passes import WITHOUT, Ledger, PassSpec, Report, Shipment
+from telegrad.autograd.record import AutogradContext
 from telegrad.group.members import Identity
 
 SMALL = 4096  # bytes
 NOWHERE = -1  # among `tensors`: stands for WITHOUT
 
 
-class Parcel(NamedTuple):
-    """A shipment on its way: of each message its number, and for each of its tensors which of `tensors`.
+class PackedShipment(NamedTuple):
+    """A shipment as it travels: of each message its number, and for each of its tensors which of `tensors`.
 
     None where the pass has not come to it.
     """
 
-    order: tuple[Any, ...]
+    spec: tuple[Any, ...]
     key: tuple[str, int]
     gradients: list[tuple[int, list[int | None]]]
-    report: tuple[Any, ...] | None = None  # that of its sender to the driver, without the order
+    report: tuple[Any, ...] | None = None  # that of its sender to the driver, without the spec
     tensors: Sequence[Tensor] = ()
 
 
-def wrap(shipment: Shipment, report: Report | None) -> tuple[Parcel, list[Tensor]]:
+def packed(shipment: Shipment, report: Report | None) -> tuple[PackedShipment, list[Tensor]]:
+    """A shipment as it travels, with a report that it takes along, and the tensors that go with it."""
     tensors: list[Tensor] = []
     places: dict[int, int] = {}  # a gradient often goes to several tensors of a message
     slots: list[tuple[int, list[int | None]]] = []
@@ -43,10 +44,10 @@ def wrap(shipment: Shipment, report: Report | None) -> tuple[Parcel, list[Tensor
                 continue
             place = places.setdefault(id(gradient), len(tensors))
             if place == len(tensors):
-                tensors.append(gradient if shipment.order.create else _lean(gradient))
+                tensors.append(gradient if shipment.spec.create else _lean(gradient))
             own.append(place)
         slots.append((number, own))
-    return Parcel(tuple(shipment.order), shipment.key, slots, None if report is None else report[1:]), tensors
+    return PackedShipment(tuple(shipment.spec), shipment.key, slots, None if report is None else report[1:]), tensors
 
 
 def _lean(gradient: Tensor) -> Tensor:
@@ -56,14 +57,15 @@ def _lean(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def unwrap(parcel: Parcel) -> tuple[Shipment, Report | None]:
+def unpacked(parcel: PackedShipment) -> tuple[Shipment, Report | None]:
+    """The shipment that has come, and the report that it took along."""
     tensors = (*parcel.tensors, WITHOUT)  # the last, where NOWHERE leads
     gradients = [
         (number, [None if place is None else tensors[place] for place in places]) for number, places in parcel.gradients
     ]
-    order = Order(*parcel.order)
-    report = None if parcel.report is None else Report(order, *parcel.report)
-    return Shipment(order, parcel.key, gradients), report
+    spec = PassSpec(*parcel.spec)
+    report = None if parcel.report is None else Report(spec, *parcel.report)
+    return Shipment(spec, parcel.key, gradients), report
 
 
 class Outbox:
@@ -72,56 +74,65 @@ class Outbox:
     def __init__(
         self,
         agent: Agent,
-        context: Context,
+        context: AutogradContext,
         ledger: Ledger,
+        rides_with_report: bool,
         gathers: Callable[[Outbox], None],
-        failed: Callable[[Order, BaseException], None],
     ) -> None:
-        """`gathers` is told when something begins to wait for company, and calls `send_early` soon."""
+        """`gathers` is told when something begins to wait for company, and has `send_early` called soon.
+
+        What goes to the driver waits for the report and leaves with it, where this worker's part will not take long.
+        """
+        self.spec = ledger.spec
+        self.rides_with_report = rides_with_report  # a flag: once `send_early` was called, it stays False
         self._agent = agent
         self._gathers = gathers
-        self._failed = failed
         self._context = context
         self._ledger = ledger
-        self._lock = threading.Lock()  # guards _ready and the ledger
+        # Guards _ready, and the ledger while anything is in there: what has gone from it is in the ledger. So whoever
+        # finds nothing there for anybody can make the report. `repr` takes a copy of _ready without, which is atomic.
+        self._lock = threading.Lock()
         self._ready: dict[Identity, list[tuple[int, Sequence[Tensor | None]]]] = {}
-        self.reached: set[str] = set()  # workers to whom something was sent
-        self.brief = False  # this worker's part will not take long: what goes to the driver leaves with the report
+
+    def __repr__(self) -> str:
+        ready = ", ".join(worker.name for worker in self._ready.copy()) or "nobody"
+        return f"<Outbox of {self.spec}: gradients ready for {ready}>"
 
     def add(self, worker: Identity, number: int, gradients: Sequence[Tensor | None], more: bool) -> None:
-        """`more`: the same step of the pass will bring others for that worker."""
+        """Gradients for one message of a worker; with `more` the same step will bring others for that worker."""
         with self._lock:
             gathered = self._ready.setdefault(worker, [])
+            first = not gathered
             gathered.append((number, gradients))
-        waits = self._waits_for_report(worker)
-        if not (waits or more):
+        if not (more or (self.rides_with_report and worker.name == self.spec.driver)):
             self.send(worker)
             return
         self._agent.streams.publish()  # another thread may send it
-        if len(gathered) == 1:
+        if first:
             self._gathers(self)
-
-    def _waits_for_report(self, worker: Identity) -> bool:
-        return self.brief and worker.name == self._ledger.order.driver
 
     def flush(self) -> None:
         """Send what is there, but for what waits for the report."""
-        for worker in list(self._ready):
-            if not self._waits_for_report(worker):
+        with self._lock:
+            there = list(self._ready)
+        for worker in there:
+            if not (self.rides_with_report and worker.name == self.spec.driver):
                 self.send(worker)
 
     def send_early(self) -> None:
-        """The rest takes long."""
-        self.brief = False
-        try:
-            self.flush()
-        except Exception as error:
-            self._failed(self._ledger.order, error)
+        """Wait for no company any more, since what this worker does takes long."""
+        self.rides_with_report = False
+        self.flush()
 
     def send_with(self, report: Callable[[], Report]) -> bool:
         """Whether something goes to the driver, and takes the report along; the clock may just have sent it."""
-        driver = self._ledger.order.driver
-        return any(self.send(worker, report) for worker in list(self._ready) if worker.name == driver)
+        sent = False
+        with self._lock:
+            there = list(self._ready)
+        for worker in there:
+            if worker.name == self.spec.driver:
+                sent |= self.send(worker, report)
+        return sent
 
     def send(self, worker: Identity, report: Callable[[], Report] | None = None) -> bool:
         """Whether something is there for a worker: it leaves, and with it a `report`, made when all else is known."""
@@ -130,9 +141,10 @@ class Outbox:
             if gathered is None:
                 return False
             shipment = self._ledger.ship(worker.name, gathered)
-            self.reached.add(worker.name)
-        self._agent.streams.adopt(*(each for _, gradients in gathered for each in gradients))
-        parcel, tensors = wrap(shipment, report and report())
-        context = self._context if shipment.order.create else None
+        streams = self._agent.streams
+        if streams.used:
+            streams.adopt(*(each for _, gradients in gathered for each in gradients))
+        parcel, tensors = packed(shipment, report and report())
+        context = self._context if shipment.spec.create else None
         self._agent.notify(worker.name, parcel, worker.incarnation, tensors, context)
         return True

@@ -1,10 +1,23 @@
 """A backward pass across workers, as state machines: what the workers say to each other, and how it is known to end.
 
-Gradients travel from worker to worker in shipments. Each message that asks a worker for something has a key; when the
-worker has done it, it reports to the driver, who began the pass, which keys it has done and which it has sent to whom
-meanwhile. The driver keeps for each key how often it was sent less how often it was done. While anything is under way,
-some key does not cancel out: what is under way was sent by a worker that has not reported yet what made it do so, or
-has, and then is counted. So when all keys cancel out, all is quiet.
+The way of a gradient, from the loss to a leaf on another worker:
+
+    forward    a tensor leaves        record.send: the edge where its gradient will come in is kept as a `Send`
+               it arrives             record.receive: it hangs on a `Recv` node, which knows its `Origin`
+    backward   a pass begins          conductor.Conductor.begin: `Start` goes to the workers where roots are
+               a worker has a task    mailbox, parts: one thread at a time does what there is to do for a context
+               gradients flow         schedule says what may run; engine has torch's engine run it, or byhand
+               one comes to a leaf    gradients: it is added up in the context
+               one comes to a `Recv`  record, engine, outbox: it leaves for the worker where the tensor came from
+               it arrives there       parts, engine: a `Shipment` is a task; it enters where the `Send` says
+               the task is done       parts: a `Report` goes to the driver
+               all is quiet           conductor: the driver's `backward` returns
+
+Gradients travel in shipments. Each message that asks a worker for something has a key; when the worker has done it, it
+reports to the driver, who began the pass, which keys it has done and which it has sent to whom meanwhile. The driver
+keeps for each key how often it was sent less how often it was done. While anything is under way, some key does not
+cancel out: what is under way was sent by a worker that has not reported yet what made it do so, or has, and then is
+counted. So when all keys cancel out, all is quiet.
 
 Quiet, a worker may still hold gradients for nodes that wait for others which will never come, since what was sent plays
 no part in this pass. Then the driver has it marked, from those nodes along the graph and across workers, which sends
@@ -25,8 +38,8 @@ NAMED = 5  # sends, in the error that tells of the missing ones
 WITHOUT: Any = "without"  # in the place of a gradient: the pass has come to a tensor, but there is no gradient
 
 
-class Order(NamedTuple):
-    """What a pass is; it travels with each of its messages."""
+class PassSpec(NamedTuple):
+    """Which pass this is, and of what kind; it names the pass in each of its messages."""
 
     context: int
     driver: str
@@ -34,13 +47,16 @@ class Order(NamedTuple):
     retain: bool  # the graph can be run through again
     create: bool  # the gradients have a graph of their own
     fast: bool  # every send takes part
-    roots: Sequence[str]  # the workers where it begins
+    roots: tuple[str, ...]  # the workers where it begins
+
+    def __str__(self) -> str:
+        return f"pass {self.number} of {self.driver!r} in context {self.context}"
 
 
 class Start(NamedTuple):
-    """Begin at values that live there."""
+    """Begin at values that live there, on the worker that is told."""
 
-    order: Order
+    spec: PassSpec
     key: Key
     values: Sequence[Any]
 
@@ -51,7 +67,7 @@ class Shipment(NamedTuple):
     None where the pass has not come to a tensor.
     """
 
-    order: Order
+    spec: PassSpec
     key: Key
     gradients: Sequence[tuple[int, Sequence[Any]]]
 
@@ -59,7 +75,7 @@ class Shipment(NamedTuple):
 class Mark(NamedTuple):
     """These sends can still receive; without any: begin with what waits."""
 
-    order: Order
+    spec: PassSpec
     key: Key
     sends: Sequence[int]
 
@@ -67,14 +83,14 @@ class Mark(NamedTuple):
 class Bury(NamedTuple):
     """Sends that were not marked will not receive anything."""
 
-    order: Order
+    spec: PassSpec
     key: Key
 
 
 class Report(NamedTuple):
-    """What a worker has done since its last one."""
+    """What a worker has done since its last report: it goes to the driver."""
 
-    order: Order
+    spec: PassSpec
     number: int
     done: Sequence[Key]
     sent: Sequence[tuple[Key, str]]  # and to whom
@@ -83,33 +99,33 @@ class Report(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A worker could not do its part."""
+    """A worker could not do its part: it goes to the driver, who ends the pass."""
 
-    order: Order
+    spec: PassSpec
     failure: bytes
 
 
 class Abandon(NamedTuple):
-    """The pass has failed: forget it."""
+    """The pass has failed: the driver has a worker forget it."""
 
-    order: Order
+    spec: PassSpec
 
 
 Task = Start | Shipment | Mark | Bury
 
 
-class Missing(Exception):
-    """A pass that should use every send did not."""
+class LeftOut(Exception):
+    """A fast pass, whose caller said that every send takes part, left some out."""
 
     def __init__(self, waiting: Mapping[str, Sequence[str]]) -> None:
-        self.waiting = waiting
+        self.waiting = waiting  # by workers, in words
 
 
 class Driver:
-    """The side of who began the pass."""
+    """A pass as the worker knows it that has begun it: who has what to do, and whether all is done."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, spec: PassSpec) -> None:
+        self.spec = spec
         self.state = RUNNING
         self.workers: set[str] = set()  # that take part
         self.marked = 0  # times that the question was asked
@@ -118,13 +134,18 @@ class Driver:
         self._last: dict[str, Report] = {}
         self._keys = 0
 
+    def __repr__(self) -> str:
+        owing = ", ".join(sorted(set(self._asked.copy().values()))) or "nobody"
+        return f"<Driver of {self.spec}: {self.state}, waits for {owing}>"
+
     @property
     def ended(self) -> bool:
+        """Whether the pass is over on all workers."""
         return self.state == ENDED
 
     @property
     def owing(self) -> set[str]:
-        """Workers that have something to do."""
+        """Workers that have something to do and have not reported it."""
         return set(self._asked.values())
 
     def start(self, values: Iterable[tuple[str, Sequence[Any]]]) -> list[tuple[str, Task]]:
@@ -135,7 +156,7 @@ class Driver:
         """A worker has reported: what to send now.
 
         Raises:
-            Missing: sends of a fast pass have not received.
+            LeftOut: sends of a fast pass have not received.
         """
         self.workers.add(worker)
         for key, asked in report.sent:
@@ -152,10 +173,10 @@ class Driver:
         if self.state == MARKING:
             self.state = BURYING
             return [self._ask(worker, Bury) for worker in sorted(self.workers)]
-        if self.order.fast:
+        if self.spec.fast:
             waiting = {worker: last.waiting for worker, last in self._last.items() if last.waiting}
             if waiting or starved:
-                raise Missing(waiting)
+                raise LeftOut(waiting)
         if self.state == RUNNING and starved:
             self.state = MARKING
             self.marked += 1
@@ -168,7 +189,7 @@ class Driver:
         self._keys += 1
         key = ("", self._keys)
         self._sent(key, worker)
-        return worker, task(self.order, key, *what)
+        return worker, task(self.spec, key, *what)
 
     def _sent(self, key: Key, worker: str) -> None:
         self.workers.add(worker)
@@ -182,11 +203,11 @@ class Driver:
         self._asked.pop(key, None)
 
 
-class Local(Protocol):
-    """The graph of one worker."""
+class GraphRunner(Protocol):
+    """What runs the graph of one worker in one pass. It is made once its roots are known, if it has any."""
 
-    def start(self, roots: Sequence[Any]) -> None:
-        """Run from values that live here."""
+    def start(self) -> None:
+        """Run from the roots, which live here."""
 
     def arrive(self, gradients: Sequence[tuple[int, Sequence[Any]]]) -> None:
         """Gradients of what was sent have come: run what can run."""
@@ -207,39 +228,46 @@ class Local(Protocol):
 
 
 class Ledger:
-    """What a worker has sent in a pass and not reported yet."""
+    """What a worker has sent in a pass, so that its next report tells the driver of it."""
 
-    def __init__(self, order: Order, name: str) -> None:
-        self.order = order
+    def __init__(self, spec: PassSpec, name: str) -> None:
+        self.spec = spec
+        self.reached: set[str] = set()  # workers to whom something was sent
         self._name = name
         self._sent: list[tuple[Key, str]] = []
         self._keys = 0
 
     def key(self, worker: str) -> Key:
-        """For something that is sent to a worker now."""
+        """Take note of something that is sent to a worker now; its key."""
+        self.reached.add(worker)
         self._keys += 1
         key = self._name, self._keys
         self._sent.append((key, worker))
         return key
 
     def ship(self, worker: str, gradients: Sequence[tuple[int, Sequence[Any]]]) -> Shipment:
-        """Gradients for a worker have become ready."""
-        return Shipment(self.order, self.key(worker), gradients)
+        """Take note of gradients that leave for a worker now; what takes them there."""
+        return Shipment(self.spec, self.key(worker), gradients)
 
     def take(self) -> list[tuple[Key, str]]:
+        """What was sent since the last time, for a report."""
         sent, self._sent = self._sent, []
         return sent
 
 
 class Participant:
-    """The part of one worker."""
+    """A pass as each worker knows it that takes part: it does its tasks, and reports."""
 
-    def __init__(self, ledger: Ledger, local: Local) -> None:
-        self.order = ledger.order
+    def __init__(self, ledger: Ledger, runner: GraphRunner) -> None:
+        self.spec = ledger.spec
         self._ledger = ledger
-        self._local = local
+        self._runner = runner
         self._done: list[Key] = []
         self._reports = 0
+
+    def __repr__(self) -> str:
+        state = "gradients wait here" if self._runner.starved else "nothing waits here"
+        return f"<Participant in {self.spec}: {self._reports} reports, {state}>"
 
     def take(self, tasks: Sequence[Task]) -> list[tuple[str, Task]]:
         """Do what has come: what to send besides the shipments, which leave meanwhile."""
@@ -247,14 +275,14 @@ class Participant:
         arrived = [each for task in tasks if isinstance(task, Shipment) for each in task.gradients]
         for task in tasks:
             if isinstance(task, Start):
-                self._local.start(task.values)
+                self._runner.start()
             elif isinstance(task, Mark):
-                for worker, sends in self._local.mark(task.sends).items():
-                    letters.append((worker, Mark(self.order, self._ledger.key(worker), sends)))
+                for worker, sends in self._runner.mark(task.sends).items():
+                    letters.append((worker, Mark(self.spec, self._ledger.key(worker), sends)))
             elif isinstance(task, Bury):
-                self._local.bury()
+                self._runner.bury()
         if arrived:
-            self._local.arrive(arrived)
+            self._runner.arrive(arrived)
         self._done += [task.key for task in tasks]
         return letters
 
@@ -262,5 +290,5 @@ class Participant:
         """What the driver has to know, after everything that was to be sent was."""
         done, self._done = self._done, []
         self._reports += 1
-        waiting = [*islice(self._local.waiting, NAMED)] if self.order.fast else ()
-        return Report(self.order, self._reports, done, self._ledger.take(), self._local.starved, waiting)
+        waiting = [*islice(self._runner.waiting, NAMED)] if self.spec.fast else ()
+        return Report(self.spec, self._reports, done, self._ledger.take(), self._runner.starved, waiting)

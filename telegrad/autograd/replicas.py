@@ -22,25 +22,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 Node = Any
 
+# Guards the two below; a look whether there is anything, or whether it is watched for, is atomic and goes without.
+_lock = threading.Lock()
 _seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that there are
 _watching = not torch.distributed.is_available()  # or there is nothing to watch for
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers; see `_outlive`
-showing = threading.RLock()  # guards `.grad` of leaves, where it is used to show a gradient of a context
+
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers; only added to; see `_outlive`
+
+# Guards `.grad` of leaves while it shows a gradient of a context, to a hook or to a reducer. So these run under it, for
+# they look there; it is reentrant, since a hook may do what shows another.
+showing = threading.RLock()
 
 
 def watch() -> None:
     """From now on know of all replicated modules, if there can be any: their `forward` may be called directly."""
     global _watching
     if not _watching and torch.distributed.is_initialized():
-        _watching = True
-        register_module_module_registration_hook(_notice)
-        _seen.update(each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+        register_module_module_registration_hook(_notice)  # twice does no harm
+        found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        with _lock:
+            _seen.update(found)
+            _watching = True
 
 
 def _notice(module: Any, *_: Any) -> None:
     """A module is given a submodule, as each replicated one is when it is made."""
     if isinstance(module, DistributedDataParallel):
-        _seen.add(module)
+        with _lock:
+            _seen.add(module)
 
 
 def replicated() -> set[int]:
@@ -48,7 +57,8 @@ def replicated() -> set[int]:
     watch()
     if not _seen:
         return set()
-    modules = list(_seen)
+    with _lock:
+        modules = list(_seen)
     for module in modules:
         _outlive(module)
     return {id(parameter) for module in modules for parameter in module.parameters()}

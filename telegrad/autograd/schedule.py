@@ -33,8 +33,8 @@ Node = Any
 Kinds = Mapping[type, Callable[[Node], int]]
 
 
-class Call(NamedTuple):
-    """What runs in one call of the engine."""
+class EngineCall(NamedTuple):
+    """What runs in one call of torch's engine."""
 
     nodes: Sequence[Node]  # where gradients enter; in an ordered step all that run, in their order
     leaves: Sequence[Node]  # whose gradients it shall give
@@ -42,11 +42,11 @@ class Call(NamedTuple):
     fed: Sequence[Node] = ()  # of those run by hand afterwards: what comes there it shall give
 
 
-class Step(NamedTuple):
-    """What can run now."""
+class GraphStep(NamedTuple):
+    """What can run now, after some entries have closed."""
 
-    acts: list[Call | Node]  # one after the other; a node runs by hand
-    unreached: list[Node] = []  # noqa: RUF012 - nobody changes it  # what leads to other workers, to whom nothing goes
+    acts: list[EngineCall | Node]  # one after the other; a node runs by hand
+    unreached: Sequence[Node] = ()  # what leads to other workers and will not run, since nothing comes there
 
 
 class Region:
@@ -62,16 +62,17 @@ class Region:
         self.open = 0  # entries
         self.alone = False  # whether there are nodes that the engine cannot run as a part of something
         self.closed: list[int] = []  # entries since the last step
-        self.ranked = False
+        self.counted = False  # whether its nodes are in the countdown
 
     def note(self, node: Node, kind: int) -> None:
-        """A node that is special, and no plain leaf."""
+        """Take note of a node that is special, and no plain leaf."""
         if kind == ALONE:
             self.alone = True
         else:
             (self.recvs if kind == RECV else self.leaves).append(node)
 
     def take(self, other: Region) -> None:
+        """Swallow another region, since one's entries lead to a node of the other."""
         other.merged = self
         self.nodes += other.nodes
         self.plain.update(other.plain)
@@ -81,8 +82,8 @@ class Region:
         self.alone |= other.alone
 
 
-class Ranks:
-    """For each node of some regions what it waits for."""
+class Countdown:
+    """For each node of some regions how much it still waits for: at nothing it is settled."""
 
     def __init__(self, kind: Mapping[Node, int]) -> None:
         self.kind = kind
@@ -92,7 +93,7 @@ class Ranks:
         self._ages = count()  # tell apart what has the same number
 
     def add(self, nodes: Iterable[Node], starts: Iterable[Node]) -> None:
-        """A region; `starts` has a node as often as entries lead there."""
+        """Count for the nodes of a region; `starts` has a node as often as entries lead there."""
         waits, kind = self.waits, self.kind
         for node in nodes:
             waits.setdefault(node, 0)
@@ -138,8 +139,10 @@ class Ranks:
         return order, unreached
 
 
-class Cast:
-    """Says of settled nodes, from the last to the first, whether they run by hand or in which call of the engine.
+class ActPlan:
+    """Cuts a step into acts.
+
+    It says of settled nodes, from the last to the first, whether they run by hand or in which call of the engine.
 
     What a call gives to a node outside of it has gone through that node's hooks. So a call may do that only for one
     that gets nothing more later, and that then runs by hand, without those hooks; not for one in Python, which needs
@@ -147,8 +150,8 @@ class Cast:
     run the node to get there.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, countdown: Countdown) -> None:
+        self._countdown = countdown
         self._groups: list[list[Node]] = []  # of each act its nodes, from the last to the first
         self._by_hand: set[int] = set()  # which of them
         self._home: dict[Node, int] = {}  # in which of them a node is, and which is the last to give to a plain leaf
@@ -156,7 +159,7 @@ class Cast:
         self._feeds = self._shares = False  # the current call, to such a node; to a leaf that others use later
 
     def take(self, node: Node) -> None:
-        """The node before those that were taken."""
+        """Find the place of the node that runs before all those that were taken so far."""
         place = len(self._groups) - 1
         if place < 0 or place in self._by_hand:
             place, self._feeds, self._shares = place + 1, False, False
@@ -168,21 +171,21 @@ class Cast:
             self._groups.append([])
         self._groups[place].append(node)
         self._home[node] = place
-        for m in self._ranks.next[node]:
-            if self._ranks.kind.get(m) == PLAIN:
+        for m in self._countdown.next[node]:
+            if self._countdown.kind.get(m) == PLAIN:
                 self._home.setdefault(m, place)
             elif self._home.get(m) != place:
                 self._feeder.setdefault(m, place)
 
     def _in_engine(self, node: Node, place: int) -> bool:
         """Whether the engine may run the node in the call that is at that place."""
-        kind = self._ranks.kind
+        kind = self._countdown.kind
         if kind.get(node) == ALONE:
             return False
         feeds, shares = self._feeds, self._shares
-        for m in self._ranks.next[node]:
+        for m in self._countdown.next[node]:
             if kind.get(m) == PLAIN:
-                shares |= self._ranks.uses[m] > 0 or self._home.get(m, place) != place
+                shares |= self._countdown.uses[m] > 0 or self._home.get(m, place) != place
             elif self._home.get(m) != place:
                 feeds = True
                 if not self._may_feed(m, place):
@@ -193,11 +196,11 @@ class Cast:
         return True
 
     def _may_feed(self, m: Node, place: int) -> bool:
-        in_python = hasattr(m, "apply") and self._ranks.kind.get(m) != RECV
+        in_python = hasattr(m, "apply") and self._countdown.kind.get(m) != RECV
         return self._home.get(m) in self._by_hand and not in_python and self._feeder.get(m, place) == place
 
-    def acts(self) -> list[Call | Node]:
-        """In order."""
+    def acts(self) -> list[EngineCall | Node]:
+        """What was taken, as calls of the engine and nodes that run by hand, in the order in which they run."""
         fed: dict[int, list[Node]] = {}
         for m, place in self._feeder.items():
             fed.setdefault(place, []).append(m)
@@ -206,14 +209,14 @@ class Cast:
             for place, group in reversed([*enumerate(self._groups)])
         ]
 
-    def _call(self, nodes: list[Node], fed: list[Node]) -> Call:
-        kind = self._ranks.kind
-        plain = {m: None for node in nodes for m in self._ranks.next[node] if kind.get(m) == PLAIN}
+    def _call(self, nodes: list[Node], fed: list[Node]) -> EngineCall:
+        kind = self._countdown.kind
+        plain = {m: None for node in nodes for m in self._countdown.next[node] if kind.get(m) == PLAIN}
         leaves = [node for node in nodes if kind.get(node) == LEAF]
-        return Call(nodes, [*plain, *leaves], [node for node in nodes if kind.get(node) == RECV], fed)
+        return EngineCall(nodes, [*plain, *leaves], [node for node in nodes if kind.get(node) == RECV], fed)
 
 
-class Schedule:
+class GraphSchedule:
     """The graph behind the entries of one worker, in one pass. What comes right to a plain leaf never enters it."""
 
     def __init__(self, entries: Mapping[int, Sequence[Node]], kinds: Kinds) -> None:
@@ -226,7 +229,7 @@ class Schedule:
         for entry in entries:
             self._region[entry] = region = _root(self._region[entry])
             region.open += 1
-        self._ranks: Ranks | None = None  # once some nodes can run before others that they lead to
+        self._countdown: Countdown | None = None  # once some nodes can run before others that they lead to
         self._changed: dict[Region, None] = {}
         self._marked: set[Node] = set()
 
@@ -238,14 +241,14 @@ class Schedule:
     def settled(self, node: Node) -> bool:
         """Whether all that can still come to a node has come; what leads there may have to run yet."""
         region = _root(self._home[node])
-        return node not in self._ranked().waits if region.ranked else not region.open
+        return node not in self._counting().waits if region.counted else not region.open
 
     def special(self, kind: int) -> list[Node]:
         """All nodes of a kind but plain leaves."""
         return [node for node, known in self._kind.items() if known == kind]
 
     def kind(self, node: Node) -> int | None:
-        """What is special about a node."""
+        """What is special about a node: one of the kinds above, or None."""
         return self._kind.get(node)
 
     def _explore(self, entry: int, starts: Iterable[Node]) -> Region:
@@ -284,7 +287,7 @@ class Schedule:
         if region.nodes or region.plain:  # else all that came went to leaves
             self._changed[region] = None
 
-    def step(self, waiting: Collection[Node], ordered: bool) -> Step | None:
+    def step(self, waiting: Collection[Node], ordered: bool) -> GraphStep | None:
         """What can run after entries closed, if something can. `waiting` are the nodes to which something has come.
 
         An `ordered` step names all nodes, since some may have to run by hand.
@@ -296,9 +299,9 @@ class Schedule:
             ordered = ordered or region.alone or region.open > 0
         if ordered:
             return self._ordered_step(regions, waiting)
-        return Step([self._whole(regions, waiting)])
+        return GraphStep([self._whole(regions, waiting)])
 
-    def _whole(self, regions: list[Region], waiting: Collection[Node]) -> Call:
+    def _whole(self, regions: list[Region], waiting: Collection[Node]) -> EngineCall:
         """All that is left of regions of which no entry is open."""
         starts: dict[Node, None] = {}
         leaves: dict[Node, None] = {}
@@ -306,35 +309,35 @@ class Schedule:
         for region in regions:
             leaves.update(region.plain)
             leaves.update(dict.fromkeys(region.leaves))
-            if region.ranked:
-                region.ranked = False
+            if region.counted:
+                region.counted = False
                 starts.update({node: None for node in region.nodes if node in waiting})
-                recvs += [node for node in region.recvs if node in self._ranked().waits]
+                recvs += [node for node in region.recvs if node in self._counting().waits]
             else:
                 for entry in region.entries:
                     starts.update(dict.fromkeys(self._entries[entry]))
                 recvs += region.recvs
-        return Call(list(starts), list(leaves), recvs)
+        return EngineCall(list(starts), list(leaves), recvs)
 
-    def _ordered_step(self, regions: list[Region], waiting: Collection[Node]) -> Step:
-        ranks = self._ranked()
+    def _ordered_step(self, regions: list[Region], waiting: Collection[Node]) -> GraphStep:
+        countdown = self._counting()
         starts: list[Node] = []
         for region in regions:
-            if not region.ranked:
-                region.ranked = True
-                ranks.add(region.nodes, [node for entry in region.entries for node in self._starts(entry)])
+            if not region.counted:
+                region.counted = True
+                countdown.add(region.nodes, [node for entry in region.entries for node in self._starts(entry)])
             starts += [node for entry in region.closed for node in self._starts(entry)]
             region.closed.clear()
-        order, unreached = ranks.settle(starts, waiting)
-        cast = Cast(ranks)
+        order, unreached = countdown.settle(starts, waiting)
+        plan = ActPlan(countdown)
         for node in reversed(order):
-            cast.take(node)
-        return Step(cast.acts(), [node for node in unreached if self._kind.get(node) == RECV])
+            plan.take(node)
+        return GraphStep(plan.acts(), [node for node in unreached if self._kind.get(node) == RECV])
 
-    def _ranked(self) -> Ranks:
-        if self._ranks is None:
-            self._ranks = Ranks(self._kind)
-        return self._ranks
+    def _counting(self) -> Countdown:
+        if self._countdown is None:
+            self._countdown = Countdown(self._kind)
+        return self._countdown
 
     def _starts(self, entry: int) -> list[Node]:
         return [node for node in self._entries[entry] if self._kind.get(node) != PLAIN]
@@ -357,7 +360,7 @@ class Schedule:
         return found
 
     def is_marked(self, node: Node) -> bool:
-        """Whether it was found so."""
+        """Whether `mark` has come to the node: gradients may still go there."""
         return node in self._marked
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd import api, byhand
-from telegrad.autograd.contexts import OWNER_SHIFT, Context, entered_id
-from telegrad.autograd.graph import RecvNode, Send, edge_of
+from telegrad.autograd.edges import edge_of
+from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.compat.missing import missing_from
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
 from telegrad.rpc import current
@@ -90,7 +90,7 @@ backward = dist_backward
 class DistAutogradContext:
     """What programs may look at of a context, as far as this worker takes part."""
 
-    def __init__(self, recorded: Context) -> None:
+    def __init__(self, recorded: AutogradContext) -> None:
         self._context = recorded
         self._entered: Any = None
 
@@ -98,12 +98,10 @@ class DistAutogradContext:
         return self._context.id
 
     def _known_worker_ids(self) -> set[int]:
-        with self._context.lock:
-            return {worker.id for worker in self._context.known.values()} - {current.agent().me.id}
+        return {worker.id for worker in self._context.known} - {current.agent().me.id}
 
     def _send_functions(self) -> dict[int, SendFunction]:
-        with self._context.lock:
-            return {number: SendFunction(send) for number, send in self._context.sends.items()}
+        return {number: SendFunction(send) for number, send in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
         found: list[Any] = [each for each in gc.get_objects() if type(each) is RecvNode]
@@ -172,7 +170,7 @@ def _get_max_id() -> int:
 def _get_debug_info() -> dict[str, str]:
     conductor = current.conductor()
     return {
-        "num_current_backward_passes": str(conductor.contexts.passes),
+        "num_current_backward_passes": str(conductor.passes),
         "num_autograd_contexts": str(len(conductor.contexts)),
     }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from telegrad.autograd.contexts import entered_id
+from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.hints import hint
 

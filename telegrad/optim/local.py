@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telegrad.autograd.contexts import Context
 from telegrad.autograd.gradients import Gradients
+from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
 from telegrad.nn.remote_module import on_host
 from telegrad.nn.tree import Branch, parameters_of
@@ -112,7 +112,7 @@ class LocalOptimizer:
         with holding(self._guards):
             self._gather(context_id)
 
-    def _gather(self, context_id: int) -> Context | None:
+    def _gather(self, context_id: int) -> AutogradContext | None:
         """The context, where this worker takes part in it or has kept something for it."""
         contexts = current.conductor().contexts
         kept = self._kept.as_dict()

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from telegrad.autograd.engine import ROOTS, LocalPass
-from telegrad.autograd.graph import RecvNode
+from telegrad.autograd.engine import ROOTS, EngineRunner
+from telegrad.autograd.record import RecvNode
 
 Node = Any
 Batch = list[tuple[int, list[Node]]]  # entries that close at once, and which of their nodes are reached
@@ -39,7 +39,7 @@ def renumber(values: Iterable[Any], known: set[Node]) -> None:
 class Watched:
     """One worker's part of a pass."""
 
-    def __init__(self, local: LocalPass) -> None:
+    def __init__(self, local: EngineRunner) -> None:
         self.local = local
         self.batches: list[Batch] = []
         self.ran: list[int] = []
@@ -81,11 +81,11 @@ def ran(number: int) -> None:
 @contextlib.contextmanager
 def watching() -> Iterator[list[Watched]]:
     """Note what every worker of this process does in passes."""
-    all_: dict[LocalPass, Watched] = {}
-    originals = {name: getattr(LocalPass, name) for name in ("start", "arrive", "bury")}
+    all_: dict[EngineRunner, Watched] = {}
+    originals = {name: getattr(EngineRunner, name) for name in ("start", "arrive", "bury")}
 
     def wrapped(name: str) -> Any:
-        def act(local: LocalPass, *given: Any) -> None:
+        def act(local: EngineRunner, *given: Any) -> None:
             watched = _acting.watched = all_.setdefault(local, Watched(local))
             _note(watched, name, *given)
             try:
@@ -96,20 +96,18 @@ def watching() -> Iterator[list[Watched]]:
         return act
 
     for name in originals:
-        setattr(LocalPass, name, wrapped(name))
+        setattr(EngineRunner, name, wrapped(name))
     try:
         yield all_.values()
     finally:
         for name, original in originals.items():
-            setattr(LocalPass, name, original)
+            setattr(EngineRunner, name, original)
 
 
 def _note(watched: Watched, name: str, given: Any = ()) -> None:
     if name == "start":
-        watched.batches.append([(ROOTS, [root.grad_fn for root in given if root.grad_fn is not None])])
-        return
-    watched.local._begin()
-    if name == "bury":
+        watched.batches.append([(ROOTS, [edge.node for edge in watched.local._edges[ROOTS]])])
+    elif name == "bury":
         watched.buried()
     else:
         watched.came(given)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad.autograd.schedule import Schedule
+from telegrad.autograd.schedule import GraphSchedule
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, UnusedSends, UsageError
 from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, in_threads
@@ -618,7 +618,7 @@ def test_an_error_in_a_backward_function_far_away(trio):
         loss = rpc_sync("w3", failing, (x, 2)).sum()
         with pytest.raises(ValueError, match=r"no gradient today[\s\S]*On worker 'w1'"):
             autograd.backward(context, loss)
-        wait_until(lambda: not any(each.conductor.contexts.find(context).parts for each in trio))
+        wait_until(lambda: not any(each.conductor.passes for each in trio))
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
 
@@ -629,6 +629,16 @@ def test_a_pass_that_takes_too_long():
         with pytest.raises(CallTimeout, match="'w1'"):
             autograd.backward(context, loss, timeout=0.2)
         GATE.set()
+
+
+def test_a_pass_tells_for_whom_it_waits(trio):
+    with autograd.context() as context:
+        future = autograd.backward_async(context, rpc_sync("w1", slow_backward, (leaf(), Holder(None))).sum())
+        wait_until(lambda: "running, waits for w1" in repr(trio[0].conductor))
+        wait_until(lambda: "its graph runs" in repr(trio[1].conductor.contexts.find(context)))
+        GATE.set()
+        future.wait()
+    assert "drives []" in repr(trio[0].conductor)
 
 
 def test_fast_mode_where_all_takes_part():
@@ -698,15 +708,15 @@ def test_what_is_ready_together_leaves_together(trio, monkeypatch):
             rpc_sync("w1", keep, (each,))
         autograd.backward(context, rpc_sync("w1", sum_of_kept))
         assert len(autograd.get_gradients(context)) == 16
-    assert sent.count("Parcel") <= 4, "sixteen messages, but one step of one pass"
+    assert sent.count("PackedShipment") <= 4, "sixteen messages, but one step of one pass"
 
 
 def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(trio, monkeypatch):
     """Each enters the engine once, as soon as it is there, and nothing is counted: the work is linear."""
     steps = []
-    original = Schedule.step
-    monkeypatch.setattr(Schedule, "step", lambda *given: steps.append(original(*given)) or steps[-1])
-    monkeypatch.setattr(Schedule, "_ordered_step", None)
+    original = GraphSchedule.step
+    monkeypatch.setattr(GraphSchedule, "step", lambda *given: steps.append(original(*given)) or steps[-1])
+    monkeypatch.setattr(GraphSchedule, "_ordered_step", None)
     stage = remote("w1", Model)
     with autograd.context() as context:
         outputs = [stage.rpc_async().forward(leaf()) for _ in range(32)]
@@ -722,7 +732,7 @@ def test_nothing_is_asked_where_everything_takes_part(trio, monkeypatch):
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", nested, (x, 6)).sum())
     kinds = {kind for each in sent for kind in each}
-    assert kinds <= {"Parcel", "Report", "Release"}
+    assert kinds <= {"PackedShipment", "Report", "Release"}
 
 
 def test_a_circle_of_any_depth():

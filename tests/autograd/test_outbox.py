@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from telegrad.autograd.outbox import Outbox, unwrap
-from telegrad.autograd.passes import Ledger, Order, Report
+from telegrad.autograd.outbox import Outbox, unpacked
+from telegrad.autograd.passes import Ledger, PassSpec, Report
 from telegrad.group.members import Identity
+from tests.autograd.rivals import Rival
 
 DRIVER, OTHER = Identity("driver", 0, "a"), Identity("other", 1, "b")
-ORDER = Order(1, "driver", 1, False, False, False, ("driver",))
+SPEC = PassSpec(1, "driver", 1, False, False, False, ("driver",))
 
 
 class Agent:
@@ -21,26 +22,10 @@ class Agent:
 
     def __init__(self) -> None:
         self.sent = []
-        self.streams = SimpleNamespace(publish=lambda: None, adopt=lambda *_: None)
+        self.streams = SimpleNamespace(used=(), publish=lambda: None)
 
     def notify(self, to, message, incarnation="", tensors=(), context=None):
-        self.sent.append((to, unwrap(message._replace(tensors=tensors))))
-
-
-class Rival:
-    """The outbox's lock; before it is taken next, another thread gets ahead."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.act = lambda: None
-
-    def __enter__(self):
-        act, self.act = self.act, lambda: None
-        act()
-        self._lock.acquire()
-
-    def __exit__(self, *_):
-        self._lock.release()
+        self.sent.append((to, unpacked(message._replace(tensors=tensors))))
 
 
 @pytest.fixture
@@ -50,17 +35,13 @@ def agent():
 
 @pytest.fixture
 def outbox(agent):
-    def failed(_, error):
-        raise error
-
-    made = Outbox(agent, None, Ledger(ORDER, "me"), lambda _: None, failed)
+    made = Outbox(agent, None, Ledger(SPEC, "me"), True, lambda _: None)
     made._lock = Rival()
-    made.brief = True
     return made
 
 
 def report():
-    return Report(ORDER, 1, [], [], False, [])
+    return Report(SPEC, 1, [], [], False, [])
 
 
 def reports_sent(agent):
@@ -87,3 +68,22 @@ def test_where_the_clock_sends_them_first_the_report_is_left_to_the_caller(outbo
 def test_without_anything_for_the_driver_there_is_nothing_to_take_it_along(outbox, agent):
     assert not outbox.send_with(report)
     assert agent.sent == []
+
+
+def test_who_finds_nothing_to_send_finds_what_has_left_in_the_ledger(outbox, agent):
+    """Else the report would not tell of what the clock sends at this moment."""
+    ledger, flushing = outbox._ledger, []
+    ship = ledger.ship
+
+    def look_meanwhile(*given):
+        flushing.append(threading.Thread(target=lambda: (outbox.flush(), seen.append(ledger.take()))))
+        flushing[0].start()
+        flushing[0].join(0.05)
+        return ship(*given)
+
+    seen = []
+    ledger.ship = look_meanwhile
+    outbox.add(OTHER, 1, [torch.ones(1)], True)
+    outbox.send_early()
+    flushing[0].join()
+    assert [to for _, to in seen[0]] == ["other"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
-from telegrad.autograd.contexts import entered_id
+from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.rpc import RRef, current, functions, remote, rpc_async
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from telegrad.autograd import passes
-from telegrad.autograd.passes import Driver, Ledger, Missing, Order, Participant
-from telegrad.autograd.schedule import LEAF, PLAIN, RECV, Call, Schedule
+from telegrad.autograd.passes import Driver, Ledger, LeftOut, Participant, PassSpec
+from telegrad.autograd.schedule import LEAF, PLAIN, RECV, EngineCall, GraphSchedule
 
 SEED = os.environ.get("TELEGRAD_SEED")
 SEEDS = [int(SEED)] if SEED else range(300)
@@ -56,31 +56,24 @@ class RecvNode(Node):
 KINDS = {Leaf: lambda _: PLAIN, HookedLeaf: lambda _: LEAF, RecvNode: lambda _: RECV}
 
 
-class FakeLocal:
+class FakeRunner:
     """A graph whose gradients are the sets of nodes that they came through: a run must see all of its own at once."""
 
     def __init__(self, world: World, me: int) -> None:
         self.world, self.me = world, me
-        self.roots: list[Node] = []
+        self.roots = world.roots if me == 0 else []
         self.pending: set[Node] = set()
         self.marked: set[int] = set()
         self.buried = False
-        self.made: Schedule | None = None
-
-    @property
-    def schedule(self) -> Schedule:
-        if self.made is None:
-            entries = {number: [node] for number, node in self.world.sends[self.me].items()}
-            if self.roots:
-                entries[0] = self.roots
-            self.made = Schedule(entries, KINDS)
-        return self.made
+        entries = {number: [node] for number, node in world.sends[me].items()}
+        if self.roots:
+            entries[0] = self.roots
+        self.schedule = GraphSchedule(entries, KINDS)
 
     def node_of(self, entry: int) -> list[Node]:
         return [self.world.sends[self.me][entry]] if entry else self.roots
 
-    def start(self, roots: Any) -> None:
-        self.roots = list(roots)
+    def start(self) -> None:
         self.arrive([(0, [1])])
 
     def arrive(self, gradients: Any) -> None:
@@ -109,20 +102,20 @@ class FakeLocal:
         step = self.schedule.step(self.pending, ordered)
         if step is None:
             return
-        calls = [act for act in step.acts if isinstance(act, Call)]
-        hand = [act for act in step.acts if not isinstance(act, Call)]
+        calls = [act for act in step.acts if isinstance(act, EngineCall)]
+        hand = [act for act in step.acts if not isinstance(act, EngineCall)]
         ordered |= bool(hand or step.unreached or len(calls) > 1)
         for act in step.acts:
-            if isinstance(act, Call):
+            if isinstance(act, EngineCall):
                 self.call(act, ordered)
             else:
                 self.run_node(act)
         recvs = [node for call in calls for node in call.recvs] + [node for node in hand if type(node) is RecvNode]
-        for node in recvs + step.unreached:
+        for node in [*recvs, *step.unreached]:
             if not node.runs and (not self.buried or self.schedule.is_marked(node)):
                 self.world.ship(self.me, node, False)
 
-    def call(self, call: Call, ordered: bool) -> None:
+    def call(self, call: EngineCall, ordered: bool) -> None:
         """Run the nodes behind those where gradients enter, as the engine would, up to what it shall give."""
         behind = reachable(call.fed) - set(call.fed)
         assert not behind.intersection([*call.leaves, *call.recvs, *call.fed]), "the engine would run what waits"
@@ -186,14 +179,14 @@ class World:
             self.grow()
         self.letters: Counter[str] = Counter()
         self.mail: list[tuple[str, str, Any]] = []
-        order = Order(1, "0", 1, False, False, fast, ("0",))
-        self.driver = Driver(order)
-        self.join(range(size))
+        spec = PassSpec(1, "0", 1, False, False, fast, ("0",))
+        self.driver = Driver(spec)
         self.roots = [Node(0, *self.draw.sample(self.nodes[0], min(8, len(self.nodes[0]))))]
+        self.join(range(size))
 
     def join(self, workers: Iterable[int]) -> None:
-        self.ledgers = {str(worker): Ledger(self.driver.order, str(worker)) for worker in workers}
-        self.parts = {name: Participant(ledger, FakeLocal(self, int(name))) for name, ledger in self.ledgers.items()}
+        self.ledgers = {str(worker): Ledger(self.driver.spec, str(worker)) for worker in workers}
+        self.parts = {name: Participant(ledger, FakeRunner(self, int(name))) for name, ledger in self.ledgers.items()}
 
     def grow(self) -> None:
         worker = self.draw.randrange(len(self.nodes))
@@ -298,8 +291,8 @@ def test_nothing_is_asked_where_all_takes_part():
         received = RecvNode(here, there, hop)
         world.sources[received] = second
         second = Node(here, received, first) if here == 0 else Node(here, received)
-    world.join([0, 1])
     world.roots = [second]
+    world.join([0, 1])
     world.run()
     assert world.driver.ended
     assert not world.driver.marked
@@ -308,7 +301,7 @@ def test_nothing_is_asked_where_all_takes_part():
 
 def test_a_fast_pass_names_what_is_missing():
     world = next(world for world in (World(seed, 3, 60, fast=True) for seed in range(20)) if is_partly_used(world))
-    with pytest.raises(Missing) as missing:
+    with pytest.raises(LeftOut) as missing:
         world.run()
     assert missing.value.waiting
 
@@ -325,8 +318,8 @@ def test_the_simulation_finds_a_driver_that_does_not_ask(monkeypatch):
 
 
 def test_the_simulation_finds_marks_that_stop(monkeypatch):
-    original = Schedule.mark
-    monkeypatch.setattr(Schedule, "mark", lambda self, starts: original(self, starts)[:1])
+    original = GraphSchedule.mark
+    monkeypatch.setattr(GraphSchedule, "mark", lambda self, starts: original(self, starts)[:1])
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(range(50))
 

@@ -1,0 +1,44 @@
+"""Edges of torch's graph: where the gradients of tensors come in, and a pass of the engine between some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where the gradient of a tensor comes in."""
+    if tensor.layout is not torch.strided:  # torch would view it, which only dense ones can be
+        with torch.enable_grad():
+            token = tensor.clone().grad_fn
+        assert token is not None
+        node, number = token.next_functions[0]
+        assert node is not None
+        return GradientEdge(node, number, token)
+    made_by = tensor.grad_fn
+    if made_by is None or isinstance(made_by, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(made_by, tensor.output_nr)
+
+
+def device_of(edge: GradientEdge | Tensor) -> torch.device:
+    """Where the gradient of an edge is expected."""
+    if isinstance(edge, Tensor):
+        return edge.device
+    variable: Any = getattr(edge.node, "variable", None)
+    found: torch.device = (edge.node._input_metadata[edge.output_nr] if variable is None else variable).device
+    return found
+
+
+def run_backward(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], retain: bool, create: bool
+) -> Sequence[Tensor | None]:
+    """What `torch.autograd.grad` gives, without its checks of what users may give it."""
+    given: Sequence[Tensor | None] = _engine_run_backward(
+        tuple(roots), tuple(gradients), retain, create, tuple(wanted), True, accumulate_grad=False
+    )
+    return given

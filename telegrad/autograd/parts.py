@@ -1,0 +1,252 @@
+"""This worker's parts in backward passes: which thread does what, what is sent when, and what becomes of failures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic, perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.futures import Future, Signal
+from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.mailbox import LocalPart, Mailbox
+from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
+from telegrad.autograd.passes import Abandon, Bury, Failed, Mark, PassSpec, Report, Start, Task
+from telegrad.autograd.record import AutogradContext, Inside
+from telegrad.errors import ContextLost, PeerLost, TelegradError
+from telegrad.group.members import Identity
+from telegrad.wire.failures import describe
+
+SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again
+
+GATHER = 1e-3  # how long gradients wait at most for others that the same step will bring for the same worker
+
+OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
+
+
+class LocalParts:
+    """This worker's parts in all passes that it takes part in, whoever drives them."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        contexts: Contexts,
+        open_roots: OpenRoots,
+        reported: Callable[[str, Report], None],
+        failed: Callable[[Failed], None],
+    ) -> None:
+        """`open_roots` gives the tensors of values that live here, once they are there.
+
+        `reported`, with this worker's name, and `failed` are told what concerns a pass that this worker drives.
+        """
+        self._agent = agent
+        self._name = agent.name
+        self._contexts = contexts
+        self._open_roots = open_roots
+        self._reported = reported
+        self._tell_failed = failed
+        # These need no lock: each use is one operation of a dict or a set, which is atomic, or sets a flag.
+        self._mailboxes: dict[int, Mailbox] = {}  # by contexts
+        self._gathering: set[Outbox] = set()
+        self._short = False  # what was done last did not take long
+        for task in (Start, Mark, Bury):
+            agent.on(task, self._take_task)
+        agent.on(PackedShipment, self._take_shipment)
+        agent.on(Abandon, lambda sender, message: self.abandon(message.spec))
+
+    def __len__(self) -> int:
+        """Those of contexts that have not ended, but for passes that have failed."""
+        parts = [part for mailbox in self._mailboxes.copy().values() for part in mailbox.parts.copy().values()]
+        return len(parts) - parts.count(None)
+
+    def __repr__(self) -> str:
+        return f"<LocalParts of {self._name!r}: {list(self._mailboxes.copy().values())}>"
+
+    # Tasks come
+
+    def give(self, context: AutogradContext, worker: str, task: Task, here: bool = False) -> None:
+        """Have a worker do something. If it is this one: with `here`, by this thread where nobody is at it."""
+        if worker == self._name:
+            self._post(context, task, here)
+        else:
+            context.meet(self._agent.identify(worker))
+            self._agent.notify(worker, task)
+
+    def _take_task(self, sender: Identity, task: Task) -> None:
+        context = self._contexts.join(task.spec.context)
+        if context is not None:
+            context.meet(sender)
+            self._post(context, task, errand=True)
+            return
+        try:
+            self._contexts.check_kept(task.spec.context)
+        except ContextLost as error:
+            self._failed(task.spec, error)
+
+    def _take_shipment(self, sender: Identity, parcel: PackedShipment) -> None:
+        shipment, report = unpacked(parcel)
+        self._take_task(sender, shipment)
+        if report is not None:
+            self._reported(sender.name, report)
+
+    def _post(self, context: AutogradContext, task: Task, here: bool = False, errand: bool = False) -> None:
+        """Something is to be done: by whoever is at it, or by this thread or one that begins now."""
+        mailbox = self._mailboxes.get(context.id) or self._open(context)
+        if not mailbox.put(task, here):
+            return
+        if here:
+            self._work(mailbox)
+        else:
+            self._agent.run(self._work, mailbox, self._short, errand)
+
+    def _open(self, context: AutogradContext) -> Mailbox:
+        """The mailbox of a context; one that has ended keeps none, whichever of the two came first."""
+        mailbox = self._mailboxes.setdefault(context.id, Mailbox(context))
+        if context.ended:
+            self.end(context.id)
+        return mailbox
+
+    # Tasks are done
+
+    def attend(self, context: AutogradContext, outcome: Signal) -> None:
+        """Do what comes for a context on this thread, where a profiler sees it, until `outcome` is there."""
+        mailbox = self._open(context)
+        calls = queue.SimpleQueue[bool]()
+        mailbox.call(calls)
+        outcome.add_done_callback(lambda _: calls.put(False))
+        with self._agent.waiting():
+            while calls.get():
+                self._work(mailbox)
+        mailbox.call(None)
+        while not calls.empty():
+            if calls.get():
+                self._work(mailbox)
+
+    def _work(self, mailbox: Mailbox) -> None:
+        with self._agent.streams.turn():
+            start = perf_counter()
+            while tasks := mailbox.take():
+                if len(tasks) == 1:
+                    self._do(mailbox, tasks)
+                    continue
+                for _, group in itertools.groupby(tasks, lambda task: task.spec):
+                    self._do(mailbox, list(group))
+            self._short = perf_counter() - start < SHORT
+
+    def _do(self, mailbox: Mailbox, tasks: list[Task]) -> None:
+        """Do tasks of one pass, and report."""
+        spec, context = tasks[0].spec, mailbox.context
+        try:
+            if context.ended:
+                self._contexts.check_kept(context.id)
+                return
+            if spec not in mailbox.parts:
+                tasks = self._begin(mailbox, spec, tasks)
+            part = mailbox.parts.get(spec)
+            if part is None or not tasks:
+                return
+            with Inside(context.id):
+                letters = part.participant.take(tasks)
+            self._agent.streams.publish()  # before anybody hears that it is done
+            for worker, task in letters:
+                self.give(context, worker, task)
+            if part.outbox.send_with(part.participant.report):
+                return
+            report = part.participant.report()
+            if spec.driver == self._name:
+                self._reported(self._name, report)
+            else:
+                self._agent.notify(spec.driver, report)
+        except BaseException as error:
+            self._failed(spec, error)
+
+    def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:
+        """Make this worker's part, once its own roots are there; what there is to do then.
+
+        What comes before waits for them: nodes that they lead to must not run without.
+        """
+        roots: Sequence[Tensor] = ()
+        if self._name in spec.roots:
+            early = mailbox.early.setdefault(spec, [])
+            for task in tasks:
+                if isinstance(task, Start):
+                    roots = task.values
+                    early.insert(0, task)
+                else:
+                    early.append(task)
+            if not roots:
+                return []
+            for root in roots:
+                if not isinstance(root, Tensor):
+                    self._open_roots(roots).add_done_callback(partial(self._opened, mailbox.context, early.pop(0)))
+                    return []
+            mailbox.early.pop(spec, None)
+            tasks = early
+        part = LocalPart(self._agent, mailbox.context, spec, roots, self._short, self._gathers)
+        mailbox.parts.setdefault(spec, part)  # the pass may have failed meanwhile
+        return tasks
+
+    def _opened(self, context: AutogradContext, start: Start, done: Any) -> None:
+        try:
+            self._post(context, start._replace(values=done.wait()))
+        except Exception as error:
+            self._failed(start.spec, error)
+
+    def _gathers(self, outbox: Outbox) -> None:
+        self._gathering.add(outbox)
+        self._agent.wake_at(monotonic() + GATHER, rough=outbox.rides_with_report)
+
+    def send_gathered(self) -> None:
+        """Send what has waited for company; the clock does this, and nobody else."""
+        while self._gathering:
+            outbox = self._gathering.pop()
+            try:
+                outbox.send_early()
+            except Exception as error:
+                self._failed(outbox.spec, error)
+
+    # Passes fail, contexts end
+
+    def _failed(self, spec: PassSpec, error: BaseException) -> None:
+        """This worker cannot do its part: the driver has to know."""
+        failed = Failed(spec, describe(_advised(error), self._name))
+        self.abandon(spec)
+        if spec.driver == self._name:
+            self._tell_failed(failed)
+        else:
+            with contextlib.suppress(TelegradError):  # it has gone, and its context with it
+                self._agent.notify(spec.driver, failed)
+
+    def abandon(self, spec: PassSpec) -> None:
+        """A pass has failed, here or elsewhere: do no more for it."""
+        context = self._contexts.get(spec.context)
+        if context is not None:
+            self._open(context).fail(spec)
+
+    def lost(self, who: Identity, error: PeerLost) -> None:
+        """A worker is lost: passes in which something was sent to it cannot go on here."""
+        for mailbox in self._mailboxes.copy().values():
+            if mailbox.context.knows(who):
+                for spec, part in mailbox.parts.copy().items():
+                    if part is not None and who.name in part.ledger.reached:
+                        self._failed(spec, error)
+
+    def end(self, context_id: int) -> None:
+        """A context has ended: forget what there was to do for it."""
+        self._mailboxes.pop(context_id, None)
+
+
+def _advised(error: BaseException) -> BaseException:
+    """Where a tensor was changed that the pass needs, the usual reason and what helps."""
+    if type(error) is not RuntimeError or "modified by an inplace operation" not in str(error):
+        return error
+    return RuntimeError(
+        f"{error}\nWhere that is a parameter, another context's optimizer may have changed it between forward and "
+        "backward: let the steps wait for each other, or make the optimizers with hogwild=True"
+    )

@@ -1,0 +1,222 @@
+"""What one worker records of one forward and backward pass: what it sent, what it received, what leaves got.
+
+Two things join the graphs of two workers: on one side a `Send`, the edges of the tensors that left in a message; on the
+other a `Recv` node, on which hangs what came in it, with the `Origin` that says whose `Send` its gradients are for.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd.edges import edge_of
+from telegrad.autograd.gradients import Gradients
+from telegrad.errors import UsageError
+from telegrad.group.members import Identity
+
+OWNER_SHIFT = 48  # a context's id: its owner's rank, above a number that is random at first
+FIRST = 1 << 63  # of the nodes that are ready the engine runs that of the highest number: what leaves shall not wait
+
+# Behind a message's body: the context, and the message's number; then which slots are recorded, four bytes each.
+_HEAD = struct.Struct("<QQ")
+read_id = struct.Struct("<Q").unpack_from  # of the context
+
+_entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
+entered_id = _entered.get  # of the context in which this thread's code runs, if it does in one
+
+
+class Send(NamedTuple):
+    """A message that took tensors away: where their gradients will come in. A leaf stands for itself."""
+
+    edges: list[GradientEdge | Tensor]
+    to: str
+    what: Any  # the function whose arguments or result they are
+
+    def __str__(self) -> str:
+        name = getattr(self.what, "__name__", None) or (self.what if isinstance(self.what, str) else "a call")
+        return f"{len(self.edges)} tensor(s) sent to {self.to!r} with {name}"
+
+
+class Origin:
+    """Where the tensors of one message came from, and so where their gradients go."""
+
+    __slots__ = ("context", "number", "sender")
+
+    def __init__(self, context: AutogradContext, sender: Identity, number: int) -> None:
+        self.context = context
+        self.sender = sender
+        self.number = number  # the message's, to its sender
+
+    def __repr__(self) -> str:
+        return f"<Origin: message {self.number} of {self.sender.name!r} in context {self.context.id}>"
+
+
+class Recv(torch.autograd.Function):
+    """The received tensors of one message hang on one node, which passes their gradients on to their sender.
+
+    Its only input, the anchor, is an empty leaf made for it alone: whoever wants its gradient makes the engine run
+    the node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, origin: Origin, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.anchor = anchor
+        ctx.origin = origin
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.origin.context.ship(ctx.origin, gradients)
+        return None, None, None
+
+
+RecvNode: type = Recv._backward_cls
+_apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, Recv).apply  # without looking for transforms
+
+
+def send(tensors: Sequence[Tensor], to: str, what: Any) -> Send:
+    """What keeps the graph of tensors that leave; of a node in Python it is the edge's token that does."""
+    return Send([tensor if tensor.is_leaf else edge_of(tensor) for tensor in tensors], to, what)
+
+
+def receive(tensors: Sequence[Tensor], origin: Origin) -> Sequence[Tensor]:
+    """The same tensors with a history: a Recv, whose gradients go to their origin."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # of whoever waits; they were sent in another
+        with torch.inference_mode(False), torch.enable_grad():
+            return receive(tensors, origin)
+    anchor = torch.empty(0, requires_grad=True)
+    received = _apply(anchor, origin, tensors)
+    hurry = getattr(received[0].grad_fn, "_set_sequence_nr", None)
+    if hurry is not None:
+        hurry(FIRST)
+    return received
+
+
+class Running(Protocol):
+    """A pass that runs the graph of a context."""
+
+    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """Gradients have come to a Recv: they leave."""
+
+
+class Inside:
+    """A context manager: what this thread runs inside of it belongs to the context of that id."""
+
+    __slots__ = ("_id", "_token")
+
+    def __init__(self, id_: int) -> None:
+        self._id = id_
+        self._token: Token[int | None] | None = None  # while inside
+
+    def __enter__(self) -> None:
+        self._token = _entered.set(self._id)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _entered.reset(self._token)
+
+
+class AutogradContext:
+    """One forward and backward pass, as far as this worker takes part: what it has recorded."""
+
+    def __init__(self, id_: int, numbers: Iterator[int]) -> None:
+        """`numbers` are given to the messages that it records, and never to two of this worker."""
+        self.id = id_
+        self.gradients = Gradients()
+        self.running: Running | None = None  # set by whoever runs the graph, which one thread does at a time
+        self._numbers = numbers
+        # Guards changes of all below, and looks at all of one. Each look that goes without it is one operation of a
+        # dict, and so atomic (`get`, `len`, `copy`), or sees a flag that is set once.
+        self._lock = threading.Lock()
+        self.ended = False
+        self._sends: dict[int, Send] = {}  # by the numbers of messages
+        self._known: dict[str, Identity] = {}  # workers that have heard of it from here, or told of it
+
+    def __repr__(self) -> str:
+        state = "has ended" if self.ended else "its graph runs" if self.running is not None else "nothing runs"
+        known = ", ".join(self._known.copy()) or "nobody else"
+        return (
+            f"<AutogradContext {self.id} of rank {self.owner}: {len(self._sends)} sends, gradients of "
+            f"{len(self.gradients)} leaves, {state}; known to {known}>"
+        )
+
+    @property
+    def owner(self) -> int:
+        """The rank of the worker that began it."""
+        return self.id >> OWNER_SHIFT
+
+    @property
+    def sends(self) -> dict[int, Send]:
+        """What was sent until now, by the numbers of the messages."""
+        with self._lock:
+            return self._sends.copy()
+
+    @property
+    def known(self) -> list[Identity]:
+        """The workers that take part, as far as this one has heard; they have to hear of the end."""
+        with self._lock:
+            return list(self._known.values())
+
+    def entered(self) -> Inside:
+        """A context manager: what this thread runs inside of it belongs to this context."""
+        return Inside(self.id)
+
+    def meet(self, who: Identity) -> None:
+        """A worker takes part, and has to hear of the end."""
+        if self._known.get(who.name) != who:
+            with self._lock:
+                self._known[who.name] = who
+
+    def knows(self, who: Identity) -> bool:
+        """Whether that worker takes part, as far as this one has heard."""
+        return self._known.get(who.name) == who
+
+    def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
+        """Tensors leave: keep the edges of those that have a graph; what the message shall say of it."""
+        slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad] if graph else []
+        number = 0
+        self.meet(to)
+        if slots:
+            number = next(self._numbers)
+            kept = send([tensors[slot] for slot in slots], to.name, what)
+            with self._lock:
+                if not self.ended:  # else nobody would ever let go of the graph
+                    self._sends[number] = kept
+        return _HEAD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
+
+    def received(self, said: bytes, tensors: list[Tensor], sender: Identity) -> list[Tensor]:
+        """Tensors have come: give a history to those that were recorded, as the message says."""
+        self.meet(sender)
+        _, number = _HEAD.unpack_from(said)
+        slots = struct.unpack_from(f"<{(len(said) - _HEAD.size) // 4}I", said, _HEAD.size)
+        if slots:
+            recorded = [tensors[slot].requires_grad_(False) for slot in slots]
+            for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number)), strict=True):
+                tensors[slot] = tensor
+        return tensors
+
+    def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
+        """Gradients have come to a Recv of this context: whoever runs the graph sends them on."""
+        running = self.running
+        if running is None:
+            raise UsageError(
+                f"the graph leads to tensors that came from worker {origin.sender.name!r} in context {self.id}. "
+                "Run it with telegrad.autograd.backward, inside of that context"
+            )
+        running.ship(origin, gradients)
+
+    def close(self) -> None:
+        """The context has ended: let go of everything."""
+        with self._lock:
+            self.ended = True
+            sends, self._sends = self._sends, {}
+        sends.clear()  # not under the lock: what graphs hold may be the user's, and run code as it goes
+        self.gradients.clear()

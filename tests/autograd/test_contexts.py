@@ -1,0 +1,113 @@
+"""The contexts of one worker, with its agent and other threads played by the test."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from telegrad.autograd.contexts import Contexts, Knock, Release
+from telegrad.autograd.record import OWNER_SHIFT
+from telegrad.errors import ContextLost, PeerUnreachable
+from telegrad.group.members import Identity
+from tests.autograd.rivals import Rival
+
+ME, OWNER = Identity("me", 0, "a"), Identity("owner", 1, "b")
+FOREIGN = OWNER.id << OWNER_SHIFT | 7
+
+
+class Agent:
+    """Takes note of what is sent."""
+
+    def __init__(self):
+        self.name = ME.name
+        self.me = SimpleNamespace(id=ME.id, identity=ME)
+        self.lost, self.ticking, self.sent = [], [], []
+
+    def on(self, message, handler):
+        pass
+
+    def identify(self, rank):
+        assert rank == OWNER.id
+        return OWNER
+
+    def notify(self, to, message, incarnation="", patient=False):
+        self.sent.append((to, message))
+
+
+@pytest.fixture
+def agent():
+    return Agent()
+
+
+@pytest.fixture
+def contexts(agent):
+    return Contexts(agent, lambda _: None)
+
+
+def test_a_context_that_ends_as_somebody_speaks_of_it_does_not_begin_anew(contexts):
+    contexts._lock = Rival()
+    contexts._lock.act = lambda: contexts.release(FOREIGN)
+    assert contexts.join(FOREIGN) is None
+    assert not len(contexts)
+
+
+def test_owners_are_asked_ever_more_rarely_and_not_at_the_first_look(contexts, agent):
+    contexts.join(FOREIGN)
+    contexts.begin()
+    asked = []
+    for now in range(60):
+        agent.sent.clear()
+        contexts._tick(float(now))
+        if agent.sent:
+            assert agent.sent == [("owner", Knock((FOREIGN,)))]
+            asked.append(now)
+    assert asked == [1, 3, 7, 15, 25, 35, 45, 55]
+
+
+def test_nothing_is_remembered_of_when_to_ask_once_a_context_has_ended(contexts):
+    contexts.join(FOREIGN)
+    contexts._tick(0.0)
+    contexts._tick(1.0)
+    assert contexts._asked
+    contexts.release(FOREIGN)
+    assert not contexts._asked
+
+
+def test_the_end_is_told_to_those_who_take_part_but_not_to_who_told_of_it(contexts, agent):
+    context = contexts.join(FOREIGN)
+    other = Identity("other", 2, "c")
+    for who in (OWNER, ME, other):
+        context.meet(who)
+    contexts.release(FOREIGN, OWNER)
+    assert agent.sent == [("other", Release(FOREIGN))]
+    assert context.ended
+
+
+def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts):
+    contexts.join(FOREIGN)
+    contexts._on_lost(OWNER, PeerUnreachable("it only seems so"))
+    assert contexts.join(FOREIGN) is None
+    with pytest.raises(ContextLost):
+        contexts.check_kept(FOREIGN)
+
+
+def test_what_leaves_after_the_end_is_not_kept(contexts):
+    context = contexts.begin()
+    tensors = [torch.ones(1, requires_grad=True)]
+    context.sent(tensors, OWNER, torch.add, True)
+    assert len(context.sends) == 1
+    contexts.release(context.id)
+    context.sent(tensors, OWNER, torch.add, True)
+    assert not context.sends
+
+
+def test_a_context_tells_its_state(contexts):
+    context = contexts.begin()
+    context.meet(OWNER)
+    assert "0 sends" in repr(context)
+    assert "known to owner" in repr(context)
+    contexts.release(context.id)
+    assert "has ended" in repr(context)
+    assert "0, and 1 that have ended" in repr(contexts)
