@@ -13,7 +13,7 @@ import telegrad
 from tests.cluster import PATIENCE, free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAPERS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAPERS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
 def test_the_example_of_the_readme_runs(tmp_path):
