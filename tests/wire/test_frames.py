@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,19 +14,20 @@ from tests.strangers.streams import cut
 MANY = 2000
 
 
-def allocate(size, device, striped):
+def allocate(size: int, device: int, striped: bool) -> tuple[bytearray, Iterator[memoryview]]:
     assert not striped
     memory = bytearray(size)
     return memory, cut(memory, device)
 
 
-def attach(number, size, device):
+def attach(number: int, size: int, device: int) -> tuple[int, int, int]:
     return number, size, device
 
 
-def read(stream, cuts):
+def read(stream: bytes, cuts: list[int]) -> list[Frame]:
     """Feed `stream` in pieces of the given sizes, over and over; what is left after many of them, at once."""
-    reader, frames, at, turn = FrameReader(allocate, attach, lambda *_: None), [], 0, 0
+    reader, at, turn = FrameReader(allocate, attach, lambda *_: None), 0, 0
+    frames: list[Frame] = []
     while at < len(stream):
         buffer = reader.buffer()
         assert len(buffer) > 0
@@ -36,19 +39,19 @@ def read(stream, cuts):
     return frames
 
 
-def written(frame):
+def written(frame: Frame) -> bytes:
     """The bytes of a frame; blobs are bytes in the stream, or (number, size, device) elsewhere."""
     table = b"".join(
         ENTRY.pack(*blob) if isinstance(blob, tuple) else ENTRY.pack(IN_STREAM, len(blob), len(blob) % 2 - 1)
         for blob in frame.blobs
     )
     head = encode(
-        frame.kind, frame.id, flags=frame.flags, head=frame.head, meta=frame.meta, table=table, body=frame.body
+        frame.kind, frame.id, flags=frame.flags, head=frame.head, meta=frame.meta, table=table, body=bytes(frame.body)
     )
     return head + b"".join(blob for blob in frame.blobs if not isinstance(blob, tuple))
 
 
-def same(found, frames):
+def same(found: list[Frame], frames: list[Frame]) -> None:
     assert [
         f._replace(body=bytes(f.body), blobs=[b if isinstance(b, tuple) else bytes(b) for b in f.blobs]) for f in found
     ] == frames
@@ -74,20 +77,20 @@ frames = st.builds(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(frames, max_size=6), st.lists(st.integers(1, 2 * SCRATCH), min_size=1, max_size=5))
-def test_any_cuts(sent, cuts):
+def test_any_cuts(sent: list[Frame], cuts: list[int]) -> None:
     same(read(b"".join(map(written, sent)), cuts), sent)
 
 
-def test_byte_by_byte():
+def test_byte_by_byte() -> None:
     sent = [Frame(CALL, 0, 7, b"head", b"meta", b"body", [b"blob", (3, 9, -1)]), Frame(CALL, 1, 8, b"", b"", b"", [])]
     same(read(b"".join(map(written, sent)), [1]), sent)
 
 
-def test_many_in_one_read():
+def test_many_in_one_read() -> None:
     sent = [Frame(CALL, 0, number, b"h", b"", b"body", []) for number in range(1000)]
     same(read(b"".join(map(written, sent)), [SCRATCH]), sent)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))
-def test_numbers(numbers):
+def test_numbers(numbers: list[int]) -> None:
     assert list(unpack_numbers(pack_numbers(numbers))) == numbers
