@@ -15,18 +15,15 @@ from typing import Any
 from tests.test_imports import PURE, ROOT
 
 LEAST = 95.0  # percent of a file's statements and branches
-TESTS = [
-    "tests/sim",
-    "tests/wire/test_frames.py",
-    "tests/wire/test_messages.py",
-    "tests/transport/test_handshake.py",
-    "tests/strangers/test_frames.py",
-    "tests/strangers/test_handshake.py",
-    "tests/devices/test_maps.py",
-    "tests/agent/test_members.py",
-    "tests/agent/test_parts.py",
-    "tests/nn/test_parts.py",
-]
+HERE = pathlib.Path(__file__).parent
+ALSO = ["test_parts", "test_seconds"]  # beside those that have the name of the file which they are about
+
+
+def tests() -> list[str]:
+    """The simulations, and the tests of small parts, wherever they are."""
+    names = sorted({f"test_{pathlib.Path(name).stem}" for name in PURE}.union(ALSO))
+    found = [str(path) for name in names for path in HERE.rglob(f"{name}.py")]
+    return [str(HERE / "sim"), *(path for path in found if not path.startswith(str(HERE / "sim")))]
 
 
 def main() -> int:
@@ -39,7 +36,7 @@ def main() -> int:
 
 def measure(folder: pathlib.Path) -> dict[str, float]:
     """Of each pure file the percentage of statements and branches that are run."""
-    pytest = ["-m", "pytest", "-m", "not nightly and not cuda", "--timeout", "300", *TESTS]
+    pytest = ["-m", "pytest", "-m", "not nightly and not cuda", "--timeout", "300", *tests()]
     _coverage(folder, "run", "--branch", f"--include={ROOT}/*", *pytest)
     _coverage(folder, "json", "-q", "-o", f"{folder}/report.json")
     files: dict[str, Any] = json.loads((folder / "report.json").read_text())["files"]

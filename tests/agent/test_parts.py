@@ -8,7 +8,7 @@ import pytest
 
 from telegrad import errors
 from telegrad.agent.address import ADDRESS_VARIABLE, host_identity, own_address
-from telegrad.agent.deadlines import Deadlines, seconds
+from telegrad.agent.deadlines import Deadlines
 from telegrad.agent.members import Member, Members, check_name, unknown
 
 
@@ -29,17 +29,6 @@ def test_deadlines_expire_in_time_and_once():
     assert table.due(100) == ["slow"]
     assert table.next() == inf
     table.remove("slow", 60)  # already gone
-
-
-@pytest.mark.parametrize("timeout", [0, 1, 2.5, inf])
-def test_timeouts_are_seconds(timeout):
-    assert seconds(timeout) == timeout
-
-
-@pytest.mark.parametrize("timeout", [-1, -0.5, float("nan"), "3", None, [1]])
-def test_other_timeouts_are_refused(timeout):
-    with pytest.raises(errors.InvalidArgument, match="0 for no limit"):
-        seconds(timeout)
 
 
 def test_members_by_name_and_rank():
