@@ -71,7 +71,8 @@ class Ranks(MultiProcessTestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("spawn" if SPAWN in sys.argv else "fork").Process)
+        context: Any = torch.multiprocessing.get_context("spawn" if SPAWN in sys.argv else "fork")
+        self._start_processes(context.Process)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         """Torch looks at the first rank; but a crash of another must not pass."""
