@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx import GraphModule
 
 import telegrad.autograd as autograd
 from telegrad.nn import Pipeline, RemoteModule
@@ -79,7 +79,7 @@ def test_code_with_remote_calls_compiles_and_gives_the_same() -> None:
     programs += [lambda x: pipeline(torch.stack([x, x]) * 2).sin()]
     graphs = []
 
-    def backend(graph: _LazyGraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+    def backend(graph: GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 

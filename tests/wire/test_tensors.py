@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from telegrad import errors
 from telegrad.wire.packing import SMALL, pack
@@ -22,7 +21,7 @@ from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
 
-def journey(*tensors: NestedTensor | torch.Tensor) -> list[NestedTensor | torch.Tensor] | list[torch.Tensor]:
+def journey(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Pack, copy the blobs as a wire would, unpack."""
     meta, blobs = pack(tensors)
     assert all(blob.dtype == torch.uint8 and blob.dim() == 1 and blob.is_contiguous() for blob in blobs)
