@@ -46,6 +46,8 @@ class Child:
         # Not daemonic, since a peer's process has children of its own; whoever makes one kills it.
         self._process = context.Process(target=_run, args=(target, theirs, args))
         self._process.start()
+        assert self._process.pid is not None
+        self._pid = self._process.pid
         theirs.close()
 
     def tell(self, value: Any) -> None:
@@ -80,7 +82,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)
+            os.kill(self._pid, number)
 
     def join(self, patience: float) -> None:
         self._process.join(patience)
@@ -88,7 +90,7 @@ class Child:
     def kill_group(self) -> None:
         """Kill it, and all that it started, where it leads a process group."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._pid, signal.SIGKILL)
         self.kill()
 
     def kill(self) -> None:

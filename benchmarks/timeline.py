@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections import defaultdict
 from time import perf_counter
 from typing import Any
@@ -106,7 +105,7 @@ def show(courses: dict[tuple[str, ...], list[list[float]]]) -> float:
     print(f"{count} of {steps} steps; A called backward\n\n    µs since begin  since last")
     for label, now, before in zip(course, medians, [0.0, *medians], strict=False):
         print(f"    {now:14.0f}  {now - before:10.0f}  {label}")
-    return medians[-1]
+    return float(medians[-1])
 
 
 def main() -> None:
@@ -120,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,6 +24,7 @@ from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
+GRACE = 1.0  # seconds for a process to write down what it has covered, where that is measured
 
 
 def free_port() -> int:
@@ -97,6 +98,8 @@ class Process:
 
     def stop(self) -> None:
         if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(GRACE)
             self._process.kill()
         self._process.join()
         self._pipe.close()

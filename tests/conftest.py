@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from telegrad.rpc import current
-from tests.cluster import Process, Worker, agents, group
+from telegrad.rpc.worker import Worker
+from tests.cluster import Process, agents, group
 
 
 @pytest.fixture(scope="session")

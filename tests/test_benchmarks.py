@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -33,20 +36,20 @@ ALONE = Result("grown", "host", "µs", False, [50.0], [], (OfRow(1.5, "call"), O
 RUN = Run("a machine", [TIME, RATE, ALONE], {"copy": [3.0, 5.0, 4.0]})
 
 
-def test_verdicts():
+def test_verdicts() -> None:
     assert verdict(TIME) == "0.22 (4.5 times better)"
     assert verdict(RATE) == "0.50 (2.0 times worse)"
     assert verdict(ALONE) == ""
 
 
-def test_numbers():
+def test_numbers() -> None:
     assert [number(x) for x in (1234.5, 12.34, 1.234)] == ["1,234", "12.3", "1.23"]
     assert spread(TIME.ours) == "20.0 (10.0 to 30.0)"
     assert spread([], "hung") == "not measured: hung"
     assert spread([2.0], "crashed: SIGSEGV") == "2.00 (2.00 to 2.00), then crashed: SIGSEGV"
 
 
-def test_targets_are_met_from_their_side():
+def test_targets_are_met_from_their_side() -> None:
     thresholds = [[(each.threshold, each.met) for each in RUN.checked(result)] for result in RUN.results]
     assert thresholds == [[(27.0, True)], [(4.0, False), (2.0, True)], [(30.0, False), (None, None)]]
     assert RUN.checked(TIME._replace(targets=(Absolute(19),)))[0].met is False
@@ -55,7 +58,7 @@ def test_targets_are_met_from_their_side():
     assert rows[1]["targets"][1] == {"reason": "50% of the copy", "threshold": 2.0, "met": True}
 
 
-def test_tables(monkeypatch):
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIMITS, "copy", LIMITS["warm memory copy, 1 MB"])
     text = table(RUN)
     assert "| call | host | µs | 20.0 (10.0 to 30.0) | 90.0 (80.0 to 100) | 0.22 (4.5 times better) |" in text
@@ -66,14 +69,14 @@ def test_tables(monkeypatch):
     assert text.endswith("| copy | GB/s | 4.00 (3.00 to 5.00) |\n")
 
 
-def test_the_plot_shows_what_the_strictest_target_asks_for(tmp_path):
+def test_the_plot_shows_what_the_strictest_target_asks_for(tmp_path: pathlib.Path) -> None:
     assert needed(RUN, TIME) == pytest.approx(1 / 0.3)
     assert needed(RUN, RATE) == 1
     draw(RUN, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_can_be_sent_and_their_targets_exist():
+def test_rows_can_be_sent_and_their_targets_exist() -> None:
     names = [(row.name, way) for row in ROWS for way in row.ways]
     assert len(names) == len(set(names))
     for row in ROWS:
@@ -84,7 +87,7 @@ def test_rows_can_be_sent_and_their_targets_exist():
     assert len(SHARED_ROWS) == 10
 
 
-def test_rows_are_chosen_by_words():
+def test_rows_are_chosen_by_words() -> None:
     chosen = choose("benchmarks", "", ROWS, ["all to all", "--quick"])
     assert len(chosen.rows) == 3
     assert chosen.folder is None
@@ -94,29 +97,29 @@ def test_rows_are_chosen_by_words():
 
 
 class FakeSide:
-    def __init__(self, *answers):
+    def __init__(self, *answers: object) -> None:
         self._answers = list(answers)
-        self.ended = []
+        self.ended: list[str] = []
 
-    def measure(self, row):
+    def measure(self, row: object) -> Any:
         answer = self._answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def close(self):
+    def close(self) -> None:
         self.ended.append("closed")
 
-    def kill(self):
+    def kill(self) -> None:
         self.ended.append("killed")
 
 
-def test_a_side_that_fails_costs_its_own_figures_only():
+def test_a_side_that_fails_costs_its_own_figures_only() -> None:
     good, bad = FakeSide(1.0, 2.0, 3.0), FakeSide(1.0, Failed("hung"))
     assert take_turns(ROWS[0], [good, bad], 3) == ([[1.0, 2.0, 3.0], [1.0]], ["", "hung"])
 
 
-def test_an_interrupt_kills_all_sides():
+def test_an_interrupt_kills_all_sides() -> None:
     sides = [FakeSide(KeyboardInterrupt()), FakeSide()]
     with pytest.raises(KeyboardInterrupt), closed(sides):
         take_turns(ROWS[0], sides, 1)
@@ -131,7 +134,7 @@ def test_an_interrupt_kills_all_sides():
         (time.strptime, "no time", "ValueError: time data 'no time'"),
     ],
 )
-def test_a_child_that_fails_says_how_and_is_killed(run, asked, story):
+def test_a_child_that_fails_says_how_and_is_killed(run: Callable[[Any], object], asked: object, story: str) -> None:
     with children_killed() as children:
         child = Child(answer_all, run, fresh=True)
         children.append(child)
@@ -141,7 +144,7 @@ def test_a_child_that_fails_says_how_and_is_killed(run, asked, story):
     assert child.ended
 
 
-def test_a_child_that_died_is_seen_while_another_is_waited_for():
+def test_a_child_that_died_is_seen_while_another_is_waited_for() -> None:
     with children_killed() as children:
         children += (Child(answer_all, time.sleep, fresh=True) for _ in range(2))
         children[0].tell(60)
@@ -150,7 +153,7 @@ def test_a_child_that_died_is_seen_while_another_is_waited_for():
             children[0].wait_answer(30, children)
 
 
-def test_peers_are_told_beside(tmp_path, monkeypatch):
+def test_peers_are_told_beside(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(ROWS[0], [[10.0], [50.0], []], ["", "", "not run: no module"])
     assert beside(line, 1) == "50.0 (50.0 to 50.0), 5.0 times"
     assert beside(line, 2) == "not run: no module"
@@ -160,7 +163,7 @@ def test_peers_are_told_beside(tmp_path, monkeypatch):
     assert why_not_installed("elsewhere") == ""
 
 
-def test_a_timeline_is_that_of_the_usual_course(capsys):
+def test_a_timeline_is_that_of_the_usual_course(capsys: pytest.CaptureFixture[str]) -> None:
     usual, odd = ("begins", "ends"), ("begins", "stumbles", "ends")
     assert timeline.show({usual: [[0, 10], [0, 30], [0, 20]], odd: [[0, 500, 900]]}) == 20
     assert "3 of 4 steps" in (said := capsys.readouterr().out)
@@ -168,7 +171,7 @@ def test_a_timeline_is_that_of_the_usual_course(capsys):
 
 
 @pytest.mark.timeout(200)  # three programs, each with processes that import torch
-def test_a_program_is_timed_on_each_side():
+def test_a_program_is_timed_on_each_side() -> None:
     row = next(row for row in PROGRAMS if row.name == "actors")
     results = measure(row, 1, 1)
     assert [(each.name, each.ours_failed, each.theirs_failed) for each in results] == [
@@ -180,7 +183,7 @@ def test_a_program_is_timed_on_each_side():
     assert "Telegrad: from start to exit, the median of the ratios is" in text
 
 
-def test_every_program_is_there_and_names_no_library():
+def test_every_program_is_there_and_names_no_library() -> None:
     assert {row.name for row in PROGRAMS} | {"__init__", "__main__", "common", "library", "report", "side"} == {
         path.stem for path in FOLDER.glob("*.py")
     }
@@ -199,7 +202,9 @@ def test_every_program_is_there_and_names_no_library():
         ("print('nothing')", "said nothing of its steps: 'nothing"),
     ],
 )
-def test_a_program_that_fails_says_how(tmp_path, monkeypatch, program, story):
+def test_a_program_that_fails_says_how(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, program: str, story: str
+) -> None:
     monkeypatch.setattr("benchmarks.programs.side.FOLDER", tmp_path)
     (tmp_path / "actors.py").write_text(program)
     with pytest.raises(Failed, match=story):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,23 +20,25 @@ from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import current, remote
 from tests.cluster import agents, group
 
+Saved = tuple[pathlib.Path, dict[str, torch.Tensor], list[float], list[float]]
+
 
 class Body(nn.Module):
     """Part of a model, with a buffer."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, dtype=torch.float64)
         self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
 
-    def forward(self, value):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.norm(self.linear(value)).tanh()
 
 
 class Model(nn.Module):
     """Four parts: on the workers `places`, in turn; the last here."""
 
-    def __init__(self, places):
+    def __init__(self, places: list[str]) -> None:
         super().__init__()
         at = [places[number % len(places)] for number in range(3)]
         self.first = RemoteModule(at[0], Body)
@@ -40,27 +46,27 @@ class Model(nn.Module):
         self.rest = nn.ModuleList([RemoteModule(at[2], Body)])
         self.head = nn.Linear(4, 1, dtype=torch.float64)
 
-    def forward(self, value):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.head(self.rest[0](self.second.rpc_sync()(self.first(value))))
 
 
 class Whole(nn.Module):
     """The same in one place."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.rest = Body(), Body(), nn.ModuleList([Body()])
         self.head = nn.Linear(4, 1, dtype=torch.float64)
 
 
-def training(places):
+def training(places: list[str]) -> dict[str, Any]:
     torch.manual_seed(5)
     model = Model(places)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, model, lr=0.05)
     return {"model": model, "optimizer": optimizer, "scheduler": StepLR(optimizer, 3, 0.5), "step": 0}
 
 
-def train(state, steps):
+def train(state: dict[str, Any], steps: int) -> list[float]:
     """Some steps on data that depends on the number of the step alone; the losses."""
     losses = []
     for _ in range(steps):
@@ -69,7 +75,7 @@ def train(state, steps):
     return losses
 
 
-def step(state, loss_of):
+def step(state: dict[str, Any], loss_of: Callable[..., torch.Tensor]) -> float:
     """One step on what `loss_of(model)` gives."""
     with autograd.context() as context:
         loss = loss_of(state["model"])
@@ -81,7 +87,7 @@ def step(state, loss_of):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path: pathlib.Path) -> Saved:
     """A checkpoint of a training on four workers, and how that went on."""
     with agents(4) as workers:
         current.enter(workers[0])
@@ -93,7 +99,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("places", [["w1"], ["w0"], ["w1", "w0", "w2", "w4"]], ids=len)
-def test_training_goes_on_on_other_workers(saved, places):
+def test_training_goes_on_on_other_workers(saved: Saved, places: list[str]) -> None:
     path, _, after, before = saved
     with agents(5) as workers:
         current.enter(workers[0])
@@ -107,7 +113,9 @@ def test_training_goes_on_on_other_workers(saved, places):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_itself_can_read_it(saved):
+def test_torch_itself_can_read_it(
+    saved: Saved,
+) -> None:
     path, copied, _, _ = saved
     whole = Whole()
     dcp.load({"model": whole}, checkpoint_id=path, no_dist=True)
@@ -116,7 +124,7 @@ def test_torch_itself_can_read_it(saved):
     assert len({file.name for file in path.iterdir()}) == 5  # one of each worker, and the table of contents
 
 
-def test_what_is_not_there(saved, tmp_path):
+def test_what_is_not_there(saved: Saved, tmp_path: pathlib.Path) -> None:
     with agents(2) as workers:
         current.enter(workers[0])
         with pytest.raises(UsageError, match="no complete checkpoint"):
@@ -127,7 +135,9 @@ def test_what_is_not_there(saved, tmp_path):
             checkpoint.load({"optimizer": DistributedOptimizer.for_module(torch.optim.Adam, nn.Linear(2, 2))}, saved[0])
 
 
-def test_what_was_not_written_to_its_end_is_no_checkpoint(tmp_path, monkeypatch):
+def test_what_was_not_written_to_its_end_is_no_checkpoint(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with agents(3) as workers:
         current.enter(workers[0])
         state = training(["w1", "w2"])
@@ -142,11 +152,11 @@ def test_what_was_not_written_to_its_end_is_no_checkpoint(tmp_path, monkeypatch)
         checkpoint.load(state, tmp_path)
 
 
-def broken(self, plan):
+def broken(self: checkpoint.Saver, plan: dcp.SavePlan) -> NoReturn:
     raise OSError("no space")
 
 
-def start_training(path, places):
+def start_training(path: pathlib.Path, places: list[str]) -> list[float] | None:
     import telegrad.rpc as rpc
 
     if rpc.get_worker_info().id:
@@ -160,7 +170,7 @@ def start_training(path, places):
     return losses + train(state, 5)
 
 
-def test_after_all_workers_were_killed_fewer_go_on(tmp_path):
+def test_after_all_workers_were_killed_fewer_go_on(tmp_path: pathlib.Path) -> None:
     with group(4) as workers:
         first = workers[0].run(start_training, tmp_path / "five", ["worker1", "worker2", "worker3"])
         for worker in workers:
@@ -171,17 +181,18 @@ def test_after_all_workers_were_killed_fewer_go_on(tmp_path):
     assert sum(second[5:]) < sum(first[:5])
 
 
-def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path):
+def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path: pathlib.Path) -> None:
     for function in (checkpoint.save, checkpoint.load):
-        for state in (nn.Linear(2, 2), {0: nn.Linear(2, 2)}, [1]):
+        states: list[Any] = [nn.Linear(2, 2), {0: nn.Linear(2, 2)}, [1]]
+        for state in states:
             name = function.__name__
             with pytest.raises(UsageError, match=rf'write checkpoint\.{name}\(\{{"model": model\}}, folder\)'):
                 function(state, tmp_path)
         with pytest.raises(UsageError, match="give its path, not Linear"):
-            function({}, nn.Linear(2, 2))
+            function({}, nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
-def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_path):
+def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_path: pathlib.Path) -> None:
     with agents(1) as workers:
         current.enter(workers[0])
         checkpoint.save({"epoch": 3, "none": {}}, tmp_path)

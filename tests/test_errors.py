@@ -13,9 +13,10 @@ CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and 
 TABLE = pathlib.Path(telegrad.__file__).parents[1].joinpath("docs", "rpc.md").read_text().partition("## Errors")[2]
 
 
-def parents(tree):
+def parents(tree: str) -> dict[str, str | None]:
     """The line above each name of the tree that stands further to the left."""
-    above, found = [], {}
+    above: list[tuple[int, str]] = []
+    found: dict[str, str | None] = {}
     for line in tree.splitlines():
         name = line.lstrip(" │├└─").partition(" ")[0]
         if not name or not hasattr(errors, name):
@@ -28,19 +29,19 @@ def parents(tree):
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_each_exception_is_exported_and_documented(kind):
+def test_each_exception_is_exported_and_documented(kind: type[Exception]) -> None:
     assert kind.__name__ in errors.__all__
     assert kind.__doc__
     assert f"`{kind.__name__}`" in TABLE
 
 
-def test_the_tree_is_that_of_the_classes():
+def test_the_tree_is_that_of_the_classes() -> None:
     tree = parents(errors.__doc__)
     assert set(tree) == {kind.__name__ for kind in CLASSES}
     for name, parent in tree.items():
         assert parent is None or parent in {base.__name__ for base in getattr(errors, name).__bases__}
 
 
-def test_all_is_sorted_and_complete():
+def test_all_is_sorted_and_complete() -> None:
     assert errors.__all__ == sorted(errors.__all__)
     assert set(errors.__all__) == {kind.__name__ for kind in CLASSES}

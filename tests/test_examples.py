@@ -29,7 +29,7 @@ VARIANTS = {
 
 @pytest.mark.timeout(PATIENCE + 20)
 @pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=pytest.mark.nightly) for run in VARIANTS)])
-def test_runs(run, tmp_path):
+def test_runs(run: str, tmp_path: pathlib.Path) -> None:
     name, *options = run.split()
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path
@@ -40,5 +40,5 @@ def test_runs(run, tmp_path):
         assert (tmp_path / "pipeline_loss.png").stat().st_size > 1000
 
 
-def test_all_are_tried():
+def test_all_are_tried() -> None:
     assert {run.split()[0] for run in RUNS} == {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}

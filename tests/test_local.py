@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.cluster import PATIENCE, free_port
 PATIENT = 4 * PATIENCE  # several interpreters that import torch, on a machine that may be busy
 
 
-def run(text, tmp_path, **options):
+def run(text: str, tmp_path: pathlib.Path, **options: Any) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "program.py"
     program.write_text(text)
     return subprocess.run(
@@ -58,7 +60,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(2 * PATIENT)
-def test_a_local_group_lives_and_ends_with_its_program(tmp_path):
+def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -> None:
     (tmp_path / "beside.py").write_text("def twice(x):\n    return 2 * x\n")
     ran = run(WHOLE, tmp_path, start_new_session=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -95,7 +97,7 @@ rpc.rpc_async("worker0", time.sleep, ({busy},))
     ],
     ids=["killed", "fails", "ends"],
 )
-def test_workers_end_with_their_program_however_it_ends(tmp_path, busy, end, code):
+def test_workers_end_with_their_program_however_it_ends(tmp_path: pathlib.Path, busy: int, end: str, code: int) -> None:
     ran = run(ENDS.format(busy=busy, end=end), tmp_path)
     assert ran.returncode == code, ran.stderr
     pid = int(ran.stdout.splitlines()[0])
@@ -105,7 +107,7 @@ def test_workers_end_with_their_program_however_it_ends(tmp_path, busy, end, cod
         time.sleep(0.05)
 
 
-def is_running(pid):
+def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat") as file:
@@ -115,7 +117,9 @@ def is_running(pid):
 
 
 @pytest.mark.timeout(2 * PATIENT)
-def test_a_worker_that_cannot_start_is_told_at_once_with_its_last_lines(tmp_path, monkeypatch):
+def test_a_worker_that_cannot_start_is_told_at_once_with_its_last_lines(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
@@ -127,7 +131,7 @@ def test_a_worker_that_cannot_start_is_told_at_once_with_its_last_lines(tmp_path
 
 
 @pytest.mark.parametrize("names", [0, [], ["a", "a"], ["driver"], ["a b"], "ab", 2.5])
-def test_groups_that_cannot_be_started(names):
+def test_groups_that_cannot_be_started(names: Any) -> None:
     with pytest.raises(errors.UsageError):
         telegrad.local(names)
 
@@ -135,7 +139,7 @@ def test_groups_that_cannot_be_started(names):
 # By hand
 
 
-def command(*arguments, **options):
+def command(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "telegrad", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -145,20 +149,20 @@ def command(*arguments, **options):
     )
 
 
-def finish(process):
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=PATIENT)
     return process.returncode, out, err
 
 
 @pytest.mark.timeout(2 * PATIENT)
-def test_workers_started_by_hand():
+def test_workers_started_by_hand() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}"]
     made = [command("worker", f"w{rank}", "--rank", rank, *place) for rank in range(2)]
     assert [finish(process) for process in made] == [(worker.ENDED, "", "")] * 2  # both serve only: the group ends
 
 
 @pytest.mark.timeout(2 * PATIENT)
-def test_a_worker_that_cannot_join_says_why():
+def test_a_worker_that_cannot_join_says_why() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}", "--timeout", 0.2]
     code, _, said = finish(command("worker", "w1", "--rank", 1, *place))
     assert code == worker.JOINED_NOT
@@ -177,7 +181,7 @@ def test_a_worker_that_cannot_join_says_why():
     ],
     ids=str,
 )
-def test_the_command_line_explains_itself(arguments, code, words):
+def test_the_command_line_explains_itself(arguments: list[str], code: int, words: str) -> None:
     found, out, err = finish(command(*arguments))
     assert found == code
     assert words in out + err

@@ -13,10 +13,10 @@ import telegrad
 from tests.cluster import PATIENCE, free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAPERS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAPERS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
-def test_the_example_of_the_readme_runs(tmp_path):
+def test_the_example_of_the_readme_runs(tmp_path: pathlib.Path) -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     program = tmp_path / "hello.py"
     program.write_text(code)
@@ -31,16 +31,16 @@ def test_the_example_of_the_readme_runs(tmp_path):
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.name)
-def test_links_lead_somewhere(paper):
+def test_links_lead_somewhere(paper: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", paper.read_text())
     assert [link for link in links if "://" not in link and not (paper.parent / link).exists()] == []
 
 
-def test_the_changelog_has_this_version():
+def test_the_changelog_has_this_version() -> None:
     assert f"## {telegrad.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_parts_are_imported_when_they_are_used():
+def test_the_parts_are_imported_when_they_are_used() -> None:
     program = """
 import sys, telegrad
 assert "torch" not in sys.modules

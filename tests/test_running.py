@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -21,18 +22,20 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) fo
 SYMPTOMS = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 PATIENT = 4 * PATIENCE
 
+Start = Callable[..., subprocess.Popen[str]]
 
-def program_with(words):
+
+def program_with(words: str) -> str:
     (found,) = [text for text in PROGRAMS if words in text]
-    return found
+    return str(found)
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path: pathlib.Path) -> Iterator[Start]:
     """Starts a program, or a command of this package, in the folder of the test."""
-    made = []
+    made: list[subprocess.Popen[str]] = []
 
-    def begin(what, **environment):
+    def begin(what: str, **environment: str) -> subprocess.Popen[str]:
         if what.startswith("python -m telegrad"):
             command = [sys.executable, *what.split()[1:]]
         else:
@@ -57,7 +60,7 @@ def start(tmp_path):
         process.communicate()
 
 
-def output_of(process):
+def output_of(process: subprocess.Popen[str]) -> str:
     out, err = process.communicate(timeout=PATIENT)
     assert process.returncode == 0, out + err
     return out
@@ -66,11 +69,11 @@ def output_of(process):
 pytestmark = pytest.mark.timeout(2 * PATIENT)
 
 
-def test_local_workers(start):
+def test_local_workers(start: Start) -> None:
     assert "[0, 1, 4, 9]" in output_of(start(program_with("telegrad.local(4)")))
 
 
-def test_one_script_for_all(start):
+def test_one_script_for_all(start: Start) -> None:
     port = str(free_port())
     out = output_of(start(program_with("mp.spawn"), MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
     assert "tensor([4., 4.])" in out
@@ -85,18 +88,18 @@ rpc.shutdown()
 """
 
 
-def test_workers_started_by_hand(start):
+def test_workers_started_by_hand(start: Start) -> None:
     place = f"127.0.0.1:{free_port()}"
     commands = [line.partition("#")[0].replace("host0:29500", place) for line in COMMANDS if "--rank" in line]
     made = [start(DRIVER.format(place=place)), *map(start, commands)]
     assert [output_of(process) for process in made] == ["", "", ""]
 
 
-def test_a_worker_program_of_ones_own(start, tmp_path):
+def test_a_worker_program_of_ones_own(start: Start, tmp_path: pathlib.Path) -> None:
     output_of(start(program_with("rpc.serve(require=True)"), MEET=f"file://{tmp_path}/store"))
 
 
-def test_workers_that_come_and_go(start):
+def test_workers_that_come_and_go(start: Start) -> None:
     place = f"127.0.0.1:{free_port()}"
     (command,) = [line.replace("host0:29500", place) for line in COMMANDS if "--rank" not in line and "-m" in line]
     driver = start(program_with("rpc.on_join"), MEET=f"tcp://{place}")
@@ -107,14 +110,14 @@ def test_workers_that_come_and_go(start):
     assert [output_of(process) for process in workers] == ["", ""]
 
 
-def test_every_program_and_command_is_run_here():
+def test_every_program_and_command_is_run_here() -> None:
     assert len(PROGRAMS) == 4
     assert [line.split()[1] for line in COMMANDS] == ["-m", "-m", "driver.py", "-m"]
     assert "-c constraints.txt" in PAGE
     assert "torch==" in (ROOT / "constraints.txt").read_text()
 
 
-def templates():
+def templates() -> Iterator[str]:
     """All texts of the package, with a mark where something is filled in."""
     for path in pathlib.Path(telegrad.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -128,17 +131,17 @@ def templates():
 ALL = "\n".join(templates())
 
 
-def pattern_of(symptom):
+def pattern_of(symptom: str) -> str:
     """It, or with marks in the place of names and numbers."""
     parts = re.split(r"((?<!\w)'[^']*'|\b\d+\b|\b[A-Z]+_[A-Z]+\b)", symptom)
     return "".join(f"(?:{re.escape(part)}|\0)" if number % 2 else re.escape(part) for number, part in enumerate(parts))
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS)
-def test_what_the_page_says_is_said_is_said(symptom):
+def test_what_the_page_says_is_said_is_said(symptom: str) -> None:
     assert re.search(pattern_of(symptom), ALL)
 
 
-def test_a_symptom_that_nobody_prints_is_found_out():
+def test_a_symptom_that_nobody_prints_is_found_out() -> None:
     assert not re.search(pattern_of("the worker 'x' has gone fishing"), ALL)
     assert len(SYMPTOMS) > 15

@@ -34,7 +34,7 @@ class Callee:
 class Ray:
     def __init__(self) -> None:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-        self._callee = Callee.remote()
+        self._callee: Any = Callee.remote()  # type: ignore[attr-defined]  # which ray has made of the class
         ray.get(self._callee.nothing.remote())
 
     def rpc_sync(self, to: str, function: Callable[..., Any], args: Sequence[Any] = ()) -> Any:

@@ -24,7 +24,7 @@ class Server:
         self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.lock = threading.Lock()
-        self.future: torch.futures.Future = torch.futures.Future()
+        self.future: torch.futures.Future[nn.Module] = torch.futures.Future()
         self.waiting = 0
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -34,7 +34,7 @@ class Server:
 
     @staticmethod
     @rpc.functions.async_execution
-    def update(reference: rpc.RRef, gradients: list[Tensor]) -> torch.futures.Future:
+    def update(reference: rpc.RRef, gradients: list[Tensor]) -> torch.futures.Future[nn.Module]:
         self = reference.local_value()
         with self.lock:
             for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):

@@ -47,7 +47,7 @@ def main() -> None:
     model = Model()
     optimizer = DistributedOptimizer(torch.optim.SGD, model.all_references(), lr=0.05)
     words = torch.randint(WORDS, (LENGTH + 1, BATCH))
-    state = (torch.zeros(2, BATCH, WIDTH), torch.zeros(2, BATCH, WIDTH))
+    state: tuple[Tensor, ...] = (torch.zeros(2, BATCH, WIDTH), torch.zeros(2, BATCH, WIDTH))
     steps = Steps(STEPS)
     for _ in steps:
         state = tuple(part.detach() for part in state)

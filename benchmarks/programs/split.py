@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 STEPS, BATCH = 60, 32
 
 
-def middle() -> nn.Module:
+def middle() -> nn.Sequential:
     return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
 
 

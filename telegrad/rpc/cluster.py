@@ -46,7 +46,7 @@ def start(
     timeout = options.rpc_timeout or float("inf")
     meeting = meet(timeout)
     address = own_address(options.address, meeting.host)
-    worker = Worker(name, _settings(options), address, entered, kind.of_handle, open_roots)
+    worker = Worker(name, _settings(options), address, entered, kind._of_handle, open_roots)
     try:
         actors.serve(worker.agent, worker.references)
         me = worker.agent.describe(meeting.rank, host_identity())

@@ -52,7 +52,7 @@ class RRef(Operators, Generic[T]):
         self._handle = self._table.own(Box.of(value))
 
     @classmethod
-    def of_handle(cls, table: ReferenceTable, handle: Handle) -> Self:
+    def _of_handle(cls, table: ReferenceTable, handle: Handle) -> Self:
         """What a user holds of a reference that was made elsewhere, or that came."""
         made = cls.__new__(cls)
         made._table = table

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 DEVICES = 2  # as in device.cpp
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -153,9 +154,9 @@ class _Module(types.ModuleType):
 def load() -> None:
     """Register the accelerator in this process, for good."""
     torch.ops.load_library(str(build()))
-    torch.utils.rename_privateuse1_backend("sim")
+    backend_registration.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _Module("torch.sim"))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 def violations() -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_storages_can_be_shared_and_resized() -> None:
     assert source.untyped_storage().nbytes() == 0
     typed = torch.empty(0, dtype=torch.float64, device=DEVICE).set_(other.untyped_storage())
     assert typed.device == other.device
-    assert torch.empty(0, device=DEVICE).set_(other).is_set_to(other)
+    assert torch.empty(0, device=DEVICE).set_(other).is_set_to(other)  # type: ignore[call-overload]
 
 
 @apart
@@ -540,7 +541,7 @@ def test_synchronizations_are_counted() -> None:
     kept = [tensor + 1, pinned(1.0).to(DEVICE, non_blocking=True)]
     torch.Stream(device=DEVICE).wait_stream(current())
     assert accelerator.synchronizations() == (0, 0)
-    counted = [
+    counted: list[Callable[[], object]] = [
         torch.accelerator.synchronize,
         current().synchronize,
         current().record_event().synchronize,
@@ -606,7 +607,7 @@ def network() -> nn.Module:
     )
 
 
-def train(device: str, optimizer: type[torch.optim.Optimizer], **settings: object) -> list[float]:
+def train(device: str, optimizer: type[torch.optim.Optimizer], **settings: Any) -> list[float]:
     model = network().to(device)
     step = optimizer(model.parameters(), lr=0.05, **settings)  # type: ignore[call-arg]
     torch.manual_seed(4)

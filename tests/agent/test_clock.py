@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 from telegrad.agent.clock import LONGEST_PAUSE, Clock
 
@@ -32,7 +33,8 @@ def ticks_of(act: Callable[[Clock, float, int], float], count: int) -> list[floa
         return act(clock, now, len(ticks))
 
     clock = Clock(tick)
-    clock.start(IdleReactor())
+    reactor: Any = IdleReactor()
+    clock.start(reactor)
     try:
         assert enough.wait(10)
     finally:
@@ -40,8 +42,8 @@ def ticks_of(act: Callable[[Clock, float, int], float], count: int) -> list[floa
     return ticks
 
 
-def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept():
-    def act(clock, now, number):
+def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept() -> None:
+    def act(clock: Clock, now: float, number: int) -> float:
         if number == 1:
             clock.before(now + 0.05)
         return now + 60
@@ -50,14 +52,14 @@ def test_a_time_that_is_asked_for_while_a_tick_runs_is_kept():
     assert second - first < LONGEST_PAUSE / 2
 
 
-def test_it_comes_to_the_time_that_the_tick_told():
+def test_it_comes_to_the_time_that_the_tick_told() -> None:
     start = monotonic()
     ticks = ticks_of(lambda clock, now, number: now + 0.05, 3)
     assert ticks[2] - start >= 0.1
 
 
-def test_a_tick_that_fails_is_not_the_last():
-    def act(clock, now, number):
+def test_a_tick_that_fails_is_not_the_last() -> None:
+    def act(clock: Clock, now: float, number: int) -> float:
         if number == 1:
             clock.before(now + 0.01)
             raise ValueError("boom")

@@ -26,7 +26,8 @@ class Told(torch.autograd.Function):
     def forward(ctx: Any, stage: Any, number: int, way: Way, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.stage, ctx.number, ctx.way = stage, number, way
         ctx.set_materialize_grads(way.materialize)
-        made = tuple(sum(xs) * (0.5 + each) for each in range(way.outputs))
+        total: Any = sum(xs)
+        made = tuple(total * (0.5 + each) for each in range(way.outputs))
         if way.aside:
             ctx.mark_non_differentiable(made[-1])
         return made

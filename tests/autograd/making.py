@@ -16,7 +16,7 @@ VARIANTS = ["once", "once", "once", "fast", "twice", "at once", "second order"]
 
 
 class Program(NamedTuple):
-    count: int  # of workers
+    count: int  # type: ignore[assignment]  # of workers
     instructions: list[tuple[int, tuple[Any, ...]]]  # with the worker of each
     roots: list[tuple[int, int]]
     variant: str  # how backward is run

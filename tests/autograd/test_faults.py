@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -11,38 +13,38 @@ import torch
 import telegrad.autograd as autograd
 from telegrad.errors import ContextLost, PeerError, PeerLost, PeerUnreachable
 from telegrad.rpc import current, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, group
+from tests.cluster import PATIENCE, Process, group
 
 
 @pytest.fixture
-def trio():
+def trio() -> Iterator[list[Process]]:
     with group(3) as made:
         yield made
 
 
 class Dying(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
         os._exit(1)
 
 
-def dying(x):
+def dying(x: torch.Tensor) -> torch.Tensor:
     return Dying.apply(x)
 
 
-def relayed(x):
+def relayed(x: torch.Tensor) -> torch.Tensor:
     return rpc_sync("worker2", dying, (x,)) + 1
 
 
-def contexts():
+def contexts() -> int:
     return len(current.conductor().contexts)
 
 
-def step_that_loses(function, to):
+def step_that_loses(function: Callable[..., Any], to: str) -> str:
     x = torch.ones(3, requires_grad=True)
     with autograd.context() as context:
         loss = rpc_sync(to, function, (x,)).sum()
@@ -59,7 +61,7 @@ def step_that_loses(function, to):
 
 
 @pytest.mark.parametrize(("function", "to"), [(relayed, "worker1"), (dying, "worker2")])
-def test_a_worker_that_dies_in_its_backward(trio, function, to):
+def test_a_worker_that_dies_in_its_backward(trio: list[Process], function: Callable[..., Any], to: str) -> None:
     began = time.monotonic()
     assert "'worker2'" in trio[0].run(step_that_loses, function, to)
     assert time.monotonic() - began < PATIENCE / 3, "it was found out by a timeout only"
@@ -67,27 +69,30 @@ def test_a_worker_that_dies_in_its_backward(trio, function, to):
     assert trio[1].run(wait_for_contexts, 0) == 0
 
 
-def wait_for_contexts(count):
+def wait_for_contexts(count: int) -> int:
     deadline = time.monotonic() + PATIENCE
     while contexts() != count and time.monotonic() < deadline:
         time.sleep(0.01)
     return contexts()
 
 
-def begin_and_stay():
-    current.conductor().held = held = autograd.context()
-    held.__enter__()
+entered: list[autograd.context] = []  # in a worker's process
+
+
+def begin_and_stay() -> None:
+    entered.append(autograd.context())
+    entered[-1].__enter__()
     rpc_async("worker1", torch.mul, (torch.ones(3, requires_grad=True), 2)).wait()
 
 
-def test_the_contexts_of_a_worker_that_died_are_released(trio):
+def test_the_contexts_of_a_worker_that_died_are_released(trio: list[Process]) -> None:
     trio[2].run(begin_and_stay)
     assert trio[1].run(wait_for_contexts, 1) == 1
     trio[2].kill()
     assert trio[1].run(wait_for_contexts, 0) == 0
 
 
-def shut_down_in_a_context():
+def shut_down_in_a_context() -> bool:
     import telegrad.rpc as rpc
 
     x = torch.ones(3, requires_grad=True)
@@ -98,19 +103,20 @@ def shut_down_in_a_context():
     return True
 
 
-def just_shut_down():
+def just_shut_down() -> bool:
     import telegrad.rpc as rpc
 
     rpc.shutdown()
     return True
 
 
-def ends_as_the_connection_breaks():
+def ends_as_the_connection_breaks() -> bool:
     """The word that a context has ended is lost with the connection."""
     agent = current.agent()
-    notify, lost = agent.notify, []
+    notify = agent.notify
+    lost: list[str] = []
 
-    def lose(to, message, *rest, **named):
+    def lose(to: Any, message: Any, *rest: Any, **named: Any) -> None:
         if type(message).__name__ == "Release" and not lost:
             lost.append(to)
             agent._connections.peer(to).link.close(PeerLost("cut by the test"))
@@ -131,11 +137,11 @@ def ends_as_the_connection_breaks():
     return True
 
 
-def test_the_end_of_a_context_that_is_lost_on_its_way(trio):
+def test_the_end_of_a_context_that_is_lost_on_its_way(trio: list[Process]) -> None:
     assert trio[0].run(ends_as_the_connection_breaks)
 
 
-def ends_without_a_word():
+def ends_without_a_word() -> None:
     """The word that a context has ended is lost, and no connection breaks."""
     agent = current.agent()
     notify = agent.notify
@@ -147,20 +153,20 @@ def ends_without_a_word():
     agent.notify = notify
 
 
-def test_the_end_of_a_context_that_was_never_told(trio):
+def test_the_end_of_a_context_that_was_never_told(trio: list[Process]) -> None:
     trio[0].run(ends_without_a_word)
     assert trio[1].run(contexts) == 1
     assert trio[1].run(wait_for_contexts, 0) == 0
 
 
-def lose(rank):
+def lose(rank: int) -> None:
     """Take a worker for dead."""
     agent = current.agent()
     for tell in agent.lost:
         tell(agent.identify(rank), PeerUnreachable("it only seems so"))
 
 
-def use_what_others_let_go_of():
+def use_what_others_let_go_of() -> int:
     x = torch.ones(3, requires_grad=True)
     with autograd.context() as context:
         loss = rpc_sync("worker1", relayed, (x,)).sum()
@@ -169,20 +175,20 @@ def use_what_others_let_go_of():
             rpc_sync("worker1", torch.sin, (x,))
         with pytest.raises(ContextLost, match="'worker1' has let go"):
             autograd.backward(context, loss)
-        return rpc_sync("worker2", contexts)
+        return int(rpc_sync("worker2", contexts))
 
 
-def test_whoever_took_the_owner_of_a_context_for_dead_says_so_when_it_goes_on(trio):
+def test_whoever_took_the_owner_of_a_context_for_dead_says_so_when_it_goes_on(trio: list[Process]) -> None:
     assert trio[0].run(use_what_others_let_go_of) == 1  # who heard of it from him has asked, and kept it
     assert trio[2].run(wait_for_contexts, 0) == 0
 
 
-def test_a_context_that_lives_is_kept(trio):
+def test_a_context_that_lives_is_kept(trio: list[Process]) -> None:
     trio[2].run(begin_and_stay)
     assert trio[1].run(ask_three_times) == 1
 
 
-def ask_three_times():
+def ask_three_times() -> Any:
     """Have the owner of the one context asked whether it has ended, and wait for its silence."""
     held = current.conductor().contexts
     (context,) = held._foreign()
@@ -192,7 +198,7 @@ def ask_three_times():
     return contexts()
 
 
-def test_shutdown_after_a_pass(trio):
+def test_shutdown_after_a_pass(trio: list[Process]) -> None:
     trio[0].begin(shut_down_in_a_context)
     for other in trio[1:]:
         other.begin(just_shut_down)

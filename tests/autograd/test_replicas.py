@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import telegrad.autograd as autograd
 from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
-from tests.cluster import PATIENCE, free_port, group
+from tests.cluster import PATIENCE, Process, free_port, group
 
 TRAINERS = 2
 
 
 @pytest.fixture(scope="module")
-def trainers():
+def trainers() -> Iterator[list[Process]]:
     """Two trainers in a process group of their own, and a parameter server."""
     with group(TRAINERS + 1) as made:
         port = free_port()
@@ -29,31 +31,31 @@ def trainers():
         yield made[:TRAINERS]
 
 
-def join(rank, port):
+def join(rank: int, port: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS)
 
 
-def network():
+def network() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def batch(rank):
+def batch(rank: int) -> torch.Tensor:
     return torch.arange(6.0).reshape(2, 3) * (rank + 1)
 
 
 class Table(nn.Module):
     """The remote part of the model."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 3))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
 
 
-def averaged(loss):
+def averaged(loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of a local network, averaged over the trainers' batches."""
     net = network()
     for rank in range(TRAINERS):
@@ -61,7 +63,7 @@ def averaged(loss):
     return [parameter.grad for parameter in net.parameters()]
 
 
-def whole_program(rank, unused, options):
+def whole_program(rank: int, unused: bool, options: dict[str, Any]) -> bool:
     net = DistributedDataParallel(network(), **options)
     seen = []
     first = next(net.parameters())
@@ -80,6 +82,7 @@ def whole_program(rank, unused, options):
             far = rpc_sync("worker2", gradient_of_table, (table, context))
     expected = averaged(lambda net, x: net(x).sin().sum())
     for parameter, wanted in zip(net.parameters(), expected, strict=True):
+        assert wanted is not None
         assert torch.allclose(found[parameter], wanted, atol=1e-6)
         assert parameter.grad.eq(7).all()
     assert len(seen) == 2
@@ -87,19 +90,19 @@ def whole_program(rank, unused, options):
     return True
 
 
-def gradient_of_table(table: RRef, context):
+def gradient_of_table(table: RRef[Table], context: int) -> torch.Tensor:
     return autograd.get_gradients(context)[table.local_value().weight]
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}], ids=str)
 @pytest.mark.parametrize("unused", [False, True])
-def test_gradients_are_averaged(trainers, unused, options):
+def test_gradients_are_averaged(trainers: list[Process], unused: bool, options: dict[str, Any]) -> None:
     for rank, trainer in enumerate(trainers):
         trainer.begin(whole_program, rank, unused, options)
     assert all(trainer.end(PATIENCE) for trainer in trainers)
 
 
-def two_forwards(rank):
+def two_forwards(rank: int) -> bool:
     """The module's two uses come back from two workers at different times."""
     net = DistributedDataParallel(network())
     with autograd.context() as context, net.no_sync():
@@ -109,17 +112,18 @@ def two_forwards(rank):
     expected = network()
     (expected(batch(rank)).sin().sum() + expected(batch(rank)).sum()).backward()
     for parameter, wanted in zip(net.parameters(), expected.parameters(), strict=True):
+        assert wanted.grad is not None
         assert torch.allclose(found[parameter], wanted.grad, atol=1e-6)
     return True
 
 
-def test_without_synchronisation(trainers):
+def test_without_synchronisation(trainers: list[Process]) -> None:
     for rank, trainer in enumerate(trainers):
         trainer.begin(two_forwards, rank)
     assert all(trainer.end(PATIENCE) for trainer in trainers)
 
 
-def end_of_a_group(rank):
+def end_of_a_group(rank: int) -> bool:
     """The module dies while its group's thread has a tensor of Python's, and the interpreter goes to nobody in time."""
     group_of_its_own = torch.distributed.new_group()
     net = DistributedDataParallel(network(), process_group=group_of_its_own)
@@ -135,7 +139,7 @@ def end_of_a_group(rank):
     return True
 
 
-def test_a_process_group_that_dies_with_its_module(trainers):
+def test_a_process_group_that_dies_with_its_module(trainers: list[Process]) -> None:
     for rank, trainer in enumerate(trainers):
         trainer.begin(end_of_a_group, rank)
     assert all(trainer.end(PATIENCE) for trainer in trainers)

@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from telegrad.agent.agent import Agent
+    from telegrad.group.members import Member
+
 T = TypeVar("T")
 Address = tuple[str, int]
 
@@ -307,10 +310,10 @@ def stand_behind_proxy(proxy: Address) -> None:
 
     describe = Agent.describe
 
-    def describe_behind_proxy(agent: Agent, id_: int, host: str) -> Any:
-        member = describe(agent, id_, host)
+    def describe_behind_proxy(self: Agent, id_: int, host: str) -> Member:
+        member = describe(self, id_, host)
         with socket.create_connection(proxy, PATIENCE) as desk:
             desk.sendall(json.dumps([member.name, member.tcp]).encode() + b"\n")
             return member._replace(tcp=tuple(json.loads(desk.makefile().readline())))
 
-    Agent.describe = describe_behind_proxy  # type: ignore[method-assign]
+    Agent.describe = describe_behind_proxy

@@ -61,14 +61,19 @@ def sabotage(rank: int) -> None:
     """One worker gives answers to the wrong questions, the other forgets to close a file."""
     leaks.PATIENCE = 1.0
     if rank:
-        life.kept = open(os.devnull)  # noqa: SIM115
+        vars(life)["kept"] = open(os.devnull)  # noqa: SIM115
     else:
         functions.mirror.__code__ = (lambda token, value: (token + 1, value)).__code__
 
 
 def test_violations_are_seen() -> None:
     with prepared(Plan(1, 2, "auto", [])) as schedule:
-        report = schedule.run(lambda: schedule.on_all(sabotage) and wait_for_wrong_results(schedule))
+
+        def spoil() -> None:
+            schedule.on_all(sabotage)
+            wait_for_wrong_results(schedule)
+
+        report = schedule.run(spoil)
     assert any("wrong result" in violation for violation in report.violations)
     assert any(os.devnull in violation for violation in report.violations)
 

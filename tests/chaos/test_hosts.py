@@ -174,10 +174,10 @@ def test_a_partition_that_heals(hosts: list[Host]) -> None:
     hosts[0].begin(lose, "worker1")
     hosts[1].begin(lose, "worker0")
     hosts[1].cable("down")
-    for host, other in zip(hosts[:2], ("worker1", "worker0"), strict=True):
+    for host, lost in zip(hosts[:2], ("worker1", "worker0"), strict=True):
         told, seconds = host.end()
         assert told.startswith("PeerLost")
-        assert repr(other) in told
+        assert repr(lost) in told
         assert seconds < NOTICED
     assert hosts[0].run(call_all, [0, 2]) == [1, 3]
     hosts[1].cable("up")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-def behind_proxy(tmp_path) -> Iterator[tuple[Proxy, list[Process]]]:
+def behind_proxy(tmp_path: pathlib.Path) -> Iterator[tuple[Proxy, list[Process]]]:
     """Three workers that reach each other by way of a proxy."""
     board = f"{tmp_path}/board"
     Board(board, WORKERS)
@@ -48,14 +49,17 @@ def relayed(to: str, x: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync(to, torch.sin, (x,))
 
 
+held: dict[str, Any] = {}  # in a worker's process
+
+
 def enter_context(over: str, to: str) -> None:
-    current.conductor().held = held = autograd.context()
-    held.__enter__()
+    held["context"] = autograd.context()
+    held["context"].__enter__()
     rpc.rpc_sync(over, relayed, (to, torch.ones(3, requires_grad=True)))
 
 
 def leave_context() -> None:
-    current.conductor().held.__exit__(None, None, None)
+    held.pop("context").__exit__(None, None, None)
 
 
 def contexts() -> int:
@@ -74,7 +78,7 @@ def wait_for_no_contexts() -> int:
     return wait_until_none(contexts)
 
 
-def test_a_context_that_came_by_way_of_a_worker_that_died(behind_proxy):
+def test_a_context_that_came_by_way_of_a_worker_that_died(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     _, group = behind_proxy
     group[0].run(enter_context, "worker1", "worker2")
     assert group[2].run(contexts) == 1
@@ -129,7 +133,7 @@ def open_again(proxy: Proxy, worker: Process) -> None:
     proxy.do(act)
 
 
-def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy):
+def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     proxy, group = behind_proxy
     group[0].run(enter_context, "worker0", "worker1")
     assert group[1].run(contexts) == 1
@@ -145,12 +149,12 @@ def test_a_context_that_ends_while_a_worker_cannot_be_reached(behind_proxy):
 
 
 def hold(on: str) -> None:
-    current.references().held = rpc.remote(on, torch.ones, (2,))
-    current.references().held.to_here()
+    held["reference"] = rpc.remote(on, torch.ones, (2,))
+    held["reference"].to_here()
 
 
 def let_go() -> None:
-    del current.references().held
+    del held["reference"]
     gc.collect()
 
 
@@ -162,7 +166,7 @@ def wait_until_nothing_is_owned() -> int:
     return wait_until_none(owned)
 
 
-def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy):
+def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy: tuple[Proxy, list[Process]]) -> None:
     proxy, group = behind_proxy
     group[0].run(hold, "worker1")
     assert group[1].run(owned) == 1
@@ -180,7 +184,7 @@ def test_a_reference_whose_owner_could_not_be_reached_for_a_moment(behind_proxy)
 
 
 def put_on(to: str) -> None:
-    rpc.rpc_sync(to, functions.put, (1, current.references().held))
+    rpc.rpc_sync(to, functions.put, (1, held["reference"]))
 
 
 def left() -> dict[str, int]:
@@ -192,7 +196,9 @@ def wait_for_nothing_left() -> dict[str, int]:
     return wait_until_none(left)
 
 
-def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_moment(behind_proxy):
+def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_moment(
+    behind_proxy: tuple[Proxy, list[Process]],
+) -> None:
     proxy, group = behind_proxy
     group[0].run(hold, "worker1")
     shut(proxy, group[0])
@@ -209,9 +215,10 @@ def test_a_reference_passed_on_by_a_worker_that_could_not_be_reached_for_a_momen
 
 
 @pytest.fixture
-def no_more_threads(monkeypatch):
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list of names of threads, each of which fails to start once."""
-    start, fails = threading.Thread.start, []
+    start = threading.Thread.start
+    fails: list[str] = []
 
     def start_or_fail(thread: threading.Thread) -> None:
         if thread.name in fails:
@@ -223,7 +230,7 @@ def no_more_threads(monkeypatch):
     return fails
 
 
-def test_a_connection_for_which_there_was_no_thread(no_more_threads):
+def test_a_connection_for_which_there_was_no_thread(no_more_threads: list[str]) -> None:
     with agents(2) as (worker, _):
         no_more_threads.append("telegrad-connect")
         with pytest.raises((RuntimeError, errors.PeerError)):
@@ -232,7 +239,7 @@ def test_a_connection_for_which_there_was_no_thread(no_more_threads):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lead_for_which_there_was_no_thread(no_more_threads):
+def test_a_lead_for_which_there_was_no_thread(no_more_threads: list[str]) -> None:
     with agents(2) as (worker, _):
         no_more_threads.append("telegrad-worker")
         with suppress(errors.TelegradError, RuntimeError):
@@ -244,11 +251,17 @@ def test_a_lead_for_which_there_was_no_thread(no_more_threads):
 # Memory that is not there: nobody waits for ever, and the next call works
 
 
-def fails_once(monkeypatch, where, name, when=lambda *_: True):
+def fails_once(
+    monkeypatch: pytest.MonkeyPatch,
+    where: object,
+    name: str,
+    when: Callable[..., bool] = lambda *_: True,
+) -> list[bool]:
     """Have a function find no memory, the next time that its arguments are such; a list of how often it did."""
-    function, failed = getattr(where, name), []
+    function = getattr(where, name)
+    failed: list[bool] = []
 
-    def without_memory(*args, **named):
+    def without_memory(*args: Any, **named: Any) -> Any:
         if not failed and when(*args, **named):
             failed.append(True)
             raise MemoryError
@@ -258,7 +271,7 @@ def fails_once(monkeypatch, where, name, when=lambda *_: True):
     return failed
 
 
-def test_an_answer_for_which_there_is_no_memory(monkeypatch):
+def test_an_answer_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, _):
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
         failed = fails_once(monkeypatch, link, "encode", lambda message, *_: message.kind == messages.RESULT)
@@ -268,7 +281,7 @@ def test_an_answer_for_which_there_is_no_memory(monkeypatch):
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
 
 
-def test_a_leader_without_memory(monkeypatch):
+def test_a_leader_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, callee):
         failed = fails_once(monkeypatch, callee.agent._reactor.poller, "poll")
         assert worker.agent.call("w1", int, (), None, LIMIT) == 0
@@ -276,7 +289,7 @@ def test_a_leader_without_memory(monkeypatch):
         assert failed
 
 
-def test_a_clock_without_memory(monkeypatch):
+def test_a_clock_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, _):
         failed = fails_once(monkeypatch, worker.agent._reactor, "unstick")
         with pytest.raises(errors.CallTimeout):
@@ -284,7 +297,7 @@ def test_a_clock_without_memory(monkeypatch):
         assert failed
 
 
-def test_references_without_memory(monkeypatch):
+def test_references_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (worker, owner):
         current.enter(worker)
         held = rpc.remote("w1", torch.ones, (2,))

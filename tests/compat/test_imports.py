@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import pathlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -23,7 +28,7 @@ other = 2
 
 
 @pytest.fixture
-def dear(tmp_path, monkeypatch):
+def dear(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A package that counts how often its code runs, put off."""
     (tmp_path / "dear").mkdir()
     (tmp_path / "dear" / "__init__.py").write_text(SOURCE)
@@ -37,27 +42,26 @@ def dear(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def runs():
-    import builtins
+def runs() -> int:
+    found: int = vars(builtins)["runs_of_dear"]
+    return found
 
-    return builtins.runs_of_dear
 
-
-def test_what_is_given_needs_no_run(dear):
-    from dear import given
+def test_what_is_given_needs_no_run(dear: ModuleType) -> None:
+    from dear import given  # type: ignore[import-not-found]
 
     assert given == "ours"
     assert runs() == 0
 
 
-def test_a_part_of_a_package_needs_no_run(dear):
-    import dear.part
+def test_a_part_of_a_package_needs_no_run(dear: ModuleType) -> None:
+    import dear.part  # type: ignore[import-not-found, no-redef]
 
     assert dear.part.PART == 1
     assert runs() == 0
 
 
-def test_anything_else_runs_it_once_and_what_is_given_stays(dear):
+def test_anything_else_runs_it_once_and_what_is_given_stays(dear: ModuleType) -> None:
     assert dear.other == 2
     assert dear.PART == 1
     assert dear.given == "ours"
@@ -67,23 +71,23 @@ def test_anything_else_runs_it_once_and_what_is_given_stays(dear):
         _ = dear.nothing
 
 
-def test_all_names_run_it(dear):
-    names = {}
+def test_all_names_run_it(dear: ModuleType) -> None:
+    names: dict[str, object] = {}
     exec("from dear import *", names)
     assert names["other"] == 2
     assert names["given"] == "ours"
 
 
-def test_who_looks_around_does_not_run_it(dear):
+def test_who_looks_around_does_not_run_it(dear: ModuleType) -> None:
     assert not hasattr(dear, "__wrapped__")
     assert dear.__name__ == "dear"
     assert runs() == 0
 
 
-def test_many_threads_at_once_run_it_once(dear):
+def test_many_threads_at_once_run_it_once(dear: ModuleType) -> None:
     start = threading.Barrier(8)
 
-    def ask():
+    def ask() -> Any:
         start.wait()
         return dear.other, importlib.import_module("dear") is dear
 
@@ -91,13 +95,13 @@ def test_many_threads_at_once_run_it_once(dear):
     assert runs() == 1
 
 
-def test_it_catches_up_when_told(dear):
+def test_it_catches_up_when_told(dear: ModuleType) -> None:
     catch_up("dear")
     assert vars(dear)["other"] == 2
     assert "__getattr__" not in vars(dear)
 
 
-def test_the_distributed_optimizer_does_not_import_what_it_does_not_use():
+def test_the_distributed_optimizer_does_not_import_what_it_does_not_use() -> None:
     program = """
 import sys
 from telegrad import compat

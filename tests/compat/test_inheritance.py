@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -27,13 +28,13 @@ def meet(rank, store):
 SERVED = "telegrad.compat.rpc telegrad.compat.rpc.profiled"
 
 
-def run(tmp_path, program, *command, env=None):
+def run(tmp_path: pathlib.Path, program: str, *command: str, env: dict[str, str] | None = None) -> tuple[str, str]:
     """What a program prints that is run by `command`."""
     script = tmp_path / "program.py"
     script.write_text(CALL + textwrap.dedent(program))
-    command = [part.replace("SCRIPT", str(script)) for part in command]
+    filled = [part.replace("SCRIPT", str(script)) for part in command]
     done = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "store")],
+        [sys.executable, *filled, str(tmp_path / "store")],
         capture_output=True,
         text=True,
         timeout=50,
@@ -44,7 +45,7 @@ def run(tmp_path, program, *command, env=None):
     return done.stdout.strip(), done.stderr
 
 
-def test_torchrun(tmp_path):
+def test_torchrun(tmp_path: pathlib.Path) -> None:
     program = """
     if __name__ == "__main__":
         meet(int(os.environ["RANK"]), sys.argv[1])
@@ -53,7 +54,7 @@ def test_torchrun(tmp_path):
     assert run(tmp_path, program, "-m", "telegrad", *launcher)[0] == SERVED
 
 
-def test_another_program_as_a_module(tmp_path):
+def test_another_program_as_a_module(tmp_path: pathlib.Path) -> None:
     program = """
     if __name__ == "__main__":
         print(*served(), __name__, sys.argv[1:2] == [sys.argv[1]], sys.modules["__main__"].__spec__.name)
@@ -61,7 +62,7 @@ def test_another_program_as_a_module(tmp_path):
     assert run(tmp_path, program, "-m", "telegrad", "-m", "program")[0] == f"{SERVED} __main__ True program"
 
 
-def test_program_is_told_its_name_and_its_folder(tmp_path):
+def test_program_is_told_its_name_and_its_folder(tmp_path: pathlib.Path) -> None:
     program = """
     folder, name = os.path.split(sys.argv[0])
     print(name, len(sys.argv), sys.path[0] == folder, __file__ == sys.argv[0])
@@ -71,7 +72,7 @@ def test_program_is_told_its_name_and_its_folder(tmp_path):
     assert said.count("serves torch.distributed.rpc") == 1
 
 
-def test_functions_of_a_program_are_there_until_its_exit(tmp_path):
+def test_functions_of_a_program_are_there_until_its_exit(tmp_path: pathlib.Path) -> None:
     """Who shuts down there is called meanwhile, when the program's code has ended."""
     program = """
     import atexit, subprocess, threading
@@ -95,7 +96,7 @@ def test_functions_of_a_program_are_there_until_its_exit(tmp_path):
     assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "__main__"
 
 
-def test_what_the_environment_had_stays(tmp_path):
+def test_what_the_environment_had_stays(tmp_path: pathlib.Path) -> None:
     """A sitecustomize of the user's own still runs, and so does the rest of PYTHONPATH."""
     own = tmp_path / "own"
     own.mkdir()
@@ -109,7 +110,7 @@ def test_what_the_environment_had_stays(tmp_path):
     assert out == "telegrad.compat.rpc True"
 
 
-def test_a_child_that_never_imports_torch_is_left_alone(tmp_path):
+def test_a_child_that_never_imports_torch_is_left_alone(tmp_path: pathlib.Path) -> None:
     program = """
     import subprocess
     child = "import sys; print('torch' in sys.modules, 'telegrad.rpc' in sys.modules)"
@@ -119,14 +120,16 @@ def test_a_child_that_never_imports_torch_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"]])
-def test_usage(arguments):
+def test_usage(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "telegrad", *arguments], capture_output=True, text=True, timeout=30)
     assert (done.returncode == 0) == (arguments == ["--help"])
     assert "telegrad" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("command", "frozen"), [(["-m", "telegrad", "SCRIPT"], True), (["SCRIPT"], False)])
-def test_the_collector_is_spared_torch_where_nothing_of_the_program_is_there_yet(tmp_path, command, frozen):
+def test_the_collector_is_spared_torch_where_nothing_of_the_program_is_there_yet(
+    tmp_path: pathlib.Path, command: list[str], frozen: bool
+) -> None:
     program = """
     if __name__ == "__main__":
         import subprocess, telegrad.compat
@@ -139,7 +142,9 @@ def test_the_collector_is_spared_torch_where_nothing_of_the_program_is_there_yet
 
 
 @pytest.mark.parametrize(("given", "found"), [({}, "passive"), ({"GOMP_SPINCOUNT": "9"}, "None")], ids=str)
-def test_threads_of_operators_that_wait_leave_the_cores_to_others(tmp_path, given, found):
+def test_threads_of_operators_that_wait_leave_the_cores_to_others(
+    tmp_path: pathlib.Path, given: dict[str, str], found: str
+) -> None:
     script = tmp_path / "program.py"
     script.write_text("import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)")
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pathlib
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -112,7 +113,7 @@ SOME = (
 )
 
 
-def children(case, folder):
+def children(case: Case, folder: pathlib.Path) -> list[dict[str, Any]]:
     """What each child was told, and after how many seconds it had imported all."""
     folder.mkdir(parents=True)
     first = INSTALLED[case.installed]
@@ -137,7 +138,7 @@ def children(case, folder):
     return [json.loads(file.read_text()) for file in files]
 
 
-def check(case, told):
+def check(case: Case, told: list[dict[str, Any]]) -> None:
     """Each child got its neighbour's answer, by the RPC that it should have."""
     whose = "telegrad" if case.ours else "torch"
     count = len(case.started)
@@ -146,11 +147,11 @@ def check(case, told):
 
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_children_call_each_other(tmp_path, case):
+def test_children_call_each_other(tmp_path: pathlib.Path, case: Case) -> None:
     check(case, children(case, tmp_path / "run"))
 
 
-def test_each_way_of_each_kind_is_among_them():
+def test_each_way_of_each_kind_is_among_them() -> None:
     assert {case.installed for case in SOME} == INSTALLED.keys() - {"not at all"}
     assert {way for case in SOME for way in case.started} == set(STARTED)
     assert {case.again for case in SOME} == {case.uninstalled for case in SOME} == {True, False}
@@ -166,7 +167,7 @@ ALL = [
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * TRIES * PATIENCE)
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_no_child_waits_for_the_mode(tmp_path, case):
+def test_no_child_waits_for_the_mode(tmp_path: pathlib.Path, case: Case) -> None:
     """Beside the same program without it."""
     for number in range(TRIES):
         usual = children(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -54,20 +55,20 @@ INNER = {  # what torch has there without meaning it for users, or for use with 
 
 
 @pytest.fixture(scope="module")
-def seen():
+def seen() -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_public_names(seen):
+def test_public_names(seen: dict[str, Any]) -> None:
     unknown = {place: set(names) - set(INNER.get(place, ())) for place, names in seen["missing"].items()}
     assert {place: names for place, names in unknown.items() if names} == {}
 
 
-def test_modules(seen):
+def test_modules(seen: dict[str, Any]) -> None:
     assert seen["modules"] == []
 
 
-def test_what_a_star_imports(seen):
+def test_what_a_star_imports(seen: dict[str, Any]) -> None:
     assert seen["starred"] == []

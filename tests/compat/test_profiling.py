@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from tests.cluster import free_port, processes, run_all
 
 
 class Counter:
-    def add(self, number):
+    def add(self, number: int) -> int:
         return number + 1
 
 
-def use_all(rpc, remote_module):
+def use_all(rpc: Any, remote_module: Any) -> None:
     counter = rpc.remote("worker1", Counter)
     counter.to_here()
     counter.rpc_sync().add(1)
@@ -43,7 +44,7 @@ FUNCTIONS = {
 }
 
 
-def work(rank, port, kind):
+def work(rank: int, port: int, kind: str) -> list[str]:
     import telegrad.compat
 
     telegrad.compat.install()
@@ -51,7 +52,7 @@ def work(rank, port, kind):
     remote_module = importlib.import_module("torch.distributed.nn.api.remote_module").RemoteModule
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    names = []
+    names: list[str] = []
     if rank == 0:
         profiler = importlib.import_module("torch.profiler" if kind == "kineto" else "torch.autograd.profiler_legacy")
         with profiler.profile() as seen:
@@ -62,7 +63,7 @@ def work(rank, port, kind):
 
 
 @pytest.mark.parametrize("kind", ["kineto", "legacy"])
-def test_each_kind_of_call_is_an_event(kind):
+def test_each_kind_of_call_is_an_event(kind: str) -> None:
     with processes(2) as group:
         names, _ = run_all(group, work, free_port(), kind)
     assert {*EVENTS, *FUNCTIONS[kind]} - set(names) == set()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 
@@ -15,9 +17,12 @@ from telegrad import compat
 """
 
 
+Run = Callable[..., None]
+
+
 @pytest.fixture
-def run(tmp_path):
-    def run(program, start=START):
+def run(tmp_path: pathlib.Path) -> Run:
+    def run(program: str, start: str = START) -> None:
         script = tmp_path / "program.py"
         script.write_text(start + textwrap.dedent(program))
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50)
@@ -72,12 +77,12 @@ TRY = """
 @pytest.mark.parametrize(
     "forms", [FORMS, *({form: value} for form, value in LATE_FORMS.items())], ids=["rpc and autograd", *LATE_FORMS]
 )
-def test_forms_of_import(run, forms, early):
+def test_forms_of_import(run: Run, forms: dict[str, str], early: bool) -> None:
     """Each is Telegrad's from `install` on, and torch's again after `uninstall`."""
     run(TRY.format(forms=forms, early=early))
 
 
-def test_what_torch_holds_itself(run):
+def test_what_torch_holds_itself(run: Run) -> None:
     run("""
         import torch.nn.parallel.distributed as ddp
         kept = ddp.RRef, torch._jit_internal.RRef, torch.futures.wait_all
@@ -92,7 +97,7 @@ def test_what_torch_holds_itself(run):
     """)
 
 
-def test_twice_and_again(run):
+def test_twice_and_again(run: Run) -> None:
     run("""
         import os
         before = dict(os.environ)
@@ -109,7 +114,7 @@ def test_twice_and_again(run):
     """)
 
 
-def test_says_so_once(run):
+def test_says_so_once(run: Run) -> None:
     run("""
         import logging
         said = []
@@ -123,7 +128,7 @@ def test_says_so_once(run):
     """)
 
 
-def test_what_is_in_c_is_of_the_group_that_this_process_is_in(run, tmp_path):
+def test_what_is_in_c_is_of_the_group_that_this_process_is_in(run: Run, tmp_path: pathlib.Path) -> None:
     """No name leads past Telegrad; those that it has no use for say so."""
     run(f"""
         names = dir(torch._C._distributed_rpc), dir(torch._C._distributed_autograd)
@@ -159,7 +164,7 @@ def test_what_is_in_c_is_of_the_group_that_this_process_is_in(run, tmp_path):
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["installed before", "installed meanwhile"])
-def test_two_threads_at_once(run, early):
+def test_two_threads_at_once(run: Run, early: bool) -> None:
     """One imports torch while the other installs; then one comes to the other's lock, whatever it waits for."""
     run(
         """
@@ -191,7 +196,7 @@ def test_two_threads_at_once(run, early):
     )
 
 
-def test_names_that_are_not_there_say_what_helps(run):
+def test_names_that_are_not_there_say_what_helps(run: Run) -> None:
     run("""
         compat.install()
         import torch.distributed.rpc as rpc
@@ -205,7 +210,7 @@ def test_names_that_are_not_there_say_what_helps(run):
     """)
 
 
-def test_too_late_in_a_group(run, tmp_path):
+def test_too_late_in_a_group(run: Run, tmp_path: pathlib.Path) -> None:
     run(f"""
         import telegrad.rpc as rpc
         from telegrad.errors import UsageError
@@ -247,7 +252,7 @@ assert not torch.distributed.rpc.is_available() and not hasattr(torch.distribute
 """
 
 
-def test_torch_that_was_built_without_rpc(run, tmp_path):
+def test_torch_that_was_built_without_rpc(run: Run, tmp_path: pathlib.Path) -> None:
     run(
         f"""
 from telegrad import compat
@@ -272,7 +277,7 @@ assert not torch.distributed.rpc.is_available()
     )
 
 
-def test_other_optimizers_are_imported_when_somebody_asks_for_them(run):
+def test_other_optimizers_are_imported_when_somebody_asks_for_them(run: Run) -> None:
     run("""
         before = "torch.distributed.optim" in sys.modules
         compat.install()
@@ -289,7 +294,7 @@ def test_other_optimizers_are_imported_when_somebody_asks_for_them(run):
     """)
 
 
-def test_a_worker_without_references_leaves_without_a_search_for_them(run):
+def test_a_worker_without_references_leaves_without_a_search_for_them(run: Run) -> None:
     run("""
         compat.install()
         import gc

@@ -20,7 +20,7 @@ from telegrad.rpc import TensorPipeRpcBackendOptions, current
 from telegrad.rpc.values import fetch
 from telegrad.rref.courier import Batch
 
-NOTICES = {"RREF_FORK_REQUEST": Batch, "RREF_CHILD_ACCEPT": Batch, "RREF_USER_DELETE": Batch}
+NOTICES: dict[str, type[Any]] = {"RREF_FORK_REQUEST": Batch, "RREF_CHILD_ACCEPT": Batch, "RREF_USER_DELETE": Batch}
 NOTICES["CLEANUP_AUTOGRAD_CONTEXT_REQ"] = Release
 
 
@@ -103,7 +103,8 @@ def make_options(rpc_timeout: float, init_method: str, **options: Any) -> Faulty
 
 
 def join_group(rpc_backend_options: FaultyOptions, **known: Any) -> Any:
-    agent = backend_registry._join_group(rpc_backend_options=rpc_backend_options, **known)
+    join: Any = backend_registry._join_group  # type: ignore[attr-defined]  # Telegrad's, in torch's place
+    agent = join(rpc_backend_options=rpc_backend_options, **known)
     assert current.worker is not None
     Faults(current.worker.agent, rpc_backend_options)
     return agent

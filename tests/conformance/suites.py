@@ -72,7 +72,8 @@ class Ranks(MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         way = next((each for each in WAYS if each in sys.argv), "fork")
-        self._start_processes(torch.multiprocessing.get_context(way).Process)
+        context: Any = torch.multiprocessing.get_context(way)
+        self._start_processes(context.Process)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         """Torch looks at the first rank; but a crash of another must not pass."""

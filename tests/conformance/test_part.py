@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.conformance import runner
@@ -41,11 +43,12 @@ TESTS = [f"{suite}.test_{name}" for suite, names in PART.items() for name in nam
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, Result]:
     """All that were chosen, run in one go."""
-    chosen = [item.callspec.params["test"] for item in request.session.items if item.module is request.module]
+    items: list[Any] = request.session.items
+    chosen = [item.callspec.params["test"] for item in items if item.module is request.module]
     return {result.test: result for result in runner.run(chosen)}
 
 
 @pytest.mark.timeout(300)  # the first waits for all
 @pytest.mark.parametrize("test", TESTS)
-def test_torchs_own(test, results):
+def test_torchs_own(test: str, results: dict[str, Result]) -> None:
     assert results[test].outcome == PASSED, f"{results[test].why}; see {runner.LOGS / test}.log"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -39,17 +41,17 @@ RUN = report.Run(
 )
 
 
-def test_the_last_line_is_the_cause():
+def test_the_last_line_is_the_cause() -> None:
     assert last_line(TWO_RANKS) == "ValueError: no such"
     assert last_line("not a traceback") == "not a traceback"
 
 
-def test_the_worst_of_several_runs_counts():
+def test_the_worst_of_several_runs_counts() -> None:
     passed, failed = RUN.results[:2]
     assert worse(passed, failed) == worse(failed, passed) == failed
 
 
-def test_a_report_keeps_what_stands_above(tmp_path):
+def test_a_report_keeps_what_stands_above(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "report.md"
     path.write_text(f"# Mine\n\n{report.MARKER}\nold\n")
     report.write(RUN, path)
@@ -61,15 +63,16 @@ def test_a_report_keeps_what_stands_above(tmp_path):
     assert "old" not in text
 
 
-def test_reasons_are_found_by_pattern(monkeypatch):
+def test_reasons_are_found_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applicable, "NOT_APPLICABLE", {"because": ("A.test_*", "B.gone")})
     assert applicable.reason("A.test_x") == "because"
     assert applicable.reason("B.test_x") is None
     assert applicable.stale(["A.test_x"]) == ["B.gone"]
 
 
-def test_torchs_own_rpc_is_out_of_reach(capfd):
-    holder, room = types.ModuleType("holder"), types.ModuleType(native.RPC)
+def test_torchs_own_rpc_is_out_of_reach(capfd: pytest.CaptureFixture[str]) -> None:
+    holder: Any = types.ModuleType("holder")
+    room: Any = types.ModuleType(native.RPC)
     holder.call = room._invoke_rpc_builtin = torch._C._distributed_rpc._invoke_rpc_builtin
     native.forbid([holder, room])
     with pytest.raises(AssertionError, match="_invoke_rpc_builtin"):

@@ -13,9 +13,10 @@ import torch
 
 from telegrad.devices import sharing
 from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
 from tests import accelerator
 from tests.accelerator.apart import apart
-from tests.cluster import Worker, agents
+from tests.cluster import agents
 
 SIM = pytest.param(
     "sim", marks=pytest.mark.skipif(not accelerator.available(), reason="needs g++ to build the simulated accelerator")

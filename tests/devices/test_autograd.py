@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ EACH = 15  # programs of one test
 
 @pytest.mark.parametrize("first", range(0, 60, EACH))
 @on_devices
-def test_random_programs(kind, first):
+def test_random_programs(kind: str, first: int) -> None:
     with group(kind, 5, crossed=False, share=bool(first % 2)):
         programs.device = str(places(kind)[0])
         compared = 0
@@ -31,17 +33,17 @@ def test_random_programs(kind, first):
         assert compared
 
 
-def square(x):
+def square(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
 
-def scaled(x, by):
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
     return square(x) * rpc.rpc_sync("w2", torch.mul, (by, 3))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_a_gradient_comes_to_the_device_of_its_leaf(kind, way):
+def test_a_gradient_comes_to_the_device_of_its_leaf(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, 3, **way):
         for stream in (torch.accelerator.current_stream(here), torch.Stream(here)):
@@ -60,7 +62,7 @@ def test_a_gradient_comes_to_the_device_of_its_leaf(kind, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_gradients_for_a_thread_of_another_worker(kind, way):
+def test_gradients_for_a_thread_of_another_worker(kind: str, way: dict[str, Any]) -> None:
     """Once the pass has ended they are there, also for who did not run it."""
     here, there = places(kind)
     with group(kind, **way) as workers:
@@ -77,15 +79,15 @@ def test_gradients_for_a_thread_of_another_worker(kind, way):
                 current.enter(workers[0])
 
 
-kept = []
+kept: list[torch.Tensor] = []
 
 
-def times_what_is_kept(x):
+def times_what_is_kept(x: torch.Tensor) -> torch.Tensor:
     return x * kept[0]
 
 
 @on_devices
-def test_a_gradient_finds_a_leaf_of_the_host_on_its_way_back(kind):
+def test_a_gradient_finds_a_leaf_of_the_host_on_its_way_back(kind: str) -> None:
     _, there = places(kind)
     maps = {"w1": {"cpu": there}}
     with group(kind, device_maps=maps):
@@ -97,7 +99,7 @@ def test_a_gradient_finds_a_leaf_of_the_host_on_its_way_back(kind):
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 @on_devices
-def test_maps_that_do_not_agree(kind, transport):
+def test_maps_that_do_not_agree(kind: str, transport: str) -> None:
     """A gradient may then come to another device than that of its tensor, or to the host; it is moved."""
     here, there = places(kind)
     of_rank = [{"w1": {here: there}}, {"w0": {here: here}}]
@@ -109,31 +111,32 @@ def test_maps_that_do_not_agree(kind, transport):
 
 
 class Layer(nn.Module):
-    def __init__(self, device):
+    def __init__(self, device: str | torch.device) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.inner = nn.Linear(4, 4).to(device)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.inner(x))
 
-    def gradient(self, context):
+    def gradient(self, context: int) -> torch.Tensor:
         return autograd.get_gradients(context)[self.inner.weight].cpu()
 
 
-def made(device):
+def made(device: str | torch.device) -> rpc.RRef[Any]:
     return rpc.RRef(Layer(device))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_several_passes_through_remote_layers(kind, way):
+def test_several_passes_through_remote_layers(kind: str, way: dict[str, Any]) -> None:
     here, there = places(kind)
     with group(kind, 3, **way):
         layers = [rpc.rpc_sync(name, made, (there,)) for name in ("w1", "w2")]  # one after the other: they draw numbers
         torch.manual_seed(6)
         batches = [torch.randn(5, 4) for _ in range(4)]
-        local = nn.Sequential(Layer("cpu"), Layer("cpu"))
+        own = [Layer("cpu"), Layer("cpu")]
+        local = nn.Sequential(*own)
         for batch in batches:
             local(batch).sum().backward()
         with autograd.context() as context:
@@ -145,16 +148,17 @@ def test_several_passes_through_remote_layers(kind, way):
                 losses.append(x.sum())
             for future in [autograd.backward_async(context, [loss]) for loss in losses]:
                 future.wait()
-            for mine, layer in zip(local, layers, strict=True):
+            for mine, layer in zip(own, layers, strict=True):
+                assert mine.inner.weight.grad is not None
                 assert torch.allclose(layer.rpc_sync().gradient(context), mine.inner.weight.grad, atol=1e-5)
 
 
-def leaf(device):
+def leaf(device: str | torch.device) -> torch.Tensor:
     return torch.ones(3, device=device, requires_grad=True)
 
 
 @on_devices
-def test_what_hooks_make_of_the_gradients_of_received_tensors(kind):
+def test_what_hooks_make_of_the_gradients_of_received_tensors(kind: str) -> None:
     """They run on the stream on which those arrived."""
     _, there = places(kind)
     with group(kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,15 +24,15 @@ WAYS = [
 LARGE = 9_500_001  # bytes, in three pieces
 
 
-def add(x, y):
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + y
 
 
-def where(x):
+def where(x: torch.Tensor) -> torch.device:
     return x.device
 
 
-def slow_add(x, y=1):
+def slow_add(x: torch.Tensor, y: torch.Tensor | int = 1) -> torch.Tensor:
     """On a stream of its own, as user code may."""
     outer, own = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
     own.wait_stream(outer)
@@ -45,14 +46,14 @@ def slow_add(x, y=1):
     return z
 
 
-def relayed(to, x, y):
+def relayed(to: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return slow_add(rpc.rpc_sync(to, slow_add, (x, y)), y)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("to", ["w1", "w0"])
 @on_devices
-def test_there_and_back(kind, to, way):
+def test_there_and_back(kind: str, to: str, way: dict[str, Any]) -> None:
     here, there = places(kind)
     with group(kind, **way):
         for round_ in range(3):  # from the second on, a device that shares does so
@@ -67,7 +68,7 @@ def test_there_and_back(kind, to, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_many_at_once_and_from_other_streams(kind, way):
+def test_many_at_once_and_from_other_streams(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, 3, **way):
         before, after = torch.Stream(here), torch.Stream(here)
@@ -84,7 +85,7 @@ def test_many_at_once_and_from_other_streams(kind, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_calls_do_not_wait_for_the_device(kind, way):
+def test_calls_do_not_wait_for_the_device(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, **way):
         x = torch.ones(100, device=here)
@@ -100,7 +101,7 @@ def test_calls_do_not_wait_for_the_device(kind, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_what_was_sent_may_be_written_to_after_the_answer(kind, way):
+def test_what_was_sent_may_be_written_to_after_the_answer(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, **way):
         for _ in range(4):
@@ -111,7 +112,7 @@ def test_what_was_sent_may_be_written_to_after_the_answer(kind, way):
             assert kept.to_here().sum().item() == 70_000
 
 
-def kinds_of_tensors(device):
+def kinds_of_tensors(device: str | torch.device) -> dict[str, torch.Tensor]:
     base = torch.arange(24.0, device=device).reshape(4, 6)
     return {
         "strided": base[:, ::2],
@@ -129,7 +130,7 @@ def kinds_of_tensors(device):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_kinds_of_tensors(kind, way):
+def test_kinds_of_tensors(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, **way):
         for name, tensor in kinds_of_tensors(here).items():
@@ -148,14 +149,14 @@ def test_kinds_of_tensors(kind, way):
         assert [each.device.type for each in mixed] == ["cpu", kind]
 
 
-def fill_the_first(x, y):
+def fill_the_first(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x.fill_(1)
     return x, y
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 @on_devices
-def test_between_the_host_and_a_device(kind, transport):
+def test_between_the_host_and_a_device(kind: str, transport: str) -> None:
     here, there = places(kind)
     host = torch.device("cpu")
     for map_, start in (({host: there}, host), ({here: host}, here)):
@@ -170,7 +171,7 @@ def test_between_the_host_and_a_device(kind, transport):
 
 
 @on_devices
-def test_arrays_stay_on_the_host(kind):
+def test_arrays_stay_on_the_host(kind: str) -> None:
     numpy = pytest.importorskip("numpy")
     _, there = places(kind)
     with group(kind, device_maps={name: {"cpu": there} for name in ("w0", "w1")}):
@@ -180,7 +181,7 @@ def test_arrays_stay_on_the_host(kind):
 
 
 @on_devices
-def test_a_device_without_a_map(kind):
+def test_a_device_without_a_map(kind: str) -> None:
     here, there = places(kind)
     with group(kind, device_maps={}):
         for to in ("w1", "w0"):
@@ -194,17 +195,17 @@ def test_a_device_without_a_map(kind):
             assert rpc.rpc_sync(to, add, (torch.ones(2), 1)).tolist() == [2.0, 2.0]
 
 
-board = {}
+board: dict[int, torch.Tensor] = {}
 
 
-def write_down(x, fails):
+def write_down(x: torch.Tensor, fails: bool) -> None:
     board[0] = x * 2
     if fails:
         raise KeyError("written all the same")
 
 
 @on_devices
-def test_what_a_function_leaves_behind_is_there_after_its_answer(kind):
+def test_what_a_function_leaves_behind_is_there_after_its_answer(kind: str) -> None:
     here, _ = places(kind)
     with group(kind, crossed=False):
         for number in range(60):
@@ -214,35 +215,35 @@ def test_what_a_function_leaves_behind_is_there_after_its_answer(kind):
             assert torch.equal((board[0] + x).cpu(), torch.full((3,), 3.0 * number))
 
 
-def fail(x):
+def fail(x: torch.Tensor) -> NoReturn:
     raise ValueError(x.sum().item(), x)
 
 
 @on_devices
-def test_an_exception_with_a_tensor_inside(kind):
+def test_an_exception_with_a_tensor_inside(kind: str) -> None:
     here, _ = places(kind)
     with group(kind), pytest.raises(Exception, match=r"3\.0"):
         rpc.rpc_sync("w1", fail, (torch.ones(3, device=here),))
 
 
 @async_execution
-def later(x):
+def later(x: torch.Tensor) -> rpc.Future[torch.Tensor]:
     future = rpc.rpc_async("w2", slow_add, (x, x))
     return future.then(lambda done: done.wait() + 1)
 
 
-async def awaited(x):
+async def awaited(x: torch.Tensor) -> torch.Tensor:
     return await rpc.rpc_async("w2", slow_add, (x, x)) + 1
 
 
-async def parted(x):
+async def parted(x: torch.Tensor) -> torch.Tensor:
     """Elements that are far apart are brought together to be sent."""
     return (x * 2)[::1000]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_functions_that_go_on_later(kind, way):
+def test_functions_that_go_on_later(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, 3, **way):
         for function in (later, awaited):
@@ -254,7 +255,7 @@ def test_functions_that_go_on_later(kind, way):
 
 
 @on_devices
-def test_values_that_torch_cannot_look_into(kind):
+def test_values_that_torch_cannot_look_into(kind: str) -> None:
     here, _ = places(kind)
     with group(kind):
         function, lock = rpc.rpc_async("w1", lambda x: (lambda: 7, x), (torch.ones(1, device=here),)).wait()
@@ -264,28 +265,28 @@ def test_values_that_torch_cannot_look_into(kind):
 class Locked:
     """Which cannot be pickled."""
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.lock = threading.Lock()
 
-    def increase(self, by):
+    def increase(self, by: float) -> None:
         with self.lock:
             self.tensor += by
 
-    def total(self):
+    def total(self) -> torch.Tensor:
         return self.tensor.sum()
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_devices
-def test_references(kind, way):
+def test_references(kind: str, way: dict[str, Any]) -> None:
     here, _ = places(kind)
     with group(kind, 3, **way):
         locked = rpc.remote("w1", Locked, (torch.zeros(42, device=here),))
         for _ in range(3):
             locked.rpc_sync().increase(1)
         assert locked.rpc_sync().total().item() == 3 * 42
-        chain = rpc.remote("w1", slow_add, (torch.ones(3, device=here), 1))
+        chain: Any = rpc.remote("w1", slow_add, (torch.ones(3, device=here), 1))
         for _ in range(4):
             chain = chain + 1
         relay = rpc.remote("w2", rpc.RRef.to_here, (chain,))
@@ -294,7 +295,7 @@ def test_references(kind, way):
 
 
 @on_devices
-def test_a_value_of_this_worker(kind):
+def test_a_value_of_this_worker(kind: str) -> None:
     here, there = places(kind)
     with group(kind):
         with on(torch.Stream(here)):
@@ -308,7 +309,7 @@ def test_a_value_of_this_worker(kind):
 
 
 @on_devices
-def test_a_first_call_that_waits_for_its_connection(kind):
+def test_a_first_call_that_waits_for_its_connection(kind: str) -> None:
     """What is sent while the connection is being made is as it was at the call."""
     here, _ = places(kind)
     for transport, to in (("unix", "w1"), ("tcp", "w1"), ("unix", "w0")):

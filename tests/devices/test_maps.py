@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ from tests.devices.kinds import SIM, group, places
 TWO = Devices(2)
 
 
-def with_map(map_, to="b", count=2, allowed=()):
+def with_map(
+    map_: dict[str, str], to: str = "b", count: int = 2, allowed: tuple[Any, ...] | tuple[str] = ()
+) -> Devices:
     return Devices(count, {to: map_}, allowed)
 
 
@@ -41,7 +45,7 @@ def with_map(map_, to="b", count=2, allowed=()):
         ),
     ],
 )
-def test_faults(a, b, expected):
+def test_faults(a: Devices, b: Devices, expected: str | None) -> None:
     found = list(faults({"a": a, "b": b}))
     if expected is None:
         assert found == []
@@ -50,24 +54,24 @@ def test_faults(a, b, expected):
         assert pytest.raises(AssertionError, match=f"^Node a has {expected}").matches(AssertionError(found[0]))
 
 
-def test_of_a_part_of_a_group_names_that_are_not_there_are_no_fault():
+def test_of_a_part_of_a_group_names_that_are_not_there_are_no_fault() -> None:
     assert list(faults({"a": with_map({"cuda:0": "cuda:0"}, to="z")}, whole=False)) == []
 
 
-def test_which_devices_calls_can_touch():
+def test_which_devices_calls_can_touch() -> None:
     mine = Devices(4, {"b": {"cuda:0": "cuda:1", "cpu": "cuda:2"}}, ("cuda:3",))
     others = [Devices(4, {"a": {"cuda:1": "cuda:2", "cuda:0": "cpu"}, "c": {"cuda:0": "cuda:1"}})]
     assert mine.uses_of("a", others) == {"cuda:0", "cuda:2", "cuda:3"}
 
 
-def test_the_way_back():
+def test_the_way_back() -> None:
     assert turned({"cuda:0": "cuda:1", "cuda:1": "cpu"}) == {"cuda:1": "cuda:0", "cpu": "cuda:1"}
 
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_routes_of_calls_and_answers():
+def test_routes_of_calls_and_answers() -> None:
     calls = for_calls("b", {"cuda:0": "cuda:1"})
     assert (calls(FIRST), calls(CPU), calls.keeps_host) == (1, HOST, True)
     with pytest.raises(errors.DeviceError, match=r"set_device_map\('b', {'cuda:1': 'cuda:1'}\)"):
@@ -78,13 +82,13 @@ def test_routes_of_calls_and_answers():
         answers(FIRST)
 
 
-def test_routes_of_gradients_lead_back_to_where_tensors_came_from():
+def test_routes_of_gradients_lead_back_to_where_tensors_came_from() -> None:
     back = for_gradients({"cuda:0": "cuda:0"}, {"cuda:1": "cuda:0"})
     assert (back(FIRST), back(SECOND), back(CPU)) == (1, HOST, HOST)
     assert for_gradients({"cuda:0": "cuda:1"}, {})(FIRST) == 1
 
 
-def test_options_take_devices_in_any_spelling():
+def test_options_take_devices_in_any_spelling() -> None:
     options = TensorPipeRpcBackendOptions(device_maps={"b": {"cuda:0": torch.device("cuda:1")}}, devices=["cuda"])
     options.set_device_map("b", {"cuda:1": "cuda:0"})
     assert options.device_maps == {"b": {FIRST: SECOND, SECOND: FIRST}}
@@ -93,7 +97,7 @@ def test_options_take_devices_in_any_spelling():
     assert options.published().maps == {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}}
 
 
-def test_one_device_goes_to_one():
+def test_one_device_goes_to_one() -> None:
     options = TelegradOptions()
     options.set_device_map("b", {0: 1})
     options.set_device_map("b", {0: 1})
@@ -103,7 +107,7 @@ def test_one_device_goes_to_one():
         options.set_device_map("b", {-1: 0})
 
 
-def test_a_map_without_devices_is_refused_where_the_workers_meet():
+def test_a_map_without_devices_is_refused_where_the_workers_meet() -> None:
     maps = {"w1": {"cuda:0": "cuda:0"}}
     with pytest.raises(errors.DeviceError, match=r"source devices.*has 0 acc"), agents(2, device_maps=maps):
         pass
@@ -111,7 +115,7 @@ def test_a_map_without_devices_is_refused_where_the_workers_meet():
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_all_workers_are_told_of_a_wrong_map(kind):
+def test_all_workers_are_told_of_a_wrong_map(kind: str) -> None:
     here, there = places(kind)
     wrong = [({"w1": {here: there, there: there}}, "duplicated"), ({"none": {here: there}}, "invalid target")]
     for maps, fault in wrong:
@@ -121,7 +125,7 @@ def test_all_workers_are_told_of_a_wrong_map(kind):
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_in_a_dynamic_group_a_map_is_checked_at_the_first_call(kind):
+def test_in_a_dynamic_group_a_map_is_checked_at_the_first_call(kind: str) -> None:
     here, _ = places(kind)
     with group(kind, dynamic=True) as (first, _):
         connections = first.agent._connections

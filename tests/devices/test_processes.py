@@ -19,7 +19,7 @@ LARGE = 40_000_001  # bytes
 ROUNDS = 5
 
 
-def begin(rank, kind, port, transport, share=False):
+def begin(rank: int, kind: str, port: int, transport: str, share: bool = False) -> None:
     if kind == "sim":
         accelerator.load()
         sharing.SHARERS.update({"sim": Sharer()} if share else {})
@@ -29,11 +29,11 @@ def begin(rank, kind, port, transport, share=False):
     init(rank, 2, port, transport=transport, device_maps=maps)
 
 
-def add(x, y):
+def add(x: torch.Tensor, y: torch.Tensor | int) -> torch.Tensor:
     return x + y
 
 
-def exchange(kind):
+def exchange(kind: str) -> None:
     here, _ = places(kind)
     for round_ in range(ROUNDS):
         x = torch.full((1000,), float(round_), device=here)
@@ -50,24 +50,24 @@ def exchange(kind):
     assert kept.to_here().sum().item() == 1000 * ROUNDS
 
 
-def ways():
+def ways() -> list[bool | None]:
     """What was found out about sharing, by the connections of this worker."""
     peers = current.agent()._connections._peers.values()
     return [peer.link._outgoing._shares_devices for peer in peers]
 
 
-def lent():
+def lent() -> int:
     return current.agent()._connections._pool.lent
 
 
-def end(rank, kind):
+def end(rank: int, kind: str) -> list[str]:
     rpc.shutdown()
     return accelerator.violations() if kind == "sim" else []
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 @pytest.mark.parametrize("kind", [SIM, CUDA])
-def test_two_processes(kind, transport):
+def test_two_processes(kind: str, transport: str) -> None:
     with processes(2) as made:
         run_all(made, begin, kind, free_port(), transport)
         made[0].run(exchange, kind)
@@ -76,7 +76,7 @@ def test_two_processes(kind, transport):
 
 
 @pytest.mark.parametrize("kind", [SIM])
-def test_where_the_other_end_cannot_open_a_block(kind):
+def test_where_the_other_end_cannot_open_a_block(kind: str) -> None:
     """What is offered to another process, that of the simulated accelerator, cannot be opened: all goes by the host."""
     with processes(2) as made:
         run_all(made, begin, kind, free_port(), "unix", True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.storage import UntypedStorage
 
 from benchmarks.cuda import bandwidth
 from telegrad import errors, rpc
@@ -26,45 +28,46 @@ SHARED = (b"handle", 512, 64, b"counter", 3, b"event", True)  # as torch tells o
 class Gpu:
     """The parts of torch.cuda that are used, as two processes see it: what one exports the other one opens."""
 
-    def __init__(self, uuids):
-        self.opened = []
+    def __init__(self, uuids: list[str]) -> None:
         self.uuids = uuids
 
-    def device_count(self):
+    def device_count(self) -> int:
         return len(self.uuids)
 
-    def get_device_properties(self, index):
+    def get_device_properties(self, index: int) -> SimpleNamespace:
         return SimpleNamespace(uuid=self.uuids[index])
 
-    def device(self, index):
+    def device(self, index: int) -> torch.no_grad:
         return torch.no_grad()
 
     Event = SimpleNamespace(from_ipc_handle=lambda device, handle: (str(device), handle))
 
 
 class Storage:
+    opened: tuple[int | bytes, ...] = ()
+
     @staticmethod
-    def _new_shared_cuda(index, *shared):
+    def _new_shared_cuda(index: int, *shared: bytes | int) -> UntypedStorage:
         Storage.opened = index, *shared
         return torch.ones(512, dtype=torch.uint8).untyped_storage()
 
 
-def test_what_one_process_exports_another_opens(monkeypatch):
+def test_what_one_process_exports_another_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", Gpu(["first", "second"]))
-    block = SimpleNamespace(
+    block: Any = SimpleNamespace(
         device=torch.device("cuda:1"),
         untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: (1, *SHARED)),
     )
-    events = [SimpleNamespace(ipc_handle=lambda name=name: name) for name in (b"filled", b"emptied")]
+    events: Any = [SimpleNamespace(ipc_handle=lambda name=name: name) for name in (b"filled", b"emptied")]
     exported = sharing.Cuda().export(block, events)
 
     monkeypatch.setattr(torch, "cuda", Gpu(["second"]))  # CUDA_VISIBLE_DEVICES may differ
     monkeypatch.setattr(torch, "UntypedStorage", Storage)
     monkeypatch.setattr(sharing, "device", lambda index: torch.device("cpu"))
-    opened, events = sharing.Cuda().open(exported)
+    opened, opened_events = sharing.Cuda().open(exported)
     assert Storage.opened == (0, *SHARED)
     assert opened.numel() == 512
-    assert events == (("cpu", b"filled"), ("cpu", b"emptied"))
+    assert opened_events == (("cpu", b"filled"), ("cpu", b"emptied"))
 
     monkeypatch.setattr(torch, "cuda", Gpu(["third"]))
     with pytest.raises(errors.DeviceError, match="the GPU second is not visible to this worker"):
@@ -73,7 +76,7 @@ def test_what_one_process_exports_another_opens(monkeypatch):
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_blocks_are_bounded_reused_and_let_go(kind):
+def test_blocks_are_bounded_reused_and_let_go(kind: str) -> None:
     with replaced(sharing.SHARERS, {"sim": Sharer()}):
         pool = SharedPool(1 << 30)
         limit = Sharer().limit(0)
@@ -94,7 +97,7 @@ def test_blocks_are_bounded_reused_and_let_go(kind):
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_a_block_is_filled_anew_only_once_it_was_emptied(kind):
+def test_a_block_is_filled_anew_only_once_it_was_emptied(kind: str) -> None:
     """Without waiting on the host: the events of a block order its uses."""
     with replaced(sharing.SHARERS, {"sim": Sharer()}):
         streams = Streams()
@@ -110,7 +113,7 @@ def test_a_block_is_filled_anew_only_once_it_was_emptied(kind):
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_what_is_on_its_way_to_the_host_when_its_connection_ends(kind):
+def test_what_is_on_its_way_to_the_host_when_its_connection_ends(kind: str) -> None:
     """Its memory is not used anew while the device still copies it."""
     ferry = Ferry(Streams())
     departure = ferry.depart(Bound(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
@@ -123,7 +126,7 @@ def test_what_is_on_its_way_to_the_host_when_its_connection_ends(kind):
 
 @pytest.mark.parametrize("kind", [SIM])
 @apart
-def test_the_benchmark_runs(kind):
+def test_the_benchmark_runs(kind: str) -> None:
     with group(kind), patch("benchmarks.cuda.OTHER", "w1"):
         for direction in ("to", "from", "echo"):
             assert bandwidth(rpc, 4096, direction, "sim:0") > 0

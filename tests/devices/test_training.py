@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from telegrad.devices.streams import on
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
 from tests.cluster import in_threads
 from tests.devices.kinds import group, on_devices, on_host_and_devices, places
 from tests.test_checkpoint import step
@@ -27,7 +29,12 @@ WIDTH = 4
 MAPS = [pytest.param(True, id="map"), pytest.param(False, id="no map")]
 
 
-def layer(seed):
+def options(mapped: bool) -> dict[str, Any]:
+    """Of a group with maps between its devices, or without."""
+    return {} if mapped else {"device_maps": {}}
+
+
+def layer(seed: int) -> nn.Sequential:
     """The same wherever it is made; several agents of one process share torch's own generator."""
     made = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     chance = torch.Generator().manual_seed(seed)
@@ -37,63 +44,64 @@ def layer(seed):
     return nn.Sequential(made, nn.Tanh())
 
 
-def data(seed, device="cpu"):
+def data(seed: int, device: str | torch.device = "cpu") -> Tensor:
     chance = torch.Generator().manual_seed(seed)
     return torch.randn(8, WIDTH, dtype=torch.float64, generator=chance).to(device)
 
 
-def close(one, other):
+def close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.detach().cpu(), other.detach().cpu(), rtol=1e-9, atol=1e-12)
 
 
 class Tower(nn.Module):
     """Layers on `owners` workers, the first of which is this one; each on an accelerator."""
 
-    def __init__(self, here, there, owners, count=4):
+    def __init__(self, here: str | torch.device, there: torch.device, owners: int, count: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             layer(i).to(here) if i % owners == 0 else RemoteModule(f"w{i % owners}/{there}", layer, (i,))
             for i in range(count)
         )
 
-    def forward(self, value):
+    def forward(self, value: Tensor) -> Tensor:
         for each in self.layers:
             value = each(value)
         return value
 
 
-def whole(count=4):
+def whole(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*map(layer, range(count)))
 
 
-def same(spread, model):
+def same(spread: nn.Module, model: nn.Module) -> bool:
     states = spread.state_dict().values(), model.state_dict().values()
     return all(close(one, other) for one, other in zip(*states, strict=True))
 
 
-def loss_of(model, inputs):
-    return (model(inputs) - inputs.flip(1)).square().mean()
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss: Tensor = (model(inputs) - inputs.flip(1)).square().mean()
+    return loss
 
 
 # Modules
 
 
-def gradients_of(context, module: rpc.RRef[nn.Module]):
+def gradients_of(context: int, module: rpc.RRef[nn.Module]) -> list[Tensor]:
     found = autograd.get_gradients(context)
     return [found[parameter].cpu() for parameter in module.local_value().parameters()]
 
 
 @pytest.mark.parametrize("mapped", MAPS)
 @on_devices
-def test_a_remote_module(kind, mapped):
+def test_a_remote_module(kind: str, mapped: bool) -> None:
     here, there = places(kind)
-    with group(kind, **({} if mapped else {"device_maps": {}})):
+    with group(kind, **options(mapped)):
         model = layer(3)
         for device in (here, there):
             module = RemoteModule(f"w1/{device}", layer, (3,))
             assert (module.device, module.is_device_map_set) == (str(device), mapped)
             back = {here: there, there: here}[device] if mapped else torch.device("cpu")
-            for seed, start in enumerate(("cpu", here, there) if mapped else ("cpu",)):
+            for seed, start in enumerate((torch.device("cpu"), here, there) if mapped else (torch.device("cpu"),)):
                 inputs = data(seed, start).requires_grad_()
                 expected = model(inputs.detach().cpu())
                 for result in (module(inputs), module.forward_async(inputs).wait()):
@@ -102,21 +110,21 @@ def test_a_remote_module(kind, mapped):
                 wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
                 with autograd.context() as context:
                     autograd.backward(context, [module(inputs).square().sum()])
-                    assert autograd.get_gradients(context)[inputs].device == torch.device(start)
+                    assert autograd.get_gradients(context)[inputs].device == start
                     found = rpc.rpc_sync("w1", gradients_of, (context, module.module_rref))
                     assert all(map(close, found, wanted))
 
 
 class Nested(nn.Module):
-    def forward(self, pair, *, scale):
+    def forward(self, pair: tuple[Tensor, dict[str, Tensor]], *, scale: Tensor) -> dict[str, Any]:
         return {"sum": pair[0] + pair[1]["other"] * scale, "device": pair[0].device, "host": torch.ones(2)}
 
 
 @pytest.mark.parametrize("mapped", MAPS)
 @on_devices
-def test_nested_arguments_and_results(kind, mapped):
+def test_nested_arguments_and_results(kind: str, mapped: bool) -> None:
     here, there = places(kind)
-    with group(kind, **({} if mapped else {"device_maps": {}})):
+    with group(kind, **options(mapped)):
         module = RemoteModule(f"w1/{there}", Nested)
         pair = torch.ones(2), {"other": torch.ones(2, device=here if mapped else "cpu")}
         result = module(pair, scale=torch.tensor(3.0))
@@ -125,12 +133,12 @@ def test_nested_arguments_and_results(kind, mapped):
         assert (result["sum"].tolist(), result["host"].tolist()) == ([4.0, 4.0], [1.0, 1.0])
 
 
-def call(module: RemoteModule, inputs: Tensor):
+def call(module: RemoteModule, inputs: Tensor) -> tuple[bool, Tensor]:
     return module.is_device_map_set, module(inputs)
 
 
 @on_devices
-def test_a_handle_on_another_worker(kind):
+def test_a_handle_on_another_worker(kind: str) -> None:
     _, there = places(kind)
     with group(kind, 3):
         module = RemoteModule(f"w1/{there}", layer, (1,))
@@ -142,9 +150,9 @@ def test_a_handle_on_another_worker(kind):
 
 @pytest.mark.parametrize("mapped", MAPS)
 @on_devices
-def test_the_state_of_a_remote_module(kind, mapped):
+def test_the_state_of_a_remote_module(kind: str, mapped: bool) -> None:
     here, there = places(kind)
-    with group(kind, **({} if mapped else {"device_maps": {}})):
+    with group(kind, **options(mapped)):
         module, model = RemoteModule(f"w1/{there}", layer, (1,)), layer(2)
         state = module.state_dict()
         assert {each.device for each in state.values()} == {here if mapped else torch.device("cpu")}
@@ -158,7 +166,7 @@ def test_the_state_of_a_remote_module(kind, mapped):
 
 
 @on_devices
-def test_a_remote_module_moves(kind):
+def test_a_remote_module_moves(kind: str) -> None:
     here, there = places(kind)
     model = layer(1)
     with group(kind):
@@ -175,7 +183,7 @@ def test_a_remote_module_moves(kind):
         assert close(adopted(data(2, here)), model(data(2)))
 
 
-def referred(seed, device):
+def referred(seed: int, device: str | torch.device) -> rpc.RRef[Any]:
     return rpc.RRef(layer(seed).to(device))
 
 
@@ -191,7 +199,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("hogwild", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_devices
-def test_steps_as_on_the_host(kind, name, hogwild):
+def test_steps_as_on_the_host(kind: str, name: str, hogwild: bool) -> None:
     here, there = places(kind)
     make, options = OPTIMIZERS[name]
     with group(kind, 3, share=hogwild):
@@ -210,9 +218,9 @@ def test_steps_as_on_the_host(kind, name, hogwild):
 
 @pytest.mark.parametrize("mapped", MAPS)
 @on_devices
-def test_schedulers_kept_gradients_and_the_state_of_an_optimizer(kind, mapped):
+def test_schedulers_kept_gradients_and_the_state_of_an_optimizer(kind: str, mapped: bool) -> None:
     here, there = places(kind)
-    with group(kind, 3, **({} if mapped else {"device_maps": {}})):
+    with group(kind, 3, **options(mapped)):
         start = here if mapped else "cpu"
         spread, model = Tower(start, there, 3), whole()
         optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.1)
@@ -234,7 +242,7 @@ def test_schedulers_kept_gradients_and_the_state_of_an_optimizer(kind, mapped):
 
 @pytest.mark.parametrize("limit", [0.01, 1e6])
 @on_devices
-def test_clipping(kind, limit):
+def test_clipping(kind: str, limit: float) -> None:
     here, there = places(kind)
     with group(kind, 3):
         spread, model = Tower(here, there, 3), whole()
@@ -252,7 +260,7 @@ def test_clipping(kind, limit):
         assert same(spread, model)
 
 
-def train_alone(worker, module, optimizer, start):
+def train_alone(worker: Worker, module: nn.Module, optimizer: DistributedOptimizer, start: torch.device) -> None:
     current.enter(worker)
     with on(torch.Stream(start)):
         for seed in range(4):
@@ -262,7 +270,7 @@ def train_alone(worker, module, optimizer, start):
 
 
 @on_devices
-def test_trainers_that_do_not_wait_for_each_other(kind):
+def test_trainers_that_do_not_wait_for_each_other(kind: str) -> None:
     here, there = places(kind)
     with group(kind, 4) as workers:
         module = RemoteModule(f"w1/{there}", layer, (1,))
@@ -279,10 +287,14 @@ def test_trainers_that_do_not_wait_for_each_other(kind):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @on_devices
-def test_a_pipeline(kind, schedule):
+def test_a_pipeline(kind: str, schedule: str) -> None:
     here, there = places(kind)
     with group(kind, 3):
-        stages = [RemoteModule(f"w1/{there}", layer, (0,)), rpc.remote("w2", moved, (1, here)), layer(2).to(here)]
+        stages: list[Any] = [
+            RemoteModule(f"w1/{there}", layer, (0,)),
+            rpc.remote("w2", moved, (1, here)),
+            layer(2).to(here),
+        ]
         pipeline, model = Pipeline(stages, chunks=4, schedule=schedule), whole(3)
         optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.2, momentum=0.9)
         reference = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -299,25 +311,25 @@ def test_a_pipeline(kind, schedule):
         assert close(pipeline(data(5, here)), model(data(5)))
 
 
-def moved(seed, device):
+def moved(seed: int, device: str | torch.device) -> nn.Sequential:
     return layer(seed).to(device)
 
 
 # Checkpoints
 
 
-def training(here, there, owners):
+def training(here: str | torch.device, there: torch.device, owners: int) -> dict[str, Any]:
     model = Tower(here, there, owners)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, model, lr=0.1)
     return {"model": model, "optimizer": optimizer, "scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "step": 0}
 
 
-def train(state, device):
+def train(state: dict[str, Any], device: str | torch.device) -> list[float]:
     return [step(state, lambda model: loss_of(model, data(state["step"], device))) for _ in range(3)]
 
 
 @on_host_and_devices
-def test_training_goes_on_from_a_checkpoint(kind):
+def test_training_goes_on_from_a_checkpoint(kind: str) -> None:
     """On other workers and other devices, which need no map for that."""
     here, there = places(kind)
     with tempfile.TemporaryDirectory() as folder:
@@ -335,12 +347,12 @@ def test_training_goes_on_from_a_checkpoint(kind):
 # References and profilers
 
 
-def product(x):
+def product(x: Tensor) -> Tensor:
     return (x * x).sum()
 
 
 @on_devices
-def test_backward_from_a_reference(kind):
+def test_backward_from_a_reference(kind: str) -> None:
     here, _ = places(kind)
     with group(kind):
         x = torch.arange(3.0, device=here, requires_grad=True)
@@ -358,7 +370,7 @@ def test_backward_from_a_reference(kind):
 
 
 @on_devices
-def test_profiled_calls_and_passes(kind):
+def test_profiled_calls_and_passes(kind: str) -> None:
     here, _ = places(kind)
     with group(kind):
         x = torch.ones(3, device=here, requires_grad=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import telegrad.autograd as autograd
 from telegrad.nn import Pipeline, RemoteModule
@@ -19,54 +22,55 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 class Counter:
-    def __init__(self):
+    def __init__(self) -> None:
         self.value = torch.zeros(4)
 
-    def add(self, x):
+    def add(self, x: torch.Tensor) -> torch.Tensor:
         return self.value + x
 
 
-def sync(x):
+def sync(x: torch.Tensor) -> torch.Tensor:
     return rpc_sync("w1", torch.add, (x * 2, 1)).sin()
 
 
-def asynchronous(x):
+def asynchronous(x: torch.Tensor) -> torch.Tensor:
     return rpc_async("w1", torch.add, (x * 2, 1)).wait().sin()
 
 
-def with_callback(x):
+def with_callback(x: torch.Tensor) -> torch.Tensor:
     return rpc_async("w1", torch.add, (x * 2, 1)).then(lambda done: done.wait() + 1).wait().sin()
 
 
-def by_reference(x):
+def by_reference(x: torch.Tensor) -> torch.Tensor:
     return remote("w1", torch.add, (x * 2, 1)).to_here().sin()
 
 
-def by_proxy(x):
+def by_proxy(x: torch.Tensor) -> torch.Tensor:
     return remote("w1", Counter).rpc_sync().add(x * 2).sin()
 
 
-def by_proxies(x):
+def by_proxies(x: torch.Tensor) -> torch.Tensor:
     counter = remote("w1", Counter)
     return counter.rpc_async().add(x * 2).wait().sin() + counter.remote().add(x * 2).to_here()
 
 
-def with_operators(x):
-    return (remote("w1", torch.neg, (x * 2,)) + 1).to_here().sin()
+def with_operators(x: torch.Tensor) -> torch.Tensor:
+    negative: Any = remote("w1", torch.neg, (x * 2,))
+    return (negative + 1).to_here().sin()
 
 
-def own_reference(x):
+def own_reference(x: torch.Tensor) -> torch.Tensor:
     return RRef(x * 2).local_value().sin()
 
 
-def gradients(x):
+def gradients(x: torch.Tensor) -> torch.Tensor:
     with autograd.context() as context:
         weight = torch.ones(4, requires_grad=True)
         autograd.backward(context, rpc_sync("w1", torch.mul, (weight * 2, x)).sum())
         return autograd.get_gradients(context)[weight] * 2
 
 
-def test_code_with_remote_calls_compiles_and_gives_the_same():
+def test_code_with_remote_calls_compiles_and_gives_the_same() -> None:
     module = RemoteModule("w1", nn.Linear, (4, 4))
     model = nn.Sequential(nn.Linear(4, 4), module, nn.Tanh())
     pipeline = Pipeline([RemoteModule("w1", nn.Linear, (4, 4)), RemoteModule("w2", nn.Linear, (4, 4))], chunks=2)
@@ -75,7 +79,7 @@ def test_code_with_remote_calls_compiles_and_gives_the_same():
     programs += [lambda x: pipeline(torch.stack([x, x]) * 2).sin()]
     graphs = []
 
-    def backend(graph, _):
+    def backend(graph: GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
@@ -91,16 +95,17 @@ def test_code_with_remote_calls_compiles_and_gives_the_same():
         assert not any("telegrad" in str(graph.code) for graph in graphs)
 
 
-def test_a_compiled_training_step_gives_the_same_gradients():
-    model = nn.Sequential(nn.Linear(4, 4), RemoteModule("w1", nn.Linear, (4, 4)))
+def test_a_compiled_training_step_gives_the_same_gradients() -> None:
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(first, RemoteModule("w1", nn.Linear, (4, 4)))
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
     x = torch.randn(3, 4)
 
-    def step(forward):
+    def step(forward: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         with autograd.context() as context:
             loss = forward(x).square().mean()
             autograd.backward(context, loss)
-            gradient = autograd.get_gradients(context)[model[0].weight]
+            gradient = autograd.get_gradients(context)[first.weight]
             optimizer.step(context)
             return loss.detach(), gradient.clone()
 
@@ -111,12 +116,12 @@ def test_a_compiled_training_step_gives_the_same_gradients():
         torch.testing.assert_close(got, wanted)
 
 
-def test_the_compiler_is_not_imported_for_that():
+def test_the_compiler_is_not_imported_for_that() -> None:
     with processes(1) as (fresh,):
         assert not fresh.run(imports_the_compiler)
 
 
-def imports_the_compiler():
+def imports_the_compiler() -> bool:
     for name in ("telegrad.rpc", "telegrad.nn", "telegrad.optim", "telegrad.autograd"):
         importlib.import_module(name)
     return "torch._dynamo" in sys.modules

@@ -23,17 +23,17 @@ from telegrad.nn.schedule import Backward, Forward, Schedule
         ("a:b/meta", "a:b", "meta"),
     ],
 )
-def test_places(text, worker, device):
+def test_places(text: str, worker: int | str, device: str | None) -> None:
     assert parse_place(text) == (worker, torch.device(device) if device else None)
 
 
 @pytest.mark.parametrize("text", ["", "cpu", "cuda:0", "/cpu", "a/", "a/b", "a/cpu/cpu", "rank:x/cpu", "rank:"])
-def test_what_is_no_place(text):
+def test_what_is_no_place(text: str) -> None:
     with pytest.raises(UsageError, match="is no place for a module"):
         parse_place(text)
 
 
-def run(kind, batches, stages, seed):
+def run(kind: str, batches: int, stages: int, seed: int) -> tuple[list[Backward | Forward], int]:
     """Let what has begun end in a random order; the steps as they begin, and the most forwards without a backward."""
     chance = random.Random(seed)
     schedule = Schedule(kind, batches, stages)
@@ -53,7 +53,7 @@ def run(kind, batches, stages, seed):
 
 @pytest.mark.parametrize("seed", range(50))
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
-def test_each_micro_batch_goes_forward_and_backward_once(kind, seed):
+def test_each_micro_batch_goes_forward_and_backward_once(kind: str, seed: int) -> None:
     chance = random.Random(seed)
     batches, stages = chance.randint(1, 20), chance.randint(1, 6)
     begun, most = run(kind, batches, stages, seed)
@@ -68,7 +68,7 @@ def test_each_micro_batch_goes_forward_and_backward_once(kind, seed):
         assert most == batches
 
 
-def test_one_backward_begins_before_the_last_forward():
+def test_one_backward_begins_before_the_last_forward() -> None:
     schedule = Schedule("1f1b", 3, 2)
     assert schedule.begin() == [Forward(0), Forward(1)]
     assert schedule.ended(Forward(0)) == [Backward((0,))]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("here")
 SIZES = [(5, 7), (7, 7), (7, 3)]
 
 
-def make_stage(number):
+def make_stage(number: int) -> nn.Sequential:
     """The same wherever it is made; several agents of one process share torch's own generator."""
     linear = nn.Linear(*SIZES[number], dtype=torch.float64)
     chance = torch.Generator().manual_seed(number)
@@ -32,23 +34,23 @@ def make_stage(number):
     return nn.Sequential(linear, nn.Tanh())
 
 
-def whole():
+def whole() -> nn.Sequential:
     return nn.Sequential(*map(make_stage, range(3)))
 
 
-def spread(**options):
+def spread(**options: Any) -> Pipeline:
     """Three stages: two on other workers, in different forms, and one here."""
-    stages = [RemoteModule("w1", make_stage, (0,)), remote("w2", make_stage, (1,)), make_stage(2)]
+    stages: list[Any] = [RemoteModule("w1", make_stage, (0,)), remote("w2", make_stage, (1,)), make_stage(2)]
     return Pipeline(stages, **options)
 
 
-def batch(size=33):
+def batch(size: int = 33) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 5, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("chunks", [1, 4, 40])
-def test_training_gives_the_numbers_of_the_whole(schedule, chunks):
+def test_training_gives_the_numbers_of_the_whole(schedule: str, chunks: int) -> None:
     pipeline, model = spread(chunks=chunks, schedule=schedule), whole()
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -67,7 +69,7 @@ def test_training_gives_the_numbers_of_the_whole(schedule, chunks):
         assert torch.allclose(one, other, rtol=1e-9)
 
 
-def test_outputs_and_a_loss_of_ones_own():
+def test_outputs_and_a_loss_of_ones_own() -> None:
     pipeline, model = spread(), whole()
     inputs = batch()[0].requires_grad_()
     wanted = model(inputs)
@@ -79,7 +81,7 @@ def test_outputs_and_a_loss_of_ones_own():
     assert torch.allclose(found, torch.autograd.grad(wanted.square().sum(), inputs)[0])
 
 
-def test_fewer_samples_than_chunks():
+def test_fewer_samples_than_chunks() -> None:
     pipeline = spread(chunks=8)
     assert pipeline(batch(3)[0]).shape == (3, 3)
     with autograd.context() as context:
@@ -90,18 +92,18 @@ def test_fewer_samples_than_chunks():
 class Several(nn.Module):
     """Takes a dictionary and gives a tuple."""
 
-    def forward(self, value):
+    def forward(self, value: dict[str, Any]) -> tuple[torch.Tensor, int]:
         return value["a"] + value["b"], value["factor"]
 
 
 class Product(nn.Module):
     """Takes a tuple."""
 
-    def forward(self, value):
+    def forward(self, value: tuple[torch.Tensor, int]) -> torch.Tensor:
         return value[0] * value[1]
 
 
-def test_what_passes_between_stages_may_be_nested():
+def test_what_passes_between_stages_may_be_nested() -> None:
     pipeline = Pipeline([RemoteModule("w1", Several), RemoteModule("w2", Product)], chunks=2)
     ones = torch.ones(4, 2)
     assert torch.equal(pipeline({"a": ones, "b": ones, "factor": 3}), ones * 6)
@@ -110,13 +112,13 @@ def test_what_passes_between_stages_may_be_nested():
 class Exclusive(nn.Module):
     """Notices when it is called by two at once."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.inside = 0
         self.most = 0
-        self.order = []
+        self.order: list[float] = []
 
-    def forward(self, value):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.inside += 1
         self.most = max(self.most, self.inside)
         rpc_sync("w2", torch.add, (value, 1))  # the thread is given to others meanwhile
@@ -125,11 +127,11 @@ class Exclusive(nn.Module):
         return value
 
 
-def seen(module: RRef[nn.Module]):
+def seen(module: RRef[Exclusive]) -> tuple[int, list[float]]:
     return module.local_value().most, module.local_value().order
 
 
-def test_micro_batches_go_through_a_stage_one_by_one():
+def test_micro_batches_go_through_a_stage_one_by_one() -> None:
     stage = RemoteModule("w1", Exclusive)
     inputs = torch.arange(40.0)
     assert torch.equal(Pipeline([stage], chunks=20)(inputs), inputs)
@@ -138,11 +140,11 @@ def test_micro_batches_go_through_a_stage_one_by_one():
     assert sorted(order) == [float(each) for each in range(0, 40, 2)]
 
 
-def fails(outputs, targets):
+def fails(outputs: torch.Tensor, targets: torch.Tensor) -> NoReturn:
     raise ArithmeticError("no loss today")
 
 
-def test_an_error_is_raised_with_its_worker_and_the_next_step_works():
+def test_an_error_is_raised_with_its_worker_and_the_next_step_works() -> None:
     pipeline = Pipeline([make_stage(0), RemoteModule("w1", make_stage, (1,)), RemoteModule("w2", make_stage, (2,))])
     inputs, targets = batch()
     with (
@@ -154,22 +156,22 @@ def test_an_error_is_raised_with_its_worker_and_the_next_step_works():
         pipeline.forward_backward(context, inputs, targets, mse_loss)
 
 
-def far_from(outputs, targets):
+def far_from(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - targets).square().sum()
 
 
-def classes(size):
+def classes(size: int) -> torch.Tensor:
     return torch.randint(0, 3, (size,))
 
 
-def some_ignored(size):
+def some_ignored(size: int) -> torch.Tensor:
     found = classes(size)
     found[: size // 2] = -100
     return found
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
-REDUCTIONS = {
+REDUCTIONS: dict[str, tuple[Callable[..., torch.Tensor], str | None, Callable[[int], torch.Tensor]]] = {
     "a mean": (nn.CrossEntropyLoss(), None, classes),
     "a sum": (nn.CrossEntropyLoss(reduction="sum"), None, classes),
     "a sum, said twice": (nn.CrossEntropyLoss(reduction="sum"), "sum", classes),
@@ -189,7 +191,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("what", REDUCTIONS)
-def test_losses_that_average_and_losses_that_sum_give_the_numbers_of_the_whole(what, chunks):
+def test_losses_that_average_and_losses_that_sum_give_the_numbers_of_the_whole(what: str, chunks: int) -> None:
     loss, reduction, make_targets = REDUCTIONS[what]
     last = make_stage(2)
     pipeline, model = Pipeline([RemoteModule("w1", make_stage, (0,)), make_stage(1), last], chunks=chunks), whole()
@@ -200,11 +202,12 @@ def test_losses_that_average_and_losses_that_sum_give_the_numbers_of_the_whole(w
         found = pipeline.forward_backward(context, inputs, targets, loss, reduction)
         gradients = autograd.get_gradients(context)
         for mine, theirs in zip(last.parameters(), model[2].parameters(), strict=True):
+            assert theirs.grad is not None
             assert torch.allclose(gradients[mine], theirs.grad, rtol=1e-9)
     assert torch.allclose(found.double(), wanted.detach(), rtol=1e-6)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Any, str | None, str]] = {
     "one for each sample": (nn.CrossEntropyLoss(reduction="none"), None, "gives a loss for each sample"),
     "one that says another thing": (nn.MSELoss(reduction="sum"), "mean", "has reduction='sum': leave the former out"),
     "an unknown reduction": (mse_loss, "max", "'mean' or 'sum', not 'max'"),
@@ -217,28 +220,28 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_loss_that_a_pipeline_cannot_use_is_refused(what):
+def test_a_loss_that_a_pipeline_cannot_use_is_refused(what: str) -> None:
     loss, reduction, said = REFUSED[what]
     inputs, targets = batch(8)
     with pytest.raises(UsageError, match=said), autograd.context() as context:
         spread(chunks=4).forward_backward(context, inputs, targets, loss, reduction)
 
 
-def test_inputs_and_targets_must_fit_each_other():
+def test_inputs_and_targets_must_fit_each_other() -> None:
     pipeline, (inputs, targets) = spread(chunks=4), batch(8)
     for some, others in ((inputs, targets[:6]), (inputs, targets[:3]), (inputs[:0], targets[:0])):
         with pytest.raises(UsageError, match="give a target for each input"), autograd.context() as context:
             pipeline.forward_backward(context, some, others, mse_loss)
 
 
-def test_several_targets_for_each_input_fit_where_the_parts_do():
+def test_several_targets_for_each_input_fit_where_the_parts_do() -> None:
     pipeline, inputs = spread(chunks=4), batch(8)[0]
     with autograd.context() as context:
         found = pipeline.forward_backward(context, inputs, torch.ones(24), lambda out, to: mse_loss(out.flatten(), to))
     assert torch.allclose(found, mse_loss(whole()(inputs).flatten(), torch.ones(24)))
 
 
-def test_a_worker_that_dies_ends_the_step():
+def test_a_worker_that_dies_ends_the_step() -> None:
     with agents(3) as workers:
         current.enter(workers[0])
         pipeline = Pipeline([RemoteModule("w1", make_stage, (0,)), RemoteModule("w2", make_stage, (1,)), make_stage(2)])
@@ -248,7 +251,7 @@ def test_a_worker_that_dies_ends_the_step():
             pipeline.forward_backward(context, inputs, targets, mse_loss)
 
 
-def test_what_cannot_be_a_pipeline():
+def test_what_cannot_be_a_pipeline() -> None:
     with pytest.raises(UsageError, match="at least one stage"):
         Pipeline([])
     with pytest.raises(UsageError, match="'1f1b', 'gpipe', not 'zero'"):
@@ -258,18 +261,18 @@ def test_what_cannot_be_a_pipeline():
     with pytest.raises(UsageError, match="samples along their first dimension"):
         Pipeline([make_stage(0)])(torch.ones(()))
     with pytest.raises(UsageError, match=r"stages of a pipeline are a list.*Pipeline\(\[first, second\], chunks=8\)"):
-        Pipeline(make_stage(0), make_stage(1))
+        Pipeline(make_stage(0), make_stage(1))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="stages of a pipeline are a list"):
-        Pipeline(RemoteModule("w1", make_stage, (0,)))
+        Pipeline(RemoteModule("w1", make_stage, (0,)))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a stage is a RemoteModule, a reference to a module or a module"):
-        Pipeline(["w1"])
+        Pipeline(["w1"])  # type: ignore[list-item]
 
 
-def test_shows_its_stages():
+def test_shows_its_stages() -> None:
     assert "RemoteModule(Sequential on w2/cpu)" in repr(spread())
 
 
-def test_outputs_outside_of_a_context_are_told_to_have_no_gradients():
+def test_outputs_outside_of_a_context_are_told_to_have_no_gradients() -> None:
     pipeline = spread()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

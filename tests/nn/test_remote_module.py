@@ -8,6 +8,7 @@ import inspect
 import io
 import linecache
 import warnings
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("here")
 class Words(nn.Module):
     """Takes several arguments, has a buffer, and behaves differently in evaluation."""
 
-    def __init__(self, factor, shift=0):
+    shift: Tensor
+
+    def __init__(self, factor: int, shift: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((2,), float(factor)))
         self.register_buffer("shift", torch.full((2,), float(shift)))
@@ -32,39 +35,39 @@ class Words(nn.Module):
     def forward(self, tensor: Tensor, number: int, word: str = "default") -> tuple[str, int, Tensor]:
         return word, number, tensor * self.weight + self.shift if self.training else tensor
 
-    def where(self):
+    def where(self) -> str:
         return current.agent().name
 
-    def fails(self):
+    def fails(self) -> NoReturn:
         raise KeyError("inside")
 
 
 class Parent(nn.Module):
     """An ordinary module with one that is elsewhere."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.far = RemoteModule("w1", nn.Linear, (3, 4))
         self.near = nn.Linear(4, 1)
 
-    def forward(self, value):
+    def forward(self, value: Tensor) -> Tensor:
         return self.near(self.far(value))
 
 
-def make_linear(inputs, outputs, device=None):
+def make_linear(inputs: int, outputs: int, device: str | None = None) -> nn.Linear:
     return nn.Linear(inputs, outputs, device=device)
 
 
-def call(module, *args):
+def call(module: Double | RemoteModule, *args: Tensor | int) -> tuple[Any, str, bool]:
     return module(*args), module.on, module.training
 
 
-def of_module(module: RRef[nn.Module], name):
+def of_module(module: RRef[nn.Module], name: str) -> bool:
     return getattr(module.local_value(), name)
 
 
 @pytest.mark.parametrize("place", ["w1", "w1/cpu", "rank:1", "rank:1/cpu"])
-def test_forward_runs_where_the_module_lives(place):
+def test_forward_runs_where_the_module_lives(place: str) -> None:
     module = RemoteModule(place, Words, (3,), {"shift": 1})
     assert (module.on, module.device) == ("w1", "cpu")
     word, number, tensor = module(torch.ones(2), 5)
@@ -74,7 +77,7 @@ def test_forward_runs_where_the_module_lives(place):
     assert module.get_module_rref().rpc_sync().where() == "w1"
 
 
-def test_forward_has_the_signature_of_the_module():
+def test_forward_has_the_signature_of_the_module() -> None:
     module = RemoteModule("w1", Words, (3,))
     assert list(inspect.signature(module.forward).parameters) == ["tensor", "number", "word"]
     assert inspect.signature(module.forward_async).parameters["word"].default == "default"
@@ -82,7 +85,7 @@ def test_forward_has_the_signature_of_the_module():
     assert made(torch.ones(2)).shape == (3,)
 
 
-def test_an_error_there_is_raised_here():
+def test_an_error_there_is_raised_here() -> None:
     module = RemoteModule("w1", Words, (3,))
     with pytest.raises(KeyError, match="inside"):
         module.get_module_rref().rpc_sync().fails()
@@ -90,11 +93,11 @@ def test_an_error_there_is_raised_here():
         module(torch.ones(2))
 
 
-def test_what_makes_no_module():
+def test_what_makes_no_module() -> None:
     with pytest.raises(
         ValueError, match=r"`module_cls\(\*args, \*\*kwargs\)` returns an instance of <class nn.Module>"
     ):
-        RemoteModule("w1", dict)
+        RemoteModule("w1", dict)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         RemoteModule("w1", nn.Linear)
     with pytest.raises(UnknownWorker):
@@ -103,7 +106,7 @@ def test_what_makes_no_module():
         RemoteModule.init_from_module_rref("w1", remote("w1", list))
 
 
-def test_gradients_find_their_way():
+def test_gradients_find_their_way() -> None:
     torch.manual_seed(0)
     parent = Parent()
     whole = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
@@ -119,12 +122,12 @@ def test_gradients_find_their_way():
         assert all(torch.allclose(one, other) for one, other in zip(far, wanted[1:3], strict=True))
 
 
-def gradients_of(context, module: RRef[nn.Module]):
+def gradients_of(context: int, module: RRef[nn.Module]) -> list[Tensor]:
     found = autograd.get_gradients(context)
     return [found[parameter] for parameter in module.local_value().parameters()]
 
 
-def test_from_a_reference():
+def test_from_a_reference() -> None:
     reference = remote("w1", nn.Linear, (2, 3))
     module = RemoteModule.init_from_module_rref("w1/cpu", reference)
     assert module.module_rref is reference or module.module_rref._handle.id == reference._handle.id
@@ -136,15 +139,15 @@ def test_from_a_reference():
         RemoteModule.init_from_module_rref("w2", reference)
 
 
-def test_sent_to_another_worker():
-    module = RemoteModule("w1", Words, (3,)).eval()
+def test_sent_to_another_worker() -> None:
+    module: Any = RemoteModule("w1", Words, (3,)).eval()
     module.mine = "stays"
     result, on, training = rpc_sync("w2", call, (module, torch.ones(2), 4))
     assert (result[1], on, training) == (4, "w1", False)
     assert not rpc_sync("w2", hasattr, (module, "mine"))
 
 
-def test_a_module_that_has_one_inside_can_be_sent():
+def test_a_module_that_has_one_inside_can_be_sent() -> None:
     parent = Parent()
     value = torch.ones(3)
     assert torch.equal(rpc_sync("w2", torch.nn.Module.__call__, (parent, value)), parent(value))
@@ -153,17 +156,17 @@ def test_a_module_that_has_one_inside_can_be_sent():
 class Double(RemoteModule):
     """A handle of one's own."""
 
-    def forward(self, *args):
+    def forward(self, *args: Tensor) -> Tensor:
         return super().forward(*args) * 2
 
 
-def test_a_handle_of_ones_own_class():
+def test_a_handle_of_ones_own_class() -> None:
     module = Double("w1", nn.Identity)
     assert module(torch.ones(1)) == 2
     assert rpc_sync("w2", call, (module, torch.ones(1)))[0] == 2
 
 
-def test_training_and_evaluation():
+def test_training_and_evaluation() -> None:
     parent = Parent()
     for mode in (False, True):
         parent.train(mode)
@@ -173,9 +176,9 @@ def test_training_and_evaluation():
     assert not rpc_sync("w1", of_module, (parent.far.module_rref, "training"))
 
 
-def test_state():
+def test_state() -> None:
     parent, other = Parent(), Parent()
-    state = parent.state_dict()
+    state: Any = parent.state_dict()
     assert list(state) == ["far.weight", "far.bias", "near.weight", "near.bias"]
     assert "far" in state._metadata
     other.load_state_dict(state)
@@ -188,7 +191,7 @@ def test_state():
     assert words(torch.ones(2), 1)[2].tolist() == [1, 1]
 
 
-def test_state_that_does_not_fit():
+def test_state_that_does_not_fit() -> None:
     parent = Parent()
     state = parent.state_dict()
     with pytest.raises(RuntimeError, match=r'Missing key.*"far\.bias"[\s\S]*Unexpected key.*"far\.other"'):
@@ -202,7 +205,7 @@ def test_state_that_does_not_fit():
         parent.load_state_dict({**state, "far.weight": torch.ones(1)})
 
 
-def test_conversions_reach_the_module():
+def test_conversions_reach_the_module() -> None:
     parent = Parent()
     parent.double()
     assert {value.dtype for value in parent.state_dict().values()} == {torch.float64}
@@ -217,9 +220,14 @@ def test_conversions_reach_the_module():
     assert RemoteModule("w1/meta", nn.Linear, (2, 2)).state_dict()["weight"].is_meta
 
 
-def test_what_is_done_to_the_module_as_a_whole():
+def test_what_is_done_to_the_module_as_a_whole() -> None:
     parent = Parent()
-    parent.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
+
+    def clear(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+
+    parent.apply(clear)
     state = parent.state_dict()
     assert not state["far.weight"].any()
     assert not state["near.weight"].any()
@@ -228,7 +236,7 @@ def test_what_is_done_to_the_module_as_a_whole():
     parent.far.zero_grad()
 
 
-def test_hooks_of_the_handle_run_here():
+def test_hooks_of_the_handle_run_here() -> None:
     seen = []
     module = RemoteModule("w1", nn.Linear, (2, 2))
     module.register_forward_pre_hook(lambda module, args: seen.append("before"))
@@ -239,17 +247,17 @@ def test_hooks_of_the_handle_run_here():
     assert seen == ["before", "after", "backward"]
 
 
-def add_hook(module: RRef[nn.Module]):
+def add_hook(module: RRef[nn.Module]) -> None:
     module.local_value().register_forward_hook(lambda module, args, result: result + 100)
 
 
-def test_hooks_of_the_module_run_there():
+def test_hooks_of_the_module_run_there() -> None:
     module = RemoteModule("w1", nn.Identity)
     rpc_sync("w1", add_hook, (module.get_module_rref(),))
     assert module(torch.zeros(1)) == 100
 
 
-def test_inside_of_an_ordinary_module():
+def test_inside_of_an_ordinary_module() -> None:
     parent = Parent()
     assert "(far): RemoteModule(Linear on w1/cpu)" in repr(parent)
     assert [name for name, _ in parent.named_parameters()] == ["near.weight", "near.bias"]
@@ -258,7 +266,7 @@ def test_inside_of_an_ordinary_module():
     parent.zero_grad()
 
 
-def test_remote_parameters():
+def test_remote_parameters() -> None:
     module = RemoteModule("w1", nn.Sequential, (nn.Linear(2, 3), nn.Linear(3, 1)))
     references = module.remote_parameters()
     assert [reference.owner_name() for reference in references] == ["w1"] * 4
@@ -278,13 +286,13 @@ def test_remote_parameters():
         ("add_module", ("name", None)),
     ],
 )
-def test_what_cannot_be_done_from_afar_says_what_can(method, args):
+def test_what_cannot_be_done_from_afar_says_what_can(method: str, args: tuple[Any, ...]) -> None:
     module = RemoteModule("w1", nn.Identity)
     with pytest.raises(UsageError, match=rf"Method ``{method}`` not supported for RemoteModule\. \w+"):
         getattr(module, method)(*args)
 
 
-def test_attributes_of_the_module_are_not_those_of_the_handle():
+def test_attributes_of_the_module_are_not_those_of_the_handle() -> None:
     module = RemoteModule("w1", Words, (3,))
     with pytest.raises(AttributeError, match=r"get_module_rref\(\)\.rpc_sync\(\)\.where"):
         module.where()
@@ -296,7 +304,7 @@ def test_attributes_of_the_module_are_not_those_of_the_handle():
         module.state_dict(keep_vars=True)
 
 
-def test_the_module_goes_with_its_last_handle():
+def test_the_module_goes_with_its_last_handle() -> None:
     module = RemoteModule("w1", Words, (3,))
     before = debug_info()["users"]
     del module
@@ -305,7 +313,7 @@ def test_the_module_goes_with_its_last_handle():
 
 
 @pytest.mark.cuda
-def test_on_a_device_of_its_own():
+def test_on_a_device_of_its_own() -> None:
     module = RemoteModule("w1/cuda:0", nn.Linear, (3, 2))
     with autograd.context() as context:
         result = module(torch.ones(2, 3))
@@ -316,7 +324,7 @@ def test_on_a_device_of_its_own():
     assert weight.shape == (2, 3)
 
 
-def test_gradients_that_will_be_lost_are_told_once_for_each_line_of_the_program():
+def test_gradients_that_will_be_lost_are_told_once_for_each_line_of_the_program() -> None:
     first = nn.Linear(3, 3)
     model = nn.Sequential(first, RemoteModule("w1", nn.Linear, (3, 4)))
     with warnings.catch_warnings(record=True) as said:
@@ -329,7 +337,7 @@ def test_gradients_that_will_be_lost_are_told_once_for_each_line_of_the_program(
     assert "model(torch.ones(2, 3))" in linecache.getline(only.filename, only.lineno)
 
 
-def test_nothing_is_said_where_no_gradient_is_wanted():
+def test_nothing_is_said_where_no_gradient_is_wanted() -> None:
     module = RemoteModule("w1", nn.Linear, (3, 4))
     frozen = RemoteModule("w1", nn.Linear, (3, 4)).requires_grad_(False)
     bare = RemoteModule("w1", nn.Identity)
@@ -358,12 +366,12 @@ def test_nothing_is_said_where_no_gradient_is_wanted():
         ((nn.Linear, (2, 1), ("bias",)), "are a dictionary by argument names, not tuple"),
     ],
 )
-def test_what_cannot_make_a_module_is_refused_here(arguments, said):
+def test_what_cannot_make_a_module_is_refused_here(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         RemoteModule("w1", *arguments)
 
 
-def test_a_worker_may_be_named_by_its_info_but_not_by_a_bare_rank():
+def test_a_worker_may_be_named_by_its_info_but_not_by_a_bare_rank() -> None:
     assert RemoteModule(get_worker_info("w1"), nn.Linear, (2, 1)).on == "w1"
     with pytest.raises(UsageError, match="write 'rank:1'"):
-        RemoteModule(1, nn.Linear, (2, 1))
+        RemoteModule(1, nn.Linear, (2, 1))  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -14,33 +16,33 @@ from telegrad.rpc import RRef, remote, rpc_sync
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def found(model):
+def found(model: Net | RRef[Any] | RemoteModule) -> dict[str, str]:
     return {branch.name: branch.root.owner_name() for branch in branches(model)}
 
 
 class Net(nn.Module):
     """Holds whatever it is given."""
 
-    def __init__(self, **parts):
+    def __init__(self, **parts: Any) -> None:
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
 
 
-def make_net(**places):
+def make_net(**places: str) -> Net:
     """On its owner, a module that holds a reference to one on another worker for each name."""
     return Net(**{name: remote(place, nn.Linear, (2, 2)) for name, place in places.items()})
 
 
-def hold(module: RRef, name, other: RRef):
+def hold(module: RRef[nn.Module], name: str, other: RRef[Any]) -> None:
     setattr(module.local_value(), name, other)
 
 
-def make_parameter():
+def make_parameter() -> nn.Parameter:
     return nn.Parameter(torch.ones(2))
 
 
-def test_attributes_lists_and_dictionaries():
+def test_attributes_lists_and_dictionaries() -> None:
     model = Net(
         one=remote("w1", nn.Linear, (2, 2)),
         several=[remote("w1", nn.Linear, (2, 2)), RemoteModule("w2", nn.Identity)],
@@ -59,33 +61,33 @@ def test_attributes_lists_and_dictionaries():
     }
 
 
-def test_from_worker_to_worker():
+def test_from_worker_to_worker() -> None:
     model = Net(far=RemoteModule("w1", make_net, (), {"one": "w2", "other": "w0"}))
     assert found(model) == {"": "w0", "far": "w1", "far.one": "w2", "far.other": "w0"}
     assert found(remote("w1", make_net, (), {"one": "w2"})) == {"": "w1", "one": "w2"}
     assert found(RemoteModule("w2", make_net, (), {"one": "w0"})) == {"": "w2", "one": "w0"}
 
 
-def test_references_in_a_circle():
+def test_references_in_a_circle() -> None:
     one, other = remote("w1", Net), remote("w2", Net)
     rpc_sync("w1", hold, (one, "other", other))
     rpc_sync("w2", hold, (other, "one", one))
     assert found(Net(start=one)) == {"": "w0", "start": "w1", "start.other": "w2"}
 
 
-def test_what_is_no_module_is_left_alone():
+def test_what_is_no_module_is_left_alone() -> None:
     model = Net(data=remote("w1", torch.ones, (2,)), text=remote("w2", str, ("x",)), part=nn.Linear(1, 1))
     assert found(model) == {"": "w0"}
     with pytest.raises(UsageError, match="neither a module nor does it refer to one"):
         branches(remote("w1", str, ("x",)))
     with pytest.raises(UsageError, match="not int"):
-        branches(5)
+        branches(5)  # type: ignore[arg-type]
 
 
-def reference_to(module: RRef):
+def reference_to(module: RRef[Any]) -> RRef[Any]:
     return module
 
 
-def test_a_reference_to_a_reference():
+def test_a_reference_to_a_reference() -> None:
     module = remote("w2", nn.Linear, (2, 2))
     assert found(remote("w1", reference_to, (module,))) == {"": "w2"}

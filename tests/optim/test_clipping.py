@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from telegrad.rpc import RRef
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def models():
+def models() -> tuple[nn.Sequential, nn.Sequential]:
     torch.manual_seed(0)
     spread = nn.Sequential(
         nn.Linear(3, 4), RemoteModule("w1", nn.Linear, (4, 4)), RemoteModule("w2", nn.Linear, (4, 2))
@@ -27,16 +28,16 @@ def models():
     return spread, whole
 
 
-def references(model):
+def references(model: nn.Sequential) -> list[RRef[Any]]:
     return [RRef(each) for each in model[0].parameters()] + [
-        reference for part in model[1:] for reference in part.remote_parameters()
+        reference for part in [*model][1:] if isinstance(part, RemoteModule) for reference in part.remote_parameters()
     ]
 
 
 @pytest.mark.parametrize("by_optimizer", [True, False])
 @pytest.mark.parametrize("norm", [1.0, 2.0, inf])
 @pytest.mark.parametrize("limit", [0.1, 1e6])
-def test_as_in_one_process(by_optimizer, norm, limit):
+def test_as_in_one_process(by_optimizer: bool, norm: float, limit: float) -> None:
     spread, whole = models()
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.5)
     reference = torch.optim.SGD(whole.parameters(), lr=0.5)
@@ -53,7 +54,7 @@ def test_as_in_one_process(by_optimizer, norm, limit):
         assert torch.allclose(one, other)
 
 
-def test_what_was_kept_of_other_contexts_counts():
+def test_what_was_kept_of_other_contexts_counts() -> None:
     leaf = nn.Parameter(torch.zeros(4))
     optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
     with autograd.context() as context:
@@ -66,7 +67,7 @@ def test_what_was_kept_of_other_contexts_counts():
     assert leaf.tolist() == pytest.approx([-0.5] * 4, rel=1e-5)
 
 
-def test_sparse_gradients():
+def test_sparse_gradients() -> None:
     table = RemoteModule("w1", nn.Embedding, (10, 4), {"sparse": True})
     with autograd.context() as context:
         autograd.backward(context, table(torch.tensor([1, 1, 4])).sum())
@@ -75,7 +76,7 @@ def test_sparse_gradients():
         assert clip_grad_norm_(context, references, 1.0) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_a_norm_that_is_no_number():
+def test_a_norm_that_is_no_number() -> None:
     leaf = nn.Parameter(torch.ones(2))
     with autograd.context() as context:
         autograd.backward(context, (leaf * torch.tensor([inf, 1.0])).sum())
@@ -85,15 +86,15 @@ def test_a_norm_that_is_no_number():
         assert clip_grad_norm_(context, [RRef(leaf)], 1.0) == inf
 
 
-def test_nothing_to_clip():
+def test_nothing_to_clip() -> None:
     with autograd.context() as context:
         assert clip_grad_norm_(context, [RRef(nn.Parameter(torch.ones(2)))], 1.0) == 0
     with pytest.raises(ContextEnded):
         clip_grad_norm_(context, [RRef(nn.Parameter(torch.ones(2)))], 1.0)
 
 
-def test_only_references_can_be_clipped():
+def test_only_references_can_be_clipped() -> None:
     with pytest.raises(UsageError, match=r"not Linear: write clip_grad_norm_\(context_id, optimizer, max_norm\)"):
-        clip_grad_norm_(1, nn.Linear(2, 2), 1.0)
+        clip_grad_norm_(1, nn.Linear(2, 2), 1.0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not Parameter"):
-        clip_grad_norm_(1, nn.Linear(2, 2).parameters(), 1.0)
+        clip_grad_norm_(1, nn.Linear(2, 2).parameters(), 1.0)  # type: ignore[arg-type]

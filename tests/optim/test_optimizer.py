@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,11 +18,12 @@ from telegrad.errors import CannotEncode, ContextEnded, PeerError, TelegradWarni
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
+from telegrad.rpc.worker import Worker
 from tests.cluster import agents, in_threads
 
 pytestmark = pytest.mark.usefixtures("here")
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
@@ -28,51 +32,53 @@ OPTIMIZERS = {
 }
 
 
-def linear(inputs, outputs):
+def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, dtype=torch.float64)
 
 
 class Model(nn.Module):
     """Four layers, on `owners` workers, the first of which is this one."""
 
-    def __init__(self, owners):
+    def __init__(self, owners: int) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.ModuleList(
             [linear(4, 4) if i % owners == 0 else RemoteModule(f"w{i % owners}", linear, (4, 4)) for i in range(4)]
         )
 
-    def forward(self, value):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             value = layer(value).tanh()
         return value
 
 
-def together(owners):
+def together(owners: int) -> tuple[Model, Model]:
     """A spread model, and the same in one place."""
     spread, whole = Model(owners), Model(1)
     whole.load_state_dict(spread.state_dict())
     return spread, whole
 
 
-def same(spread, whole, tolerance=1e-12):
+def same(spread: Model, whole: Model, tolerance: float = 1e-12) -> bool:
     return all(
         torch.allclose(one, other, rtol=0, atol=tolerance)
         for one, other in zip(spread.state_dict().values(), whole.state_dict().values(), strict=True)
     )
 
 
-def data(seed):
+def data(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(8, 4, dtype=torch.float64, generator=generator)
 
 
-def loss_of(model, seed):
+def loss_of(model: Model, seed: int) -> torch.Tensor:
     inputs = data(seed)
     return (model(inputs) - inputs.flip(1)).square().mean()
 
 
-def step_both(spread, optimizer, whole, reference, seed):
+def step_both(
+    spread: Model, optimizer: DistributedOptimizer, whole: Model, reference: torch.optim.Optimizer, seed: int
+) -> None:
     with autograd.context() as context:
         autograd.backward(context, loss_of(spread, seed))
         optimizer.step(context)
@@ -83,7 +89,7 @@ def step_both(spread, optimizer, whole, reference, seed):
 
 @pytest.mark.parametrize("owners", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fifty_steps_as_in_one_process(name, owners):
+def test_fifty_steps_as_in_one_process(name: str, owners: int) -> None:
     kind, options = OPTIMIZERS[name]
     spread, whole = together(owners)
     optimizer = DistributedOptimizer.for_module(kind, spread, **options)
@@ -93,11 +99,11 @@ def test_fifty_steps_as_in_one_process(name, owners):
     assert same(spread, whole, 1e-6)
 
 
-def make_leaf():
+def make_leaf() -> torch.Tensor:
     return torch.ones(3, 3, requires_grad=True)
 
 
-def test_the_example_of_the_documents():
+def test_the_example_of_the_documents() -> None:
     with autograd.context() as context:
         one, other = remote("w1", make_leaf), remote("w1", make_leaf)
         loss = one.to_here() + other.to_here()
@@ -107,7 +113,7 @@ def test_the_example_of_the_documents():
     assert torch.allclose(other.to_here(), torch.full((3, 3), 0.95))
 
 
-def test_parameters_of_this_worker_and_of_others():
+def test_parameters_of_this_worker_and_of_others() -> None:
     here, there = nn.Parameter(torch.ones(2)), remote("w2", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(here), there], 0.5)
     with autograd.context() as context:
@@ -118,7 +124,7 @@ def test_parameters_of_this_worker_and_of_others():
     assert there.to_here()[0, 0] == 0.5
 
 
-def test_what_has_no_gradient_stays():
+def test_what_has_no_gradient_stays() -> None:
     used, unused = remote("w1", make_leaf), remote("w2", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.AdamW, [used, unused], lr=0.1, weight_decay=0.5)
     with autograd.context() as context:
@@ -128,15 +134,15 @@ def test_what_has_no_gradient_stays():
     assert used.to_here().sum() < 9
 
 
-def set_grad(leaf: RRef):
+def set_grad(leaf: RRef[torch.Tensor]) -> None:
     leaf.local_value().grad = torch.full((3, 3), 7.0)
 
 
-def grad_of(leaf: RRef):
+def grad_of(leaf: RRef[torch.Tensor]) -> torch.Tensor | None:
     return leaf.local_value().grad
 
 
-def test_grad_is_left_alone():
+def test_grad_is_left_alone() -> None:
     leaf = remote("w1", make_leaf)
     rpc_sync("w1", set_grad, (leaf,))
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
@@ -147,7 +153,7 @@ def test_grad_is_left_alone():
     assert rpc_sync("w1", grad_of, (leaf,)).unique() == 7
 
 
-def test_groups_have_hyperparameters_of_their_own():
+def test_groups_have_hyperparameters_of_their_own() -> None:
     slow, fast, late = (remote(f"w{number}", make_leaf) for number in (1, 2, 1))
     optimizer = DistributedOptimizer(
         torch.optim.SGD, [{"params": [slow], "lr": 0.1}, {"params": fast, "momentum": 0.5}], lr=0.2
@@ -175,7 +181,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_torch_reach_all_owners(name):
+def test_schedulers_of_torch_reach_all_owners(name: str) -> None:
     spread, whole = together(3)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
@@ -188,7 +194,7 @@ def test_schedulers_of_torch_reach_all_owners(name):
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() != [0.1]
 
 
-def test_a_scheduler_that_looks_at_the_loss():
+def test_a_scheduler_that_looks_at_the_loss() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1.0)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for loss in (1.0, 2.0):
@@ -196,7 +202,7 @@ def test_a_scheduler_that_looks_at_the_loss():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_gradients_of_several_contexts():
+def test_gradients_of_several_contexts() -> None:
     spread, whole = together(3)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.1)
     reference = torch.optim.Adam(whole.parameters(), lr=0.1)
@@ -214,7 +220,7 @@ def test_gradients_of_several_contexts():
     assert same(spread, whole)
 
 
-def test_what_was_kept_is_used_by_workers_that_take_no_part():
+def test_what_was_kept_is_used_by_workers_that_take_no_part() -> None:
     one, other = remote("w1", make_leaf), remote("w2", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [one, other], lr=1)
     with autograd.context() as context:
@@ -226,7 +232,7 @@ def test_what_was_kept_is_used_by_workers_that_take_no_part():
     assert one.to_here().sum() == other.to_here().sum() == 0
 
 
-def test_sparse_gradients():
+def test_sparse_gradients() -> None:
     table = RemoteModule("w1", nn.Embedding, (10, 3), {"sparse": True})
     before = table.state_dict()["weight"].clone()
     optimizer = DistributedOptimizer(torch.optim.SparseAdam, table.remote_parameters(), lr=0.1)
@@ -245,9 +251,9 @@ class Gauge(torch.optim.SGD):
 
     inside = 0
     most = 0
-    barrier = None
+    barrier: threading.Barrier | None = None
 
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         Gauge.inside += 1
         Gauge.most = max(Gauge.most, Gauge.inside)
         if Gauge.barrier is not None:
@@ -257,7 +263,7 @@ class Gauge(torch.optim.SGD):
         Gauge.inside -= 1
 
 
-def train_alone(worker, leaf, optimizer, steps):
+def train_alone(worker: Worker, leaf: RRef[Any], optimizer: DistributedOptimizer, steps: int) -> None:
     """On a thread of its own: a trainer that shares parameters with others."""
     current.enter(worker)
     for _ in range(steps):
@@ -266,7 +272,7 @@ def train_alone(worker, leaf, optimizer, steps):
             optimizer.step(context)
 
 
-def test_steps_over_the_same_parameters_take_turns(five):
+def test_steps_over_the_same_parameters_take_turns(five: list[Worker]) -> None:
     Gauge.inside = Gauge.most = 0
     leaf = remote("w1", make_leaf)
     optimizers = [DistributedOptimizer(Gauge, [leaf], lr=0.125) for _ in range(4)]
@@ -275,12 +281,12 @@ def test_steps_over_the_same_parameters_take_turns(five):
     assert leaf.to_here()[0, 0] == 1 - 20 * 0.125
 
 
-def test_steps_over_different_parameters_do_not_wait_for_each_other(five):
+def test_steps_over_different_parameters_do_not_wait_for_each_other(five: list[Worker]) -> None:
     Gauge.barrier = threading.Barrier(2, timeout=30)
     try:
         leaves = [remote("w1", make_leaf) for _ in range(2)]
         optimizers = [DistributedOptimizer(Gauge, [leaf], lr=0.1) for leaf in leaves]
-        in_threads(*(lambda pair=pair: train_alone(five[0], *pair, 1) for pair in zip(leaves, optimizers, strict=True)))
+        in_threads(*(partial(train_alone, five[0], leaf, own, 1) for leaf, own in zip(leaves, optimizers, strict=True)))
     finally:
         Gauge.barrier = None
 
@@ -288,23 +294,23 @@ def test_steps_over_different_parameters_do_not_wait_for_each_other(five):
 class Squared(nn.Module):
     """Needs its parameter again in the backward pass."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((2,), 3.0))
 
-    def forward(self, value):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value * self.weight.square()
 
 
-def test_a_step_between_another_ones_forward_and_backward():
+def test_a_step_between_another_ones_forward_and_backward() -> None:
     module = RemoteModule("w1", Squared)
     value = torch.ones(2, requires_grad=True)
 
-    def run(optimizer):
+    def run(optimizer: DistributedOptimizer) -> None:
         with autograd.context() as slow:
             result = module(value).sum()
 
-            def step_of_another():
+            def step_of_another() -> None:
                 current.enter(worker)
                 with autograd.context() as quick:
                     autograd.backward(quick, module(value).sum())
@@ -324,7 +330,7 @@ def test_a_step_between_another_ones_forward_and_backward():
     assert module.state_dict()["weight"].tolist() == pytest.approx([second] * 2)
 
 
-def test_hogwild_follows_parameters_that_move():
+def test_hogwild_follows_parameters_that_move() -> None:
     module = RemoteModule("w1", Squared)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, module, lr=0.1, hogwild=True)
     module.load_state_dict({"weight": torch.ones(2)}, assign=False)
@@ -335,7 +341,7 @@ def test_hogwild_follows_parameters_that_move():
     assert module.state_dict()["weight"].tolist() == pytest.approx([0.8] * 2)
 
 
-def test_state_goes_from_few_workers_to_many():
+def test_state_goes_from_few_workers_to_many() -> None:
     spread, whole = together(2)
     optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.05)
     reference = torch.optim.Adam(whole.parameters(), lr=0.05)
@@ -358,16 +364,16 @@ def test_state_goes_from_few_workers_to_many():
 class Fails(torch.optim.SGD):
     """Fails in every way that is asked for."""
 
-    def __init__(self, params, lr, when):
+    def __init__(self, params: list[dict[str, list[torch.Tensor]]], lr: int, when: str) -> None:
         if when == "made":
             raise ValueError("cannot be made")
         super().__init__(params, lr)
 
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> NoReturn:
         raise ArithmeticError("cannot step")
 
 
-def test_errors_name_their_workers():
+def test_errors_name_their_workers() -> None:
     leaves = [remote(f"w{number}", make_leaf) for number in (1, 2, 3)]
     with pytest.raises(ValueError, match=r"cannot be made[\s\S]*On worker 'w1'"):
         DistributedOptimizer(Fails, leaves[:1], lr=1, when="made")
@@ -381,7 +387,7 @@ def test_errors_name_their_workers():
             optimizer.step(context)
 
 
-def test_a_worker_that_died():
+def test_a_worker_that_died() -> None:
     with agents(3) as workers:
         current.enter(workers[0])
         leaves = [remote(f"w{number}", make_leaf) for number in (1, 2)]
@@ -394,7 +400,7 @@ def test_a_worker_that_died():
         assert leaves[0].to_here().sum() == 0
 
 
-def test_a_context_that_is_not_there():
+def test_a_context_that_is_not_there() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
     with autograd.context() as context:
         pass
@@ -404,14 +410,14 @@ def test_a_context_that_is_not_there():
         optimizer.accumulate(context)
 
 
-def use_optimizer(optimizer: RRef, leaf: RRef):
+def use_optimizer(optimizer: RRef[Any], leaf: RRef[Any]) -> None:
     """What another worker does with an optimizer that was made elsewhere."""
     with autograd.context() as context:
         autograd.backward(context, leaf.to_here().sum())
         optimizer.rpc_sync().step(context)
 
 
-def test_used_from_another_worker():
+def test_used_from_another_worker() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     rpc_sync("w2", use_optimizer, (RRef(optimizer), leaf))
@@ -422,25 +428,25 @@ def test_used_from_another_worker():
         rpc_sync("w2", type, (optimizer,))
 
 
-def test_what_has_no_meaning_says_so():
+def test_what_has_no_meaning_says_so() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
     with pytest.raises(UsageError, match="a new context for each step"):
         optimizer.zero_grad()
     with pytest.raises(UsageError, match=r"takes references to parameters, not Parameter.*for_module"):
-        DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=1)
+        DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="neither a parameter nor a module, but to str"):
         DistributedOptimizer(torch.optim.SGD, [remote("w1", str, ("x",))], lr=1)
     with pytest.raises(ValueError, match="empty"):
         DistributedOptimizer(torch.optim.SGD, [], lr=1)
 
 
-def test_a_shared_parameter_is_taken_once():
+def test_a_shared_parameter_is_taken_once() -> None:
     reference = remote("w1", nn.Linear, (2, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD, [reference, reference], lr=1)
     assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
 
 
-def test_hooks_of_the_optimizer():
+def test_hooks_of_the_optimizer() -> None:
     seen = []
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -450,7 +456,7 @@ def test_hooks_of_the_optimizer():
     assert seen == ["before", "after"]
 
 
-WRONG = {
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a closure": (lambda: (torch.optim.LBFGS, [RRef(nn.Linear(2, 2))]), "LBFGS cannot be used over several workers"),
     "a closure, in secret": (lambda: (lambda p: torch.optim.LBFGS(p), [RRef(nn.Linear(2, 2))]), "LBFGS cannot be used"),
     "an optimizer": (lambda: (torch.optim.SGD(linear(1, 1).parameters()), []), "takes a class of optimizers, not SGD"),
@@ -464,26 +470,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_optimized_is_refused_when_the_optimizer_is_made(what):
+def test_what_cannot_be_optimized_is_refused_when_the_optimizer_is_made(what: str) -> None:
     make, said = WRONG[what]
     with pytest.raises(UsageError, match=said):
         DistributedOptimizer(*make())
 
 
-def test_parameters_in_two_groups_are_refused():
+def test_parameters_in_two_groups_are_refused() -> None:
     layer = remote("w1", linear, (2, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD, [layer], lr=0.1)
     with pytest.raises(UsageError, match="has all of them already"):
         optimizer.add_param_group({"params": [layer]})
 
 
-def test_one_reference_and_remote_modules_are_as_good_as_lists_of_references():
-    layers = [RemoteModule("w1", linear, (2, 2)), RemoteModule("w2", linear, (2, 2))]
+def test_one_reference_and_remote_modules_are_as_good_as_lists_of_references() -> None:
+    layers: Any = [RemoteModule("w1", linear, (2, 2)), RemoteModule("w2", linear, (2, 2))]
     assert len(DistributedOptimizer(torch.optim.SGD, layers, lr=0.1).locals) == 2
-    assert list(DistributedOptimizer(torch.optim.SGD, remote("w1", linear, (2, 2)), lr=0.1).locals) == ["w1"]
+    layer: Any = remote("w1", linear, (2, 2))
+    assert list(DistributedOptimizer(torch.optim.SGD, layer, lr=0.1).locals) == ["w1"]
 
 
-def test_a_step_without_a_backward_pass_says_that_it_did_nothing():
+def test_a_step_without_a_backward_pass_says_that_it_did_nothing() -> None:
     model = RemoteModule("w1", linear, (2, 2))
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
     with autograd.context() as context:
@@ -496,7 +503,7 @@ def test_a_step_without_a_backward_pass_says_that_it_did_nothing():
             optimizer.step(context)
 
 
-def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_heard_of_it():
+def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_heard_of_it() -> None:
     leaf = remote("w1", make_leaf)
     optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
     with autograd.context() as context:
@@ -506,5 +513,5 @@ def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_hear
     with pytest.raises(
         UsageError, match=r"takes the id of a context, not context: write `with autograd\.context\(\) as"
     ):
-        optimizer.step(autograd.context())
+        optimizer.step(autograd.context())  # type: ignore[arg-type]
     assert leaf.to_here().sum() == 9

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +27,10 @@ ALL = [kind for kind in ALL if kind not in (Optimizer, torch.optim.LBFGS)]
 
 
 class Own(Optimizer):
-    def __init__(self, params):
+    def __init__(self, params: list[dict[str, list[nn.Parameter]]] | list[nn.Parameter]) -> None:
         super().__init__(params, {})
 
-    def step(self):
+    def step(self) -> None:  # type: ignore[override]
         pass
 
 
@@ -37,20 +39,20 @@ class Plain(torch.optim.SGD):
 
 
 class Above(torch.optim.SGD):
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
 class Adding(torch.optim.SGD):
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
 
 
-def traces():
+def traces() -> bool:
     return untraced.TRACER in sys.modules
 
 
-def train(rank):
+def train(rank: int) -> bool:
     """On the first worker: everything that an optimizer does, over parameters of the second."""
     if rank:
         return traces()
@@ -65,15 +67,17 @@ def train(rank):
             made.step(context)
         scheduler.step()
         made.load_state_dict(made.state_dict())
-    return traces() or rpc.rpc_sync("worker1", traces)
+    return traces() or bool(rpc.rpc_sync("worker1", traces))
 
 
-def test_training_over_remote_parameters_does_not_import_the_tracer():
+def test_training_over_remote_parameters_does_not_import_the_tracer() -> None:
     with group(2) as workers:
         assert run_all(workers, train) == [False, False]
 
 
-def stepped(make, step_of, options):
+def stepped(
+    make: Callable[..., Optimizer], step_of: Callable[[Any], Callable[[], object]], options: dict[str, bool]
+) -> tuple[torch.Tensor, str]:
     """A parameter after some steps, and the state that the optimizer has then."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(6, 4))
@@ -86,9 +90,9 @@ def stepped(make, step_of, options):
     return parameter.detach(), str(untraced.call(own, "state_dict"))
 
 
-def step_all():
+def step_all() -> tuple[list[dict[tuple[str, str], tuple[torch.Tensor, str]]], list[bool]]:
     """What each optimizer of torch does untraced, then what it does by itself; and when the tracer was imported."""
-    found = [{}, {}]
+    found: list[dict[tuple[str, str], tuple[torch.Tensor, str]]] = [{}, {}]
     imported = []
     for results in found:
         for kind in ALL:
@@ -103,15 +107,17 @@ def step_all():
     return found, imported
 
 
-def made_as_usual(kind, groups, args, options):
+def made_as_usual(
+    kind: Callable[..., Optimizer], groups: Any, args: tuple[Any, ...], options: dict[str, bool]
+) -> Optimizer:
     return kind(groups, *args, **options)
 
 
-def own_step(own):
+def own_step(own: Optimizer) -> Callable[..., object]:
     return own.step
 
 
-def test_untraced_steps_are_the_same_steps():
+def test_untraced_steps_are_the_same_steps() -> None:
     with processes(1) as (process,):
         (ours, theirs), imported = process.run(step_all)
     assert imported == [False, True]
@@ -121,9 +127,9 @@ def test_untraced_steps_are_the_same_steps():
         assert state == theirs[each][1], each
 
 
-def run_hooks():
+def run_hooks() -> tuple[list[Any], bool, bool]:
     """What the hooks of an untraced step see, in order; whether gradients are recorded inside of it."""
-    seen = []
+    seen: list[Any] = []
     parameter = nn.Parameter(torch.ones(2))
     own = untraced.made(torch.optim.SGD, [{"params": [parameter]}], (), {"lr": 0.1})
     own.register_step_pre_hook(lambda *_: seen.append(("before", torch.is_grad_enabled())))
@@ -138,7 +144,7 @@ def run_hooks():
     return seen, "add_param_group" in vars(own), traces()
 
 
-def test_hooks_and_profilers_see_untraced_steps():
+def test_hooks_and_profilers_see_untraced_steps() -> None:
     with processes(1) as (process,):
         seen, left_over, imported = process.run(run_hooks)
     assert seen == [("before", True), ("after", True), "everywhere", "state", True]
@@ -146,16 +152,17 @@ def test_hooks_and_profilers_see_untraced_steps():
     assert not imported
 
 
-def test_who_traces_is_asked_not_to_trace_optimizers():
+def test_who_traces_is_asked_not_to_trace_optimizers() -> None:
     untraced.import_tracer()
     own = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     asked = []
-    guard = type(own).step.__wrapped__
+    guard: Any = type(own).step.__wrapped__  # type: ignore[attr-defined]
 
-    def guarded(*args):
+    def watch(*args: torch.optim.SGD) -> Any:
         asked.append(args)
         return guard(*args)
 
+    guarded: Any = watch
     guarded.__code__ = guarded.__code__.replace(co_names=(*guarded.__code__.co_names, untraced.TRACER))
     guarded.__wrapped__ = guard.__wrapped__
 
@@ -178,7 +185,7 @@ def test_who_traces_is_asked_not_to_trace_optimizers():
         (lambda own: Own(own), True),
     ],
 )
-def test_it_is_known_which_optimizers_may_import_the_tracer(make, imports):
+def test_it_is_known_which_optimizers_may_import_the_tracer(make: Callable[..., Any], imports: bool) -> None:
     assert untraced.may_import(make) is imports
     if not imports:
         make([nn.Parameter(torch.ones(2))])  # torch wraps the class's step then
@@ -187,12 +194,16 @@ def test_it_is_known_which_optimizers_may_import_the_tracer(make, imports):
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("make", [Above, Own])
-def test_an_import_of_the_tracer_does_not_count_against_a_timeout(make, monkeypatch):
+def test_an_import_of_the_tracer_does_not_count_against_a_timeout(
+    make: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
-    call = optimizer.rpc_async
-    monkeypatch.setattr(
-        optimizer, "rpc_async", lambda *args, **options: calls.append((*args, options)) or call(*args, **options)
-    )
+
+    def noted(*args: Any, **options: Any) -> rpc.Future[Any]:
+        calls.append((*args, options))
+        return rpc.rpc_async(*args, **options)
+
+    monkeypatch.setattr(optimizer, "rpc_async", noted)
     DistributedOptimizer.for_module(make, RemoteModule("w1", nn.Linear, (2, 2)))
     imported = [each for each in calls if each[1] is untraced.import_tracer]
     assert imported == ([("w1", untraced.import_tracer, {"timeout": 0})] if make is Above else [])

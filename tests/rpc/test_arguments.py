@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import threading
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
 from telegrad.rpc import RRef, TensorPipeRpcBackendOptions, remote, rpc_async, rpc_sync
+from telegrad.rpc.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("here", "nothing_travels")
 
@@ -21,7 +23,7 @@ class Pair(NamedTuple):
     second: int
 
 
-def take(*args, **kwargs):
+def take(*args: int, **kwargs: int) -> tuple[tuple[int, ...], dict[str, int]]:
     return args, kwargs
 
 
@@ -30,7 +32,7 @@ def annotated(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def nothing_travels(five, request):
+def nothing_travels(five: list[Worker], request: pytest.FixtureRequest) -> Iterator[None]:
     """A call that is refused was never begun."""
     before = five[0].agent.started
     yield
@@ -40,7 +42,7 @@ def nothing_travels(five, request):
 @pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
 @pytest.mark.parametrize("function", [take, annotated, torch.neg])
 @pytest.mark.parametrize("args", [3, torch.ones(3), torch.ones(()), "ab", {1: 2}, {1}, (i for i in "ab")], ids=repr)
-def test_arguments_that_are_no_tuple(call, function, args):
+def test_arguments_that_are_no_tuple(call: Callable[..., Any], function: Callable[..., Any], args: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"args must be a tuple .* write args=\(x,\)") as raised:
         call("w1", function, args)
     assert type(args).__name__ in str(raised.value)
@@ -48,13 +50,15 @@ def test_arguments_that_are_no_tuple(call, function, args):
 
 @pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
 @pytest.mark.parametrize("kwargs", [3, (1, 2), [("a", 1)], torch.ones(2)], ids=repr)
-def test_keywords_that_are_no_dictionary(call, kwargs):
+def test_keywords_that_are_no_dictionary(
+    call: Callable[..., Any], kwargs: int | list[tuple[str, int]] | torch.Tensor | tuple[int, int]
+) -> None:
     with pytest.raises(InvalidArgument, match=r"kwargs must be a dictionary .* kwargs=\{'name': x\}"):
         call("w1", take, (), kwargs)
 
 
 @pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
-def test_functions_that_cannot_be_called(call):
+def test_functions_that_cannot_be_called(call: Callable[..., Any]) -> None:
     with pytest.raises(InvalidArgument, match=r"'take' \(str\) is not; give the function itself, without quotes"):
         call("w1", "take")
     with pytest.raises(InvalidArgument, match="should be callable, which 3"):
@@ -65,34 +69,34 @@ def test_functions_that_cannot_be_called(call):
 
 @pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
 @pytest.mark.parametrize("timeout", [-5, -0.5, "5", None, float("nan")], ids=repr)
-def test_timeouts_that_are_none(call, timeout):
+def test_timeouts_that_are_none(call: Callable[..., Any], timeout: float | str | None) -> None:
     with pytest.raises(InvalidArgument, match="a timeout is a number of seconds, or 0 for no limit, not"):
         call("w1", take, (), None, timeout)
 
 
-def test_timeouts_of_references():
+def test_timeouts_of_references() -> None:
     reference = RRef(3)
     with pytest.raises(InvalidArgument, match="a timeout is"):
         reference.to_here(-3)
 
 
-def test_timeouts_of_options():
+def test_timeouts_of_options() -> None:
     with pytest.raises(UsageError, match="rpc_timeout must be 0"):
         TensorPipeRpcBackendOptions(rpc_timeout=-1)
 
 
-def test_it_is_caught_as_the_builtin_type():
+def test_it_is_caught_as_the_builtin_type() -> None:
     for kind in (TypeError, ValueError, RuntimeError, UsageError):
         with pytest.raises(kind):
             rpc_sync("w1", take, 3)
 
 
 @pytest.mark.parametrize("args", [(1, 2), [1, 2], Pair(1, 2), torch.Size([1, 2])], ids=repr)
-def test_any_tuple_or_list_is_allowed(args):
+def test_any_tuple_or_list_is_allowed(args: Pair | list[int] | torch.Size | tuple[int, int]) -> None:
     assert rpc_sync("w1", take, args, collections.OrderedDict(a=3)) == ((1, 2), {"a": 3})
 
 
-def test_arguments_that_cannot_be_sent_are_counted_as_the_program_wrote_them():
+def test_arguments_that_cannot_be_sent_are_counted_as_the_program_wrote_them() -> None:
     lock = threading.Lock()
     for refused in (
         lambda: rpc_sync("w1", take, (1, [lock])),

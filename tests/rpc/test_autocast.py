@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -11,29 +12,30 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
+from telegrad.agent.futures import Future
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def state(*_):
+def state(*_: Any) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
 
 
-async def state_later(*_):
+async def state_later(*_: object) -> Any:
     before = state()
     await asyncio.sleep(0)
     return before, state()
 
 
 @functions.async_execution
-def state_of_the_next(to):
+def state_of_the_next(to: str) -> Future[Any]:
     return rpc_async(to, state)
 
 
 class Holder:
-    def state(self):
+    def state(self) -> tuple[bool, torch.dtype, bool]:
         return state()
 
 
@@ -42,7 +44,7 @@ OFF = False, torch.bfloat16, True
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cached", [True, False])
-def test_it_holds_in_every_kind_of_call(dtype, cached):
+def test_it_holds_in_every_kind_of_call(dtype: torch.dtype, cached: bool) -> None:
     holder = remote("w1", Holder)
     with torch.autocast("cpu", dtype, cache_enabled=cached):
         mine = state()
@@ -67,7 +69,7 @@ def test_it_holds_in_every_kind_of_call(dtype, cached):
 class Block(nn.Module):
     """Recomputed in the backward pass, on wish."""
 
-    def __init__(self, again=False):
+    def __init__(self, again: bool = False) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         chance = torch.Generator().manual_seed(0)
@@ -75,24 +77,24 @@ class Block(nn.Module):
             for parameter in self.parameters():
                 parameter.uniform_(-1, 1, generator=chance)
         self.again = again
-        self.seen = []
+        self.seen: list[torch.dtype] = []
 
-    def forward(self, value):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.run, value, use_reentrant=False) if self.again else self.run(value)
 
-    def run(self, value):
+    def run(self, value: torch.Tensor) -> torch.Tensor:
         value = self.layers[0](value)
         self.seen.append(value.dtype)
         return self.layers[1:](value)
 
 
-def of_block(module: RRef[nn.Module], context):
+def of_block(module: RRef[Block], context: int) -> tuple[list[torch.Tensor], list[torch.dtype]]:
     block, gradients = module.local_value(), autograd.get_gradients(context)
     return [gradients[each] for each in block.parameters()], block.seen
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_remote_module_computes_and_recomputes_as_one_here(again):
+def test_a_remote_module_computes_and_recomputes_as_one_here(again: bool) -> None:
     inputs = torch.randn(3, 4)
     here, there = Block(again), RemoteModule("w1", Block, (again,))
     with torch.autocast("cpu"):
@@ -107,10 +109,11 @@ def test_a_remote_module_computes_and_recomputes_as_one_here(again):
     assert torch.equal(found, wanted)
     assert seen == here.seen == [torch.bfloat16] * (2 if again else 1)
     for mine, theirs in zip(gradients, here.parameters(), strict=True):
+        assert theirs.grad is not None
         assert torch.equal(mine, theirs.grad)
 
 
-def test_it_holds_in_all_stages_of_a_pipeline_and_in_the_loss():
+def test_it_holds_in_all_stages_of_a_pipeline_and_in_the_loss() -> None:
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
     first, second = Block(), Block()
     stages = [RemoteModule("w1", Block), RemoteModule("w2", Block)]
@@ -124,4 +127,5 @@ def test_it_holds_in_all_stages_of_a_pipeline_and_in_the_loss():
             gradients, seen = rpc_sync(stage.on, of_block, (stage.module_rref, context))
             assert seen == [torch.bfloat16]
             for mine, theirs in zip(gradients, block.parameters(), strict=True):
+                assert theirs.grad is not None
                 assert torch.equal(mine, theirs.grad)

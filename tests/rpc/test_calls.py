@@ -9,135 +9,138 @@ import operator
 import socket
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from telegrad import errors
-from telegrad.rpc import api, functions
+from telegrad.rpc import Future, api, functions
+from telegrad.rpc.worker import Worker
 from tests.cluster import agents
 
 
-def echo(value):
+def echo(value: Any) -> Any:
     return value
 
 
-def fail(kind, *args):
+def fail(kind: type[BaseException], *args: Any) -> NoReturn:
     raise kind(*args)
 
 
-def who():
+def who() -> str:
     return api.get_worker_info().name
 
 
-def relay(path, function, *args):
+def relay(path: list[str], function: Callable[..., Any], *args: Any) -> str:
     """Call on along `path`."""
     if not path:
         return function(*args)
     return api.rpc_sync(path[0], relay, (path[1:], function, *args))
 
 
-def fan_out(to, count):
+def fan_out(to: str, count: int) -> int:
     return sum(future.wait() for future in [api.rpc_async(to, operator.add, (i, 1)) for i in range(count)])
 
 
 class Counter:
-    def __init__(self, start=0):
+    def __init__(self, start: int = 0) -> None:
         self.value = start
 
-    def add(self, n):
+    def add(self, n: int) -> int:
         self.value += n
         return self.value
 
-    def __call__(self, n):
+    def __call__(self, n: int) -> int:
         return self.value * n
 
     @staticmethod
-    def double(n):
+    def double(n: int) -> int:
         return 2 * n
 
     @classmethod
-    def named(cls, n):
+    def named(cls, n: int) -> tuple[str, int]:
         return cls.__name__, n
 
     @staticmethod
     @functions.async_execution
-    def static_async(to, x, y, z):
+    def static_async(to: str, x: torch.Tensor, y: int, z: int) -> Future[Any]:
         return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
 
     @classmethod
     @functions.async_execution
-    def class_async(cls, to, x, y, z):
-        out = torch.futures.Future()
+    def class_async(cls, to: str, x: torch.Tensor, y: int, z: int) -> torch.futures.Future[Any]:
+        out: torch.futures.Future[Any] = torch.futures.Future()
         api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: out.set_result(future.wait() + z))
         return out
 
     @functions.async_execution
-    def bound_async(self, to, x, y, z):
+    def bound_async(self, to: str, x: torch.Tensor, y: int, z: int) -> Future[Any]:
         return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z + self.value)
 
 
 @functions.async_execution
-def async_add(to, x, y, z):
+def async_add(to: str, x: torch.Tensor, y: int, z: int) -> Future[Any]:
     return api.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
 
 
 @functions.async_execution
-def async_wrong():
+def async_wrong() -> int:
     return 3
 
 
 @functions.async_execution
-def async_fails():
-    future = torch.futures.Future()
+def async_fails() -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_exception(ValueError("later"))
     return future
 
 
-async def coroutine_add(x, y):
+async def coroutine_add(x: int, y: int) -> Any:
     await asyncio.sleep(0)
     return x + y
 
 
-async def coroutine_calls(to, x, y):
+async def coroutine_calls(to: str, x: int, y: int) -> Any:
     return await api.rpc_async(to, operator.add, (x, y))
 
 
-async def coroutine_fails():
+async def coroutine_fails() -> NoReturn:
     raise KeyError("lost")
 
 
-async def coroutine_grad_mode():
+async def coroutine_grad_mode() -> Any:
     before = torch.is_grad_enabled()
     await asyncio.sleep(0)
     return before, torch.is_grad_enabled()
 
 
-def modes():
+def modes() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 @torch.jit.script
-def scripted(x: torch.Tensor, n: int):
+def scripted(x: torch.Tensor, n: int) -> torch.Tensor:
     return x + n
 
 
 @torch.compile(backend="eager")
-def compiled(x):
+def compiled(x: torch.Tensor) -> torch.Tensor:
     return x * 3
 
 
-def calls(worker, *args, **kwargs):
+def calls(worker: Worker, *args: Any, **kwargs: Any) -> Any:
     return worker.agent.call(*args, **kwargs)
 
 
 @pytest.mark.parametrize("to", ["w1", 1])
-def test_by_name_and_rank(pair, to):
+def test_by_name_and_rank(pair: list[Worker], to: int | str) -> None:
     assert pair[0].agent.call(to, operator.add, (1, 2), None) == 3
 
 
-def test_by_worker_info(pair):
-    def ask():
+def test_by_worker_info(pair: list[Worker]) -> None:
+    def ask() -> str:
         return api.rpc_sync(api.get_worker_info("w1"), who)
 
     assert pair[0].agent.call("w0", ask, (), {}) == "w1"
@@ -161,23 +164,29 @@ def test_by_worker_info(pair):
         (str.upper, ("abc",), {}, "ABC"),
     ],
 )
-def test_what_can_be_called(pair, function, args, kwargs, result):
+def test_what_can_be_called(
+    pair: list[Worker],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: object,
+) -> None:
     assert pair[0].agent.call("w1", function, args, kwargs) == result
     assert pair[0].agent.call_async("w1", function, args, kwargs).wait() == result
 
 
-def test_class_is_its_constructor(pair):
+def test_class_is_its_constructor(pair: list[Worker]) -> None:
     made = pair[0].agent.call("w1", Counter, (7,), None)
     assert type(made) is Counter
     assert made.value == 7
 
 
 @pytest.mark.parametrize("function", [torch.add, scripted, torch.ops.aten.add])
-def test_torch_functions(pair, function):
+def test_torch_functions(pair: list[Worker], function: Callable[..., Any]) -> None:
     assert pair[0].agent.call("w1", function, (torch.ones(2), 3), None).tolist() == [4, 4]
 
 
-def test_compiled_function(pair):
+def test_compiled_function(pair: list[Worker]) -> None:
     assert pair[0].agent.call("w1", compiled, (torch.ones(2),), None).tolist() == [3, 3]
 
 
@@ -185,58 +194,58 @@ def test_compiled_function(pair):
     "function", [async_add, Counter.static_async, Counter.class_async, Counter(0).bound_async], ids=str
 )
 @pytest.mark.parametrize("to", ["w0", "w1"])
-def test_async_execution(pair, function, to):
+def test_async_execution(pair: list[Worker], function: Callable[..., Any], to: str) -> None:
     assert pair[0].agent.call("w1", function, (to, torch.ones(2), 1, 2), None).tolist() == [4, 4]
 
 
-def test_async_execution_must_return_a_future(pair):
+def test_async_execution_must_return_a_future(pair: list[Worker]) -> None:
     with pytest.raises(errors.UsageError, match=r"torch\.futures\.Future"):
         pair[0].agent.call("w1", async_wrong, None, None)
 
 
-def test_async_execution_failure(pair):
+def test_async_execution_failure(pair: list[Worker]) -> None:
     with pytest.raises(ValueError, match="later"):
         pair[0].agent.call("w1", async_fails, None, None)
 
 
-def test_coroutine_failure(pair):
+def test_coroutine_failure(pair: list[Worker]) -> None:
     with pytest.raises(KeyError, match="lost"):
         pair[0].agent.call("w1", coroutine_fails, None, None)
 
 
 @pytest.mark.parametrize("threads", [1, 16])
-def test_nested_calls_both_ways(threads):
+def test_nested_calls_both_ways(threads: int) -> None:
     with agents(2, num_worker_threads=threads) as (a, _):
         assert a.agent.call("w1", relay, (["w0", "w1"] * 20, who), None) == "w1"
 
 
 @pytest.mark.parametrize("threads", [1, 16])
-def test_many_calls_in_flight(threads):
+def test_many_calls_in_flight(threads: int) -> None:
     with agents(2, num_worker_threads=threads) as (a, _):
         futures = [a.agent.call_async("w1", operator.add, (i, 1), None) for i in range(10_000)]
         assert [future.wait() for future in futures] == list(range(1, 10_001))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_nested_calls_in_flight(threads):
+def test_many_nested_calls_in_flight(threads: int) -> None:
     with agents(2, num_worker_threads=threads) as (a, _):
         futures = [a.agent.call_async("w1", fan_out, ("w0", 10), None) for _ in range(50)]
         assert {future.wait() for future in futures} == {55}
 
 
-def fan_out_unseen(to, count):
+def fan_out_unseen(to: str, count: int) -> int:
     """Waits inside of torch, where nobody can see it."""
-    futures = [api.rpc_async(to, fan_out, ("w1", 1)) for _ in range(count)]
+    futures: list[torch.futures.Future[int]] = [api.rpc_async(to, fan_out, ("w1", 1)) for _ in range(count)]
     return sum(torch.futures.wait_all(futures))
 
 
-def test_waits_that_are_not_seen_do_not_use_up_the_slots():
+def test_waits_that_are_not_seen_do_not_use_up_the_slots() -> None:
     with agents(2, num_worker_threads=1) as (a, _):
         futures = [a.agent.call_async("w1", fan_out_unseen, ("w0", 2), None) for _ in range(3)]
         assert [future.wait() for future in futures] == [2, 2, 2]
 
 
-def test_a_connection_that_broke_is_made_again():
+def test_a_connection_that_broke_is_made_again() -> None:
     gate = threading.Event()
     waiting[0] = gate
     with agents(2) as (a, b):
@@ -250,9 +259,11 @@ def test_a_connection_that_broke_is_made_again():
         gate.set()
 
 
-def test_futures_are_torchs_own():
+def test_futures_are_torchs_own() -> None:
     with agents(2) as (a, _):
-        futures = [a.agent.call_async("w1", operator.add, (i, i), None) for i in range(3)]
+        futures: list[torch.futures.Future[Any]] = [
+            a.agent.call_async("w1", operator.add, (i, i), None) for i in range(3)
+        ]
         assert all(isinstance(future, torch.futures.Future) for future in futures)
         assert torch.futures.wait_all(futures) == [0, 2, 4]
         told = []
@@ -267,21 +278,21 @@ def test_futures_are_torchs_own():
             torch.futures.collect_all([failing]).wait()
 
 
-def test_futures_in_asyncio():
+def test_futures_in_asyncio() -> None:
     with agents(2) as (a, _):
 
-        async def both():
+        async def both() -> Any:
             with pytest.raises(ValueError, match="late"):
                 await a.agent.call_async("w1", fail, (ValueError, "late"), None)
             return await asyncio.gather(*(as_coroutine(i) for i in range(5)))
 
-        async def as_coroutine(i):
+        async def as_coroutine(i: int) -> Any:
             return await a.agent.call_async("w1", operator.add, (i, 1), None)
 
         assert asyncio.run(both()) == [1, 2, 3, 4, 5]
 
 
-def test_slots_bound_what_runs_at_once():
+def test_slots_bound_what_runs_at_once() -> None:
     with agents(2, num_worker_threads=2) as (a, _):
         futures = [a.agent.call_async("w1", crowd, None, None) for _ in range(6)]
         crowd_opened.wait(10)
@@ -298,7 +309,7 @@ crowd_opened = threading.Event()
 crowd_gate = threading.Event()
 
 
-def crowd():
+def crowd() -> None:
     global crowd_now, crowd_most
     with crowd_lock:
         crowd_now += 1
@@ -310,8 +321,8 @@ def crowd():
         crowd_now -= 1
 
 
-def test_to_oneself_by_value(pair):
-    sent = [1, torch.zeros(3)]
+def test_to_oneself_by_value(pair: list[Worker]) -> None:
+    sent: list[Any] = [1, torch.zeros(3)]
     back = pair[0].agent.call("w0", echo, (sent,), None)
     assert back is not sent
     back[1].fill_(7)
@@ -320,7 +331,7 @@ def test_to_oneself_by_value(pair):
 
 @pytest.mark.parametrize("size", [10, 100_000, 5_000_000])
 @pytest.mark.parametrize("to", ["w0", "w1"])
-def test_the_receiver_owns_what_it_got(pair, size, to):
+def test_the_receiver_owns_what_it_got(pair: list[Worker], size: int, to: str) -> None:
     sent = torch.arange(size)
     back = pair[0].agent.call(to, echo, (sent,), None)
     assert torch.equal(back, torch.arange(size))
@@ -331,7 +342,7 @@ def test_the_receiver_owns_what_it_got(pair, size, to):
     assert not back.any()
 
 
-def test_shared_storage_stays_shared(pair):
+def test_shared_storage_stays_shared(pair: list[Worker]) -> None:
     base = torch.zeros(10)
     head, tail = pair[0].agent.call("w1", echo, ([base[:6], base[4:]],), None)
     head.fill_(1)
@@ -339,14 +350,14 @@ def test_shared_storage_stays_shared(pair):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_grad_mode_of_the_caller(pair, mode):
+def test_grad_mode_of_the_caller(pair: list[Worker], mode: type[Any]) -> None:
     with mode():
         assert pair[0].agent.call("w1", modes, None, None) == modes()
         assert pair[0].agent.call("w1", coroutine_grad_mode, None, None) == (torch.is_grad_enabled(),) * 2
     assert pair[0].agent.call("w1", modes, None, None) == (True, False)
 
 
-def test_requires_grad_travels(pair):
+def test_requires_grad_travels(pair: list[Worker]) -> None:
     back = pair[0].agent.call("w1", echo, (torch.ones(2, requires_grad=True),), None)
     assert back.requires_grad
     assert back.is_leaf
@@ -355,7 +366,7 @@ def test_requires_grad_travels(pair):
 # Errors
 
 
-def test_remote_error_is_of_the_same_type_and_tells_where(pair):
+def test_remote_error_is_of_the_same_type_and_tells_where(pair: list[Worker]) -> None:
     with pytest.raises(ValueError, match="boom") as caught:
         pair[0].agent.call("w1", fail, (ValueError, "boom"), None)
     assert type(caught.value) is ValueError
@@ -364,31 +375,31 @@ def test_remote_error_is_of_the_same_type_and_tells_where(pair):
     assert "in fail" in str(caught.value)
 
 
-def test_error_over_two_hops_names_both(pair):
+def test_error_over_two_hops_names_both(pair: list[Worker]) -> None:
     with pytest.raises(ValueError, match="boom") as caught:
         pair[0].agent.call("w1", relay, (["w0"], fail, ValueError, "boom"), None)
     assert "'w1'" in str(caught.value)
     assert "'w0'" in str(caught.value)
 
 
-def test_unknown_worker(pair):
+def test_unknown_worker(pair: list[Worker]) -> None:
     with pytest.raises(errors.UnknownWorker, match="did you mean 'w1'"):
         pair[0].agent.call("w11", echo, (1,), None)
     with pytest.raises(errors.UnknownWorker, match="rank 7"):
         pair[0].agent.call(7, echo, (1,), None)
 
 
-def test_argument_that_cannot_be_sent(pair):
+def test_argument_that_cannot_be_sent(pair: list[Worker]) -> None:
     with pytest.raises(errors.CannotEncode, match="lock"):
         pair[0].agent.call("w1", echo, (threading.Lock(),), None)
 
 
-def test_result_that_cannot_be_sent(pair):
+def test_result_that_cannot_be_sent(pair: list[Worker]) -> None:
     with pytest.raises(errors.CannotEncode, match="result"):
         pair[0].agent.call("w1", threading.Lock, None, None)
 
 
-def test_timeout_names_function_and_worker():
+def test_timeout_names_function_and_worker() -> None:
     gate = threading.Event()
     waiting[0] = gate
     with agents(2) as (a, _):
@@ -404,11 +415,11 @@ def test_timeout_names_function_and_worker():
 waiting = [threading.Event()]
 
 
-def wait_gate():
+def wait_gate() -> bool:
     return waiting[0].wait(10)
 
 
-def test_a_stuck_short_function_does_not_hold_up_others():
+def test_a_stuck_short_function_does_not_hold_up_others() -> None:
     """A function that was short before, and then waits for a later call of the same connection."""
     with agents(2, num_worker_threads=4) as (a, _):
         turnstile.set()
@@ -424,15 +435,15 @@ def test_a_stuck_short_function_does_not_hold_up_others():
 turnstile = threading.Event()
 
 
-def pass_turnstile():
+def pass_turnstile() -> bool:
     return turnstile.wait(10)
 
 
-def turnstile_set():
+def turnstile_set() -> None:
     turnstile.set()
 
 
-def test_closing_fails_calls_in_flight():
+def test_closing_fails_calls_in_flight() -> None:
     gate = threading.Event()
     waiting[0] = gate
     with agents(2) as (a, b):
@@ -446,7 +457,7 @@ def test_closing_fails_calls_in_flight():
         gate.set()
 
 
-def test_closed_agent_says_so():
+def test_closed_agent_says_so() -> None:
     with agents(2) as (a, _):
         a.agent.close()
         with pytest.raises(errors.ShutDown, match="w0"):
@@ -457,7 +468,7 @@ class Witness:
     """Lives as long as the frame that holds it."""
 
 
-def fail_and_wait(wait, seen):
+def fail_and_wait(wait: Callable[..., Any], seen: list[weakref.ref[Witness]]) -> bool:
     witness = Witness()
     seen.append(weakref.ref(witness))
     with pytest.raises((ValueError, errors.PeerError)):
@@ -475,16 +486,16 @@ def fail_and_wait(wait, seen):
     ],
     ids=["sync", "async", "then", "two arguments"],
 )
-def test_an_error_keeps_no_frames_alive(pair, wait):
-    seen = []
+def test_an_error_keeps_no_frames_alive(pair: list[Worker], wait: Callable[..., Any]) -> None:
+    seen: list[weakref.ref[Witness]] = []
     for _ in range(3):
         fail_and_wait(lambda: wait(pair[0].agent), seen)
     gc.collect()
     assert [ref() for ref in seen] == [None] * 3
 
 
-def test_a_closed_agents_error_keeps_no_frames_alive():
-    seen = []
+def test_a_closed_agents_error_keeps_no_frames_alive() -> None:
+    seen: list[weakref.ref[Witness]] = []
     with agents(2) as made:
         agent = made[0].agent
         agent.call("w1", echo, (1,), None)
@@ -495,7 +506,7 @@ def test_a_closed_agents_error_keeps_no_frames_alive():
         assert [ref() for ref in seen] == [None] * 3
 
 
-def test_a_callbacks_error_tells_where_it_was_raised(pair):
+def test_a_callbacks_error_tells_where_it_was_raised(pair: list[Worker]) -> None:
     child = pair[0].agent.call_async("w1", echo, (1,), None).then(lambda done: fail(KeyError, done.wait()))
     with pytest.raises(KeyError) as caught:
         child.wait()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
 
 import telegrad.autograd as autograd
+from telegrad.agent.futures import Future
 from telegrad.errors import WorkersFailed
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
@@ -19,36 +22,36 @@ from telegrad.rpc import RRef, functions, remote, rpc_async, rpc_sync
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def to(hops):
+def to(hops: int) -> str:
     return f"w{1 + hops % 2}"
 
 
-def nested(hops):
+def nested(hops: int) -> None:
     if not hops:
         raise ValueError("boom")
     return rpc_sync(to(hops - 1), nested, (hops - 1,))
 
 
-def waiting(hops):
+def waiting(hops: int) -> None:
     if not hops:
         raise ValueError("boom")
     return rpc_async(to(hops - 1), waiting, (hops - 1,)).wait()
 
 
 @functions.async_execution
-def chained(hops):
+def chained(hops: int) -> Future[Any]:
     if not hops:
         raise ValueError("boom")
     return rpc_async(to(hops - 1), chained, (hops - 1,)).then(lambda done: done.wait())
 
 
 @functions.async_execution
-def passed_on(hops):
+def passed_on(hops: int) -> torch.futures.Future[Any]:
     if not hops:
         raise ValueError("boom")
-    found = torch.futures.Future()
+    found: torch.futures.Future[Any] = torch.futures.Future()
 
-    def look(done):
+    def look(done: torch.futures.Future[Any]) -> None:
         try:
             found.set_result(done.wait())
         except ValueError as error:
@@ -58,30 +61,30 @@ def passed_on(hops):
     return found
 
 
-async def awaited(hops):
+async def awaited(hops: int) -> Any:
     if not hops:
         raise ValueError("boom")
     return await rpc_async(to(hops - 1), awaited, (hops - 1,))
 
 
-def referred(hops):
+def referred(hops: int) -> None:
     if not hops:
         raise ValueError("boom")
     return remote(to(hops - 1), referred, (hops - 1,)).to_here()
 
 
 class Relay:
-    def go(self, hops):
+    def go(self, hops: int) -> Any:
         if not hops:
             raise ValueError("boom")
         return remote(to(hops - 1), Relay).rpc_sync().go(hops - 1)
 
 
-def by_proxy(hops):
+def by_proxy(hops: int) -> Any:
     return Relay().go(hops)
 
 
-def retold(hops):
+def retold(hops: int) -> Any:
     """Each hop raises an error of its own, with the text of the last in it."""
     try:
         return nested(0) if not hops else rpc_sync(to(hops - 1), retold, (hops - 1,))
@@ -92,14 +95,14 @@ def retold(hops):
 WAYS = [nested, waiting, chained, passed_on, awaited, referred, by_proxy, retold]
 
 
-def told_by(function, hops):
+def told_by(function: Callable[..., Any], hops: int) -> str:
     with pytest.raises(ValueError, match="boom") as raised:
         rpc_sync(to(hops), function, (hops,))
     return str(raised.value)
 
 
 @pytest.mark.parametrize("function", WAYS)
-def test_each_hop_adds_one_block(function):
+def test_each_hop_adds_one_block(function: Callable[..., Any]) -> None:
     texts = {hops: told_by(function, hops) for hops in (1, 2, 3, 7)}
     longest = len(texts[2]) - len(texts[1]) + 16
     for hops, text in texts.items():
@@ -109,30 +112,30 @@ def test_each_hop_adds_one_block(function):
 
 
 @pytest.mark.parametrize("function", WAYS)
-def test_only_the_users_lines_are_told(function):
+def test_only_the_users_lines_are_told(function: Callable[..., Any]) -> None:
     text = told_by(function, 2)
     assert 'raise ValueError("boom")' in text
     files = set(re.findall(r'File "([^"]+)"', text))
     assert files == {__file__}
 
 
-def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch):
+def test_the_debug_variable_keeps_the_lines_of_the_internals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_DEBUG", "1")
     assert "telegrad/agent/server.py" in told_by(nested, 0)
 
 
-def test_the_users_function_and_the_worker_are_named():
+def test_the_users_function_and_the_worker_are_named() -> None:
     first, *_ = told_by(nested, 2).partition("Traceback")
     assert first == f"boom\nOn worker 'w1', in {__name__}.nested:\n"
     assert "On worker 'w1', in Relay.go:" in told_by(by_proxy, 2)
 
 
-def test_a_lambda_is_named(here):
+def test_a_lambda_is_named(here: None) -> None:
     with pytest.raises(ZeroDivisionError, match=r"in test_a_lambda_is_named\.<locals>\.<lambda>:"):
         rpc_sync("w1", lambda: 1 / 0)
 
 
-def test_a_reference_that_failed_tells_of_its_making_alone():
+def test_a_reference_that_failed_tells_of_its_making_alone() -> None:
     reference = remote("w1", nested, (0,))
     for _ in range(2):
         with pytest.raises(ValueError, match="boom") as raised:
@@ -140,7 +143,7 @@ def test_a_reference_that_failed_tells_of_its_making_alone():
         assert str(raised.value).count("On worker") == 1
 
 
-def test_modules_and_optimizers_are_named():
+def test_modules_and_optimizers_are_named() -> None:
     with pytest.raises(TypeError, match=r"On worker 'w1', in RemoteModule\(Linear\):"):
         RemoteModule("w1", nn.Linear, (3,))
     module = RemoteModule("w1", nn.Linear, (3, 2))
@@ -151,12 +154,12 @@ def test_modules_and_optimizers_are_named():
 
 
 class Wrong(nn.Module):
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> NoReturn:
         raise ArithmeticError("boom")
 
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
-def test_the_stage_of_a_pipeline_is_named(stages):
+def test_the_stage_of_a_pipeline_is_named(stages: int) -> None:
     modules = [RemoteModule(to(i), nn.Identity) for i in range(stages - 1)] + [RemoteModule("w3", Wrong)]
     with pytest.raises(ArithmeticError) as raised, autograd.context() as context:
         Pipeline(modules, chunks=1).forward_backward(context, torch.ones(2, 1), torch.ones(2, 1), nn.MSELoss())
@@ -167,7 +170,7 @@ def test_the_stage_of_a_pipeline_is_named(stages):
     assert len(text) < 2000
 
 
-def test_several_workers_that_fail_are_told_in_one_line_each():
+def test_several_workers_that_fail_are_told_in_one_line_each() -> None:
     parameters = [remote(f"w{i}", nn.Parameter, (torch.ones(1),)) for i in (1, 2, 3)]
     with pytest.raises(WorkersFailed) as raised:
         DistributedOptimizer(torch.optim.SGD, parameters, lr=-1.0)
@@ -178,20 +181,20 @@ def test_several_workers_that_fail_are_told_in_one_line_each():
     assert len(str(raised.value)) < 2000
 
 
-def make_optimizer(parameters):
+def make_optimizer(parameters: list[RRef[Any]]) -> RRef[DistributedOptimizer]:
     return RRef(DistributedOptimizer(torch.optim.SGD, parameters, lr=-1.0))
 
 
 @functions.batch(max_size=3, max_wait=5.0)
-async def batched(values):
+async def batched(values: list[int]) -> NoReturn:
     raise ValueError("boom")
 
 
-async def use_batched(value):
+async def use_batched(value: int) -> Any:
     return await batched(value)
 
 
-def test_each_caller_of_a_batch_gets_the_lines_once():
+def test_each_caller_of_a_batch_gets_the_lines_once() -> None:
     for future in [rpc_async("w1", use_batched, (i,)) for i in range(3)]:
         with pytest.raises(ValueError, match="boom") as raised:
             future.wait()
@@ -199,7 +202,7 @@ def test_each_caller_of_a_batch_gets_the_lines_once():
         assert str(raised.value).count("in batched\n") == 1
 
 
-def test_the_log_names_the_worker_and_the_users_function(caplog):
+def test_the_log_names_the_worker_and_the_users_function(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="telegrad"):
         told_by(by_proxy, 1)
         with pytest.raises(ValueError, match="boom"):
@@ -210,8 +213,8 @@ def test_the_log_names_the_worker_and_the_users_function(caplog):
     assert f"telegrad: worker 'w1': {__name__}.awaited, called by worker 'w0', raised ValueError: boom" in said
 
 
-def test_futures_of_the_same_program_keep_where_they_failed():
-    async def wait():
+def test_futures_of_the_same_program_keep_where_they_failed() -> None:
+    async def wait() -> Any:
         return await rpc_async("w1", nested, (0,)).then(lambda done: done.wait())
 
     with pytest.raises(ValueError, match="boom") as raised:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import pathlib
 import queue
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, free_port, group, processes
+from tests.cluster import PATIENCE, Process, free_port, group, processes
 
-events: queue.Queue[tuple[str, ...]] = queue.Queue()
+events: queue.Queue[tuple[Any, ...]] = queue.Queue()
 lines: queue.Queue[str] = queue.Queue()
 
 
-def join(name, where, rank=-1, watch=True):
+def join(name: str, where: str, rank: int = -1, watch: bool = True) -> int:
     """Join a dynamic group, and keep account of what happens in it."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.put(record.getMessage())
@@ -30,26 +33,26 @@ def join(name, where, rank=-1, watch=True):
     return rpc.get_worker_info().id
 
 
-def account():
+def account() -> None:
     rpc.on_join(lambda worker: events.put(("join", worker.name, rpc.rpc_sync(worker, operator.add, (1, 2)))))
     rpc.on_leave(lambda worker, how: events.put((how, worker.name)))
 
 
-def next_event():
+def next_event() -> tuple[Any, ...]:
     return events.get(timeout=PATIENCE)
 
 
-def line_with(words):
+def line_with(words: str) -> str:
     while words not in (line := lines.get(timeout=PATIENCE)):
         pass
     return line
 
 
-def names():
+def names() -> list[str]:
     return [worker.name for worker in rpc.workers()]
 
 
-def error_of(function, *args):
+def error_of(function: Callable[..., object], *args: Any) -> tuple[type[Exception] | None, str]:
     try:
         function(*args)
     except Exception as error:
@@ -57,16 +60,16 @@ def error_of(function, *args):
     return None, ""
 
 
-def call(to, function=operator.add, args=(1, 2)):
+def call(to: str, function: Callable[..., Any] = operator.add, args: tuple[Any, ...] = (1, 2)) -> Any:
     return rpc.rpc_sync(to, function, args)
 
 
 @pytest.fixture(params=["tcp", "file"])
-def where(request, tmp_path):
+def where(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
     return f"tcp://127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/store"
 
 
-def test_members_of_a_dynamic_group_are_told_who_comes_and_who_goes(where):
+def test_members_of_a_dynamic_group_are_told_who_comes_and_who_goes(where: str) -> None:
     with processes(3) as made:
         boss, x, y = made
         boss.run(join, "boss", where, 0)
@@ -86,7 +89,7 @@ def test_members_of_a_dynamic_group_are_told_who_comes_and_who_goes(where):
         assert boss.run(names) == ["boss"]
 
 
-def test_who_is_not_connected_to_a_member_that_died_hears_of_it_by_others(where):
+def test_who_is_not_connected_to_a_member_that_died_hears_of_it_by_others(where: str) -> None:
     with processes(3) as made:
         boss, x, y = made
         boss.run(join, "boss", where, 0, False)
@@ -100,7 +103,7 @@ def test_who_is_not_connected_to_a_member_that_died_hears_of_it_by_others(where)
         assert boss.run(names) == ["boss", "x"]
 
 
-def test_members_of_a_group_of_fixed_size_are_told_who_goes():
+def test_members_of_a_group_of_fixed_size_are_told_who_goes() -> None:
     with group(3) as made:
         made[0].run(account)
         assert {made[0].run(next_event)[1] for _ in range(2)} == {"worker1", "worker2"}
@@ -112,7 +115,7 @@ def test_members_of_a_group_of_fixed_size_are_told_who_goes():
         assert made[0].run(next_event)[1] == "worker2"
 
 
-def test_waiting_for_workers(where):
+def test_waiting_for_workers(where: str) -> None:
     with processes(3) as made:
         made[0].run(join, "boss", where, 0, False)
         kind, text = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
@@ -125,7 +128,7 @@ def test_waiting_for_workers(where):
         assert made[0].run(lambda: [worker.id for worker in rpc.wait_for_workers("y")]) == [0, 1, 2]
 
 
-def serve():
+def serve() -> tuple[type[Exception], str] | None:
     try:
         rpc.serve()
     except Exception as error:
@@ -133,7 +136,7 @@ def serve():
     return None
 
 
-def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends():
+def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(4) as made:
         boss, *servers = made
@@ -151,7 +154,7 @@ def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends()
         assert time.monotonic() - began < 2  # less than the leaving server would wait in vain
 
 
-def test_a_server_whose_group_was_lost_says_so():
+def test_a_server_whose_group_was_lost_says_so() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
         made[0].run(join, "boss", where, 0, False)
@@ -163,7 +166,7 @@ def test_a_server_whose_group_was_lost_says_so():
         assert "the store was lost" in text
 
 
-def test_stop_serving_is_for_dynamic_groups(workers):
+def test_stop_serving_is_for_dynamic_groups(workers: list[Process]) -> None:
     kind, text = workers[0].run(error_of, call, "worker1", rpc.stop_serving, ())
     assert kind is errors.UsageError
     assert "fixed size" in text
@@ -172,7 +175,7 @@ def test_stop_serving_is_for_dynamic_groups(workers):
 # The store
 
 
-def test_rank_0_need_not_be_first():
+def test_rank_0_need_not_be_first() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(3) as made:
         assert made[0].run(join, "early", where, -1, False) == 1
@@ -181,7 +184,7 @@ def test_rank_0_need_not_be_first():
         assert made[1].run(call, "early") == made[2].run(call, "boss") == 3
 
 
-def test_a_worker_with_another_rank_waits_for_rank_0():
+def test_a_worker_with_another_rank_waits_for_rank_0() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
         made[0].begin(join, "early", where, 5, False)
@@ -190,7 +193,7 @@ def test_a_worker_with_another_rank_waits_for_rank_0():
         assert made[1].run(call, "early") == 3
 
 
-def test_who_loses_the_store_is_told_and_so_is_the_next_group():
+def test_who_loses_the_store_is_told_and_so_is_the_next_group() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(5) as made:
         boss, x, y, z, boss2 = made
@@ -216,7 +219,7 @@ def test_who_loses_the_store_is_told_and_so_is_the_next_group():
         assert boss2.run(call, "x") == 3
 
 
-def test_one_process_leads_one_dynamic_group_after_the_other():
+def test_one_process_leads_one_dynamic_group_after_the_other() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(4) as made:
         for fresh in made[1:]:
@@ -228,11 +231,11 @@ def test_one_process_leads_one_dynamic_group_after_the_other():
             assert fresh.end() is None
 
 
-def test_a_callback_that_fails_does_not_end_the_others(caplog):
+def test_a_callback_that_fails_does_not_end_the_others(caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(group(2))
 
-        def watch():
+        def watch() -> tuple[Any, ...]:
             rpc.on_join(lambda worker: 1 / 0)
             account()
             return next_event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
 
@@ -65,7 +66,7 @@ if __name__ == "__main__":
 """
 
 
-def test_without_what_only_linux_has(tmp_path):
+def test_without_what_only_linux_has(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     port = str(free_port())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import telegrad.autograd as autograd
@@ -25,18 +28,18 @@ class Made(NamedTuple):
     number: int = 1
 
 
-def fail():
+def fail() -> NoReturn:
     raise KeyError("as the test wants it")
 
 
-def events(program):
+def events(program: Callable[..., Any]) -> dict[str, FunctionEvent]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         program()
     return {event.name: event for event in seen.events()}
 
 
-def test_each_way_of_calling_is_an_event():
-    def program():
+def test_each_way_of_calling_is_an_event() -> None:
+    def program() -> None:
         x = torch.ones(2)
         assert torch.equal(rpc_sync("w1", torch.add, (x, 1)), x + 1)
         future = rpc_async("w2", torch.mul, (x, 2))
@@ -53,16 +56,17 @@ def test_each_way_of_calling_is_an_event():
 
 
 class Counter:
-    def add(self, number):
+    def add(self, number: int) -> int:
         return number + 1
 
-    def __call__(self, number):
+    def __call__(self, number: int) -> int:
         return number
 
 
-def use_all():
+def use_all() -> None:
     """Every kind of call that is no function of the API, to w1."""
-    counter, one = remote("w1", Counter), remote("w1", torch.ones, (2,))
+    counter = remote("w1", Counter)
+    one: Any = remote("w1", torch.ones, (2,))
     counter.to_here()
     counter.rpc_sync().add(1)
     counter.rpc_sync()(1)
@@ -88,11 +92,11 @@ CALLS = {
 }
 
 
-def test_each_way_of_using_a_reference_or_a_remote_module_is_an_event():
+def test_each_way_of_using_a_reference_or_a_remote_module_is_an_event() -> None:
     assert events(use_all).keys() >= CALLS
 
 
-def test_an_exported_trace_has_the_events(tmp_path):
+def test_an_exported_trace_has_the_events(tmp_path: pathlib.Path) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         use_all()
     seen.export_chrome_trace(str(tmp_path / "trace.json"))
@@ -101,8 +105,8 @@ def test_an_exported_trace_has_the_events(tmp_path):
     assert {average.key for average in seen.key_averages()} >= CALLS
 
 
-def test_what_a_profiled_call_raises():
-    def program():
+def test_what_a_profiled_call_raises() -> None:
+    def program() -> None:
         with pytest.raises(KeyError, match="as the test wants it"):
             rpc_sync("w1", fail)
         with pytest.raises(KeyError, match="as the test wants it"):
@@ -111,10 +115,10 @@ def test_what_a_profiled_call_raises():
     assert {"rpc_sync#fail(w0 -> w1)", "rpc_async#fail(w0 -> w1)"} <= events(program).keys()
 
 
-def test_a_backward_pass_and_what_comes_back():
+def test_a_backward_pass_and_what_comes_back() -> None:
     x = torch.ones(3, requires_grad=True)
 
-    def program():
+    def program() -> None:
         for _ in range(3):
             with autograd.context() as context:
                 loss = rpc_sync("w1", torch.sin, (rpc_sync("w2", torch.exp, (x * 2,)),)).sum()
@@ -136,5 +140,5 @@ def scripted(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
     ("function", "name"),
     [(torch.add, "aten::add"), (fail, "fail"), (scripted, "scripted"), (print, "print"), ("name", "name")],
 )
-def test_names(function, name):
+def test_names(function: Callable[..., Any] | str, name: str) -> None:
     assert event_name("sync", function, "a", "b") == f"rpc_sync#{name}(a -> b)"

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,12 +29,12 @@ pytestmark = [
 ]
 
 
-def ip(*words):
+def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
-def hosts():
+def hosts() -> Iterator[list[str]]:
     """Two network namespaces with a wire between them."""
     names = [f"telegrad{os.getpid()}{end}" for end in "ab"]
     made = []
@@ -52,22 +53,22 @@ def hosts():
             ip("netns", "delete", name)
 
 
-def move_to(namespace):
+def move_to(namespace: str) -> None:
     """This process belongs to that host from now on."""
     with open(f"/var/run/netns/{namespace}") as file:
         assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
 
 
-def join(namespace, rank, port):
+def join(namespace: str, rank: int, port: int) -> None:
     move_to(namespace)
     init(rank, 2, port, init_method=f"tcp://{ADDRESSES[0]}:{port}", silence=SILENCE)
 
 
-def add():
-    return rpc.rpc_sync("worker1", torch.add, (torch.ones(1 << 16), 1)).sum().item()
+def add() -> float:
+    return float(rpc.rpc_sync("worker1", torch.add, (torch.ones(1 << 16), 1)).sum())
 
 
-def wait_in_vain():
+def wait_in_vain() -> tuple[str, float]:
     """How a call ends whose callee sleeps, and after how long."""
     start = time.monotonic()
     with pytest.raises(errors.PeerLost) as caught:
@@ -75,7 +76,7 @@ def wait_in_vain():
     return str(caught.value), time.monotonic() - start
 
 
-def test_a_host_that_falls_silent(hosts):
+def test_a_host_that_falls_silent(hosts: list[str]) -> None:
     port = free_port()
     with processes(2) as workers:
         for rank, worker in enumerate(workers):

@@ -7,11 +7,13 @@ import operator
 import secrets
 import socket
 import struct
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from telegrad import errors
+from telegrad.rpc.worker import Worker
 from telegrad.transport import listener
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.tls import TlsFiles
@@ -23,16 +25,16 @@ TLS_HELLO = bytes.fromhex("16030100c8010000c40303")
 
 
 @pytest.fixture
-def worker():
+def worker() -> Iterator[tuple[Worker, Worker]]:
     with agents(2, transport="tcp", key="the group's key") as (a, b):
         yield a, b
 
 
-def knock(worker):
+def knock(worker: Worker) -> socket.socket:
     return socket.create_connection(worker.agent.me.tcp, 10)
 
 
-def closed(sock):
+def closed(sock: socket.socket) -> bool:
     """Whether the worker closes the connection; what it said before is read away."""
     sock.settimeout(10)
     try:
@@ -57,7 +59,9 @@ def closed(sock):
     ],
     ids=["http", "tls", "noise", "2 GB", "ones", "zero length", "unknown kind", "zeros"],
 )
-def test_strangers_cost_a_line_and_a_closed_connection(worker, said, caplog):
+def test_strangers_cost_a_line_and_a_closed_connection(
+    worker: tuple[Worker, Worker], said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     a, b = worker
     with knock(b) as sock, caplog.at_level(logging.WARNING, "telegrad"):
         try:
@@ -70,7 +74,9 @@ def test_strangers_cost_a_line_and_a_closed_connection(worker, said, caplog):
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_who_only_looks_whether_somebody_is_there_costs_no_line(tls, certificates, caplog):
+def test_who_only_looks_whether_somebody_is_there_costs_no_line(
+    tls: bool, certificates: list[TlsFiles], caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         caplog.at_level(logging.DEBUG, "telegrad"),
         agents(1, transport="tcp", tls=certificates[0] if tls else None) as (b,),
@@ -82,14 +88,14 @@ def test_who_only_looks_whether_somebody_is_there_costs_no_line(tls, certificate
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
 
-def test_who_is_silent_is_turned_away(worker, monkeypatch):
+def test_who_is_silent_is_turned_away(worker: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "PATIENCE", 0.2)
     _, b = worker
     with knock(b) as sock:
         assert closed(sock)
 
 
-def test_a_wrong_key_is_told_at_both_ends(worker, caplog):
+def test_a_wrong_key_is_told_at_both_ends(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
     _, b = worker
     end = Initiator(b"another key", Claim("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock, caplog.at_level(logging.WARNING, "telegrad"):
@@ -101,7 +107,7 @@ def test_a_wrong_key_is_told_at_both_ends(worker, caplog):
     assert any("keys differ" in r.getMessage() for r in caplog.records)
 
 
-def test_many_idle_strangers_do_not_keep_others_out(worker):
+def test_many_idle_strangers_do_not_keep_others_out(worker: tuple[Worker, Worker]) -> None:
     a, b = worker
     strangers = [knock(b) for _ in range(100)]
     assert b.agent.call("w1", operator.add, (1, 1), None) == 2
@@ -111,13 +117,13 @@ def test_many_idle_strangers_do_not_keep_others_out(worker):
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[TlsFiles]:
     """Two authorities, and a certificate of each."""
     folder = tmp_path_factory.mktemp("tls")
     return [Authority(folder, name).files("worker") for name in ("ours", "theirs")]
 
 
-def test_tls_between_workers(certificates):
+def test_tls_between_workers(certificates: list[TlsFiles]) -> None:
     with agents(2, transport="tcp", tls=certificates[0]) as (a, _):
         for size in (10, 3_000_000):
             assert a.agent.call("w1", torch.add, (torch.ones(size), 1), None).sum() == 2 * size
@@ -125,7 +131,7 @@ def test_tls_between_workers(certificates):
         assert [future.wait() for future in futures] == list(range(1, 501))
 
 
-def test_tls_refuses_the_certificate_of_another_authority(certificates):
+def test_tls_refuses_the_certificate_of_another_authority(certificates: list[TlsFiles]) -> None:
     mine, theirs = certificates
     mixed = TlsFiles(theirs.certificate, theirs.private_key, mine.authority)
     with agents(2, transport="tcp", tls=mine) as (a, b):
@@ -137,7 +143,7 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates):
             assert closed(sock)
 
 
-def test_tls_files_that_are_missing_are_named():
+def test_tls_files_that_are_missing_are_named() -> None:
     with (
         pytest.raises(errors.UsageError, match="no_such_certificate"),
         agents(1, tls=TlsFiles("no_such_certificate", "k", "a")),

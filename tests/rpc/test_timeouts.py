@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import telegrad.autograd as autograd
+from telegrad.agent.agent import Agent
 from telegrad.errors import CallTimeout, PeerUnreachable, ShutDown
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
+from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents
 
 SHORT = 0.05
@@ -22,7 +25,7 @@ held = threading.Event()
 
 
 @pytest.fixture
-def impatient(here, five):
+def impatient(here: None, five: list[Worker]) -> Iterator[Agent]:
     """This worker's calls wait for a moment only; those that are held go on after the test."""
     held.clear()
     agent = five[0].agent
@@ -32,7 +35,7 @@ def impatient(here, five):
     held.set()
 
 
-def hold(*_):
+def hold(*_: object) -> torch.Tensor:
     held.wait(PATIENCE)
     return torch.ones(1)
 
@@ -42,25 +45,25 @@ def annotated(value: torch.Tensor) -> torch.Tensor:
 
 
 class Holding(nn.Module):
-    def __init__(self, made=True):
+    def __init__(self, made: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         if not made:
             hold()
 
-    def forward(self, x):
+    def forward(self, x: int | torch.Tensor) -> torch.Tensor:
         return hold()
 
-    def method(self):
+    def method(self) -> torch.Tensor:
         return hold()
 
 
 class HoldingSGD(torch.optim.SGD):
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         hold()
 
 
-def optimize():
+def optimize() -> None:
     agent = current.agent()
     agent.timeout = PATIENCE  # the first optimizer of a process imports a lot
     module = RemoteModule("w1", nn.Linear, (1, 1))
@@ -71,7 +74,7 @@ def optimize():
         optimizer.step(context)
 
 
-def pipe():
+def pipe() -> None:
     pipeline = Pipeline([RemoteModule("w1", Holding), RemoteModule("w2", nn.Identity)], chunks=1)
     with autograd.context() as context:
         pipeline.forward_backward(context, torch.ones(1, 1), torch.ones(1, 1), nn.MSELoss())
@@ -96,22 +99,22 @@ def pipe():
         (pipe, r"Pipeline\.forward_backward"),
     ],
 )
-def test_a_timeout_names_what_was_called(call, name, impatient):
+def test_a_timeout_names_what_was_called(call: Callable[..., Any], name: str, impatient: Agent) -> None:
     with pytest.raises(CallTimeout, match=rf"\({SHORT} s\): {name} on worker 'w1'\. It may still be running"):
         call()
 
 
-def test_a_value_of_ones_own_that_is_not_made_in_time_is_named(impatient):
+def test_a_value_of_ones_own_that_is_not_made_in_time_is_named(impatient: Agent) -> None:
     reference = remote("w0", hold)
     with pytest.raises(CallTimeout, match=r"<RRef w0/\d+ here.*>: the value was not made within 0.05 s"):
         reference.to_here()
     assert isinstance(reference, RRef)
 
 
-def test_a_worker_that_ended_without_shutdown_is_guessed_as_such():
+def test_a_worker_that_ended_without_shutdown_is_guessed_as_such() -> None:
     arrived, end = threading.Event(), threading.Event()
 
-    def wait():
+    def wait() -> None:
         arrived.set()
         end.wait(PATIENCE)
 
@@ -129,11 +132,11 @@ def test_a_worker_that_ended_without_shutdown_is_guessed_as_such():
 class Call:
     """A function of this process that is called by way of agents in it."""
 
-    functions: ClassVar[list] = []
+    functions: ClassVar[list[Callable[..., Any]]] = []
 
-    def __init__(self, function):
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.number = len(self.functions)
         self.functions.append(function)
 
-    def __call__(self):
+    def __call__(self) -> None:
         return self.functions[self.number]()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import pathlib
 import re
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from telegrad.errors import FunctionNotFound, InvalidArgument
 from telegrad.rpc import functions, rpc_sync
+from tests.cluster import Process
 
 BEFORE = """
 def helper(x):
@@ -49,7 +53,7 @@ async def awaited(x):
 
 
 @pytest.fixture
-def edited(workers, tmp_path):
+def edited(workers: list[Process], tmp_path: pathlib.Path) -> Iterator[tuple[Process, str]]:
     """Worker 1 has the version before, worker 0 and this process the one after."""
     file = tmp_path / "edited_module.py"
     file.write_text(BEFORE)
@@ -61,30 +65,30 @@ def edited(workers, tmp_path):
         worker.run(unload, str(tmp_path))
 
 
-def load(folder):
+def load(folder: str) -> None:
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     sys.dont_write_bytecode = True  # two versions within a second
     importlib.import_module("edited_module")
 
 
-def unload(folder):
+def unload(folder: str) -> None:
     sys.path.remove(folder)
     del sys.modules["edited_module"]
 
 
-def call(name, *args, by_value=False, **kwargs):
+def call(name: str, *args: Any, by_value: bool = False, **kwargs: Any) -> Any:
     function = getattr(importlib.import_module("edited_module"), name)
     return rpc_sync("worker1", functions.by_value(function) if by_value else function, args, kwargs)
 
 
-def not_found():
+def not_found() -> str:
     with pytest.raises(FunctionNotFound) as raised:
         call("added", 3)
     return str(raised.value)
 
 
-def test_a_function_that_the_callee_does_not_have_is_told_with_its_file(edited):
+def test_a_function_that_the_callee_does_not_have_is_told_with_its_file(edited: tuple[Process, str]) -> None:
     worker, file = edited
     said = worker.run(not_found)
     assert re.search(r"this worker has no 'added' in module 'edited_module'", said)
@@ -94,7 +98,7 @@ def test_a_function_that_the_callee_does_not_have_is_told_with_its_file(edited):
     assert "On worker 'worker1'" in said
 
 
-def test_a_function_is_sent_by_value_where_that_is_asked_for(edited):
+def test_a_function_is_sent_by_value_where_that_is_asked_for(edited: tuple[Process, str]) -> None:
     worker, _ = edited
     assert worker.run(call, "step", 3) == 3
     assert worker.run(lambda: call("step", 3, by_value=True)) == 31
@@ -107,16 +111,16 @@ def test_a_function_is_sent_by_value_where_that_is_asked_for(edited):
     assert worker.run(call, "step", 3) == 3
 
 
-def local(x):
+def local(x: int) -> int:
     return x + 1
 
 
-def test_it_can_still_be_called_here():
+def test_it_can_still_be_called_here() -> None:
     assert functions.by_value(local)(1) == 2
     assert functions.by_value(lambda: 5)() == 5
 
 
 @pytest.mark.parametrize("function", [abs, int, functions.by_value(local), "local", asyncio.Lock().acquire], ids=repr)
-def test_only_functions_are_sent_so(function):
+def test_only_functions_are_sent_so(function: Any) -> None:
     with pytest.raises(InvalidArgument, match="made by def or lambda"):
         functions.by_value(function)

@@ -79,7 +79,7 @@ def test_a_reference_that_is_asked_for_its_text_does_not_wait():
     with agents(2) as (worker, _):
         current.enter(worker)
         plain, gate = remote("w1", threading.Event), threading.Event()
-        patient = references.RRef.of_handle(worker.references, plain._handle)
+        patient = references.RRef._of_handle(worker.references, plain._handle)
         thread = threading.Thread(target=lambda: (repr(patient), gate.set()))
         plain._handle.id = ("w1#gone", 1)  # of which nobody will say a word
         thread.start()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from math import inf
+from typing import Any
 
-from telegrad.rref.courier import Courier
+from telegrad.rref.courier import Batch, Courier
+from telegrad.rref.letters import Id, Letter
 from telegrad.rref.protocol import References
 
 ABSENT, PRESENT, FREED = "absent", "present", "freed"
@@ -16,53 +18,55 @@ HOPELESS = "hopeless"  # whoever uses it finds an error in its place
 class Worker:
     """One machine, its post, and the handles that its program holds."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self.name = name
         self.machine = References(name)
-        self.courier = Courier()
-        self.handles = []  # references, once for each handle
-        self.fetching = []  # references whose values it waits for, with a handle each
-        self.asked = []  # (ref, user): fetches that wait here for a value
+        self.courier: Courier[Letter] = Courier()
+        self.handles: list[Id] = []  # references, once for each handle
+        self.fetching: list[Id] = []  # references whose values it waits for, with a handle each
+        self.asked: list[tuple[Id, str]] = []  # (ref, user): fetches that wait here for a value
 
 
 class World:
     """Workers, what is on its way between them, and the faults that befall it."""
 
-    def __init__(self, seed, faults, crashes, mistakes, size):
+    def __init__(self, seed: int, faults: bool, crashes: bool, mistakes: bool, size: int | None) -> None:
         self.random = random.Random(seed)
         self.faults = faults
         size = size or self.random.choice([3, 3, 3, 4, 4, 5, 7, 10, 50])
         self.workers = {f"w{n}": Worker(f"w{n}") for n in range(size)}
         self.crashes = self.random.randint(1, max(1, size // 3)) if crashes else 0
         self.mistakes = mistakes  # living workers are taken for dead
-        self.dead = set()
-        self.messages = []  # (sender, to, what, ref, fork, owner): the program's own
-        self.batches = []  # (sender, to, batch)
-        self.news = []  # (event, of whom, who hears): broken connections and deaths that were not noticed yet
-        self.broken = set()  # pairs whose connection broke: what was on its way may be refused
-        self.doubtful = set()  # references of which somebody let go by mistake
-        self.mistakes_made = set()  # (by whom, about whom)
-        self.values = {}  # at the owner
-        self.owners = {}
+        self.dead: set[str] = set()
+        self.messages: list[Any] = []  # (sender, to, what, ref, fork, owner): the program's own
+        self.batches: list[tuple[str, str, Batch]] = []  # (sender, to, batch)
+        self.news: list[
+            tuple[str, str, str]
+        ] = []  # (event, of whom, who hears): broken connections and deaths that were not noticed yet
+        self.broken: set[tuple[str, str]] = set()  # pairs whose connection broke: what was on its way may be refused
+        self.doubtful: set[Id] = set()  # references of which somebody let go by mistake
+        self.mistakes_made: set[tuple[str, str]] = set()  # (by whom, about whom)
+        self.values: dict[Id, str] = {}  # at the owner
+        self.owners: dict[Id, str] = {}
         self.now = 0.0
-        self.letters = Counter()
+        self.letters: Counter[str] = Counter()
         self.passes = 0
 
     # The program
 
-    def own(self, worker):
+    def own(self, worker: Worker) -> None:
         ref = worker.machine.own()
         self.values[ref], self.owners[ref] = PRESENT, worker.name
         worker.handles.append(ref)
 
-    def create(self, worker):
+    def create(self, worker: Worker) -> None:
         owner = self.other(worker)
         ref, fork = worker.machine.create(owner)
         self.values[ref], self.owners[ref] = ABSENT, owner
         worker.handles.append(ref)
         self.send(worker.name, owner, "create", ref, fork, owner)
 
-    def share(self, worker):
+    def share(self, worker: Worker) -> None:
         ref = self.random.choice(worker.handles)
         if worker.machine.fault(ref):
             return
@@ -73,7 +77,7 @@ class World:
         if self.random.random() < 0.5:
             self.drop(worker, ref)  # at once, while the message is on its way
 
-    def fetch(self, worker):
+    def fetch(self, worker: Worker) -> None:
         """Ask the owner for a value; the handle is held until the answer comes."""
         ref = self.random.choice(worker.handles)
         owner = self.owners[ref]
@@ -83,20 +87,20 @@ class World:
         worker.fetching.append(ref)
         self.send(worker.name, owner, "fetch", ref, None, owner)
 
-    def drop(self, worker, ref=None):
+    def drop(self, worker: Worker, ref: Id | None = None) -> None:
         if ref is None:
             ref = self.random.choice(worker.handles)
         worker.handles.remove(ref)
         worker.machine.drop(ref)
 
-    def send(self, sender, to, *message):
+    def send(self, sender: str, to: str, *message: str | Id | None) -> None:
         if to in self.dead:
             self.hear(("death", to, sender))
         self.messages.append((sender, to, *message))
 
     # The network
 
-    def deliver(self, place):
+    def deliver(self, place: int) -> None:
         sender, to, what, ref, fork, owner = self.messages.pop(place)
         if to in self.dead:
             if what == "fetch":
@@ -129,26 +133,26 @@ class World:
                 if self.random.random() < 0.3:
                     self.drop(worker, ref)
 
-    def may_be_lost(self, ref, sender, to):
-        return self.dead or (sender, to) in self.broken or self.is_doubtful(ref)
+    def may_be_lost(self, ref: Id, sender: str, to: str) -> bool:
+        return bool(self.dead) or (sender, to) in self.broken or self.is_doubtful(ref)
 
-    def is_doubtful(self, ref):
+    def is_doubtful(self, ref: Id) -> bool:
         """Somebody let go of it by mistake, or its owner took its creator for dead: it may be lost, but not leak."""
         return ref in self.doubtful or (self.owners[ref], ref[0]) in self.mistakes_made
 
-    def fetched(self, worker, ref):
+    def fetched(self, worker: Worker, ref: Id) -> None:
         if ref in worker.fetching:
             worker.fetching.remove(ref)
             worker.handles.append(ref)
 
-    def answer_fetches(self, worker):
+    def answer_fetches(self, worker: Worker) -> None:
         """Values that came, or never will, go to who asked for them."""
         for ref, user in list(worker.asked):
             if self.values[ref] != ABSENT:
                 worker.asked.remove((ref, user))
                 self.send(worker.name, user, "value", ref, None, worker.name)
 
-    def deliver_batch(self, place):
+    def deliver_batch(self, place: int) -> None:
         sender, to, batch = self.batches[place]
         if not self.faults or self.random.random() > 0.1:
             self.batches.pop(place)  # else doubled
@@ -159,16 +163,16 @@ class World:
         for letter in worker.courier.receive(sender, batch, self.now):
             worker.machine.receive(sender, letter)
 
-    def heard_from(self, worker, sender):
+    def heard_from(self, worker: Worker, sender: str) -> None:
         if worker.machine.alive(sender):
             worker.courier.hurry(sender, self.now)
             if sender in self.dead:
                 self.hear(("death", sender, worker.name))
 
-    def lose_batch(self, place):
+    def lose_batch(self, place: int) -> None:
         self.batches.pop(place)
 
-    def break_connection(self, a, b):
+    def break_connection(self, a: str, b: str) -> None:
         """Some of the messages between two workers are lost; each hears of it later."""
         self.broken |= {(a, b), (b, a)}
         kept = []
@@ -189,7 +193,7 @@ class World:
                 self.fetched(self.workers[user], ref)
         self.news += [("break", a, b), ("break", b, a)]
 
-    def crash(self, name):
+    def crash(self, name: str) -> None:
         self.crashes -= 1
         self.dead.add(name)
         for _ in range(len(self.messages)):
@@ -205,7 +209,7 @@ class World:
         for other in self.alive():
             self.news.append(("death", name, other))
 
-    def mistake(self, worker, about):
+    def mistake(self, worker: Worker, about: str) -> None:
         """A worker that lives is taken for dead."""
         self.broken |= {(worker.name, about), (about, worker.name)}
         self.mistakes_made.add((worker.name, about))
@@ -216,20 +220,20 @@ class World:
         }
         self.bury(worker, about)
 
-    def bury(self, worker, about):
+    def bury(self, worker: Worker, about: str) -> None:
         worker.machine.dead(about)
         worker.courier.forget(about, self.now)
 
-    def mistaken(self):
+    def mistaken(self) -> bool:
         """Whether anybody who lives is still taken for dead by another."""
         living = set(self.alive())
         return any(self.workers[name].machine._dead.keys() & living for name in living)
 
-    def hear(self, news):
+    def hear(self, news: tuple[str, str, str]) -> None:
         if news not in self.news:
             self.news.append(news)
 
-    def notice(self, place):
+    def notice(self, place: int) -> None:
         event, about, who = self.news.pop(place)
         if who in self.dead:
             return
@@ -244,13 +248,13 @@ class World:
 
     # The scheduler
 
-    def alive(self):
+    def alive(self) -> list[str]:
         return [name for name in self.workers if name not in self.dead]
 
-    def other(self, worker):
+    def other(self, worker: Worker) -> str:
         return self.random.choice([name for name in self.alive() if name != worker.name])
 
-    def post(self):
+    def post(self) -> None:
         """Collect what the machines have to say."""
         for worker in self.workers.values():
             machine = worker.machine
@@ -274,7 +278,7 @@ class World:
             for to, batch in worker.courier.outgoing(self.now):
                 self.batches.append((worker.name, to, batch))
 
-    def step(self, growing):
+    def step(self, growing: bool) -> None:
         """One random event."""
         chance = self.random.random()
         worker = self.workers[self.random.choice(self.alive())]
@@ -301,7 +305,7 @@ class World:
         self.post()
         self.check()
 
-    def advance(self):
+    def advance(self) -> None:
         """Something that is on its way comes; where nothing is, time passes."""
         queues = [
             (queue, act)
@@ -319,7 +323,7 @@ class World:
             due = min(self.workers[name].courier.next() for name in self.alive())
             self.now = max(self.now, due if due < inf else 0.0) + 1e-3
 
-    def unsettled(self):
+    def unsettled(self) -> bool | list[Any]:
         return (
             self.messages
             or self.batches
@@ -328,7 +332,7 @@ class World:
             or self.mistaken()
         )
 
-    def settle(self):
+    def settle(self) -> None:
         """Let everything arrive."""
         self.faults = False
         self.post()
@@ -340,7 +344,7 @@ class World:
 
     # What must hold
 
-    def check(self):
+    def check(self) -> None:
         """No value is deleted while a fork lives or is on its way."""
         if self.dead:
             return  # a dead middleman's children learn of it a little later: see `check_rest`
@@ -352,7 +356,7 @@ class World:
             if what == "pass" and not self.may_be_lost(ref, sender, to):
                 assert self.values[ref] != FREED, f"{ref} is freed, and on its way to {to}"
 
-    def check_rest(self):
+    def check_rest(self) -> None:
         """All is quiet: whoever may use a reference finds its value."""
         for name in self.alive():
             worker = self.workers[name]
@@ -362,12 +366,12 @@ class World:
                     assert self.values[ref] in (PRESENT, HOPELESS), f"{name} holds {ref}: {self.values[ref]}"
                     assert worker.machine.shares[ref].confirmed
 
-    def drop_all(self):
+    def drop_all(self) -> None:
         for name in self.alive():
             for _ in range(len(self.workers[name].handles)):
                 self.drop(self.workers[name])
 
-    def check_empty(self):
+    def check_empty(self) -> None:
         """All handles are gone: nothing is left anywhere."""
         for name in self.alive():
             machine = self.workers[name].machine
@@ -375,7 +379,14 @@ class World:
             assert not machine.owned, f"{name} still owns: {machine.owned}"
 
 
-def run(seed, faults=True, crashes=True, mistakes=True, events=120, size=None):
+def run(
+    seed: int,
+    faults: bool = True,
+    crashes: bool = True,
+    mistakes: bool = True,
+    events: int = 120,
+    size: int | None = None,
+) -> World:
     """One schedule, from nothing to nothing."""
     world = World(seed, faults, crashes, mistakes, size)
     for _ in range(events):

@@ -110,7 +110,7 @@ def connect(calls: Calls[Call, Call]) -> None:
     assert calls.state is State.OPEN
 
 
-def test_what_another_thread_will_send_is_set_apart_first(calls, begin):
+def test_what_another_thread_will_send_is_set_apart_first(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     call = begin()
     assert calls.send(call, call) is Step.SET_APART
     assert calls.state is State.NONE
@@ -121,7 +121,9 @@ def test_what_another_thread_will_send_is_set_apart_first(calls, begin):
     assert calls.send(begin(), call) is Step.SEND
 
 
-def test_messages_without_answer_may_wait_for_the_next_connection(calls, begin):
+def test_messages_without_answer_may_wait_for_the_next_one(
+    calls: Calls[Call, Call], begin: Callable[..., Call]
+) -> None:
     call, notice = begin(), Call(0, 0)
     calls.send(call, call, is_apart=True)
     calls.send(None, notice, is_apart=True)
@@ -131,7 +133,7 @@ def test_messages_without_answer_may_wait_for_the_next_connection(calls, begin):
     assert calls.drain() == [(None, notice), (other, other)]
 
 
-def test_who_gave_up_sends_nothing(calls, begin):
+def test_who_gave_up_sends_nothing(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     connect(calls)
     call = begin()
     assert calls.take(call.id) is call
@@ -139,7 +141,7 @@ def test_who_gave_up_sends_nothing(calls, begin):
     assert calls.send(call, call) is Step.DROP
 
 
-def test_a_connection_that_was_missed_is_made_again(calls, begin):
+def test_a_connection_that_was_missed_is_made_again(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     connect(calls)
     calls.missed(calls.connection - 1)
     assert calls.state is State.OPEN  # an older one
@@ -150,7 +152,7 @@ def test_a_connection_that_was_missed_is_made_again(calls, begin):
     assert calls.ended(1) == []
 
 
-def test_nothing_leaves_once_all_is_closed(calls, begin):
+def test_nothing_leaves_once_all_is_closed(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     call = begin()
     calls.send(call, call, is_apart=True)
     assert calls.close() == [call]
@@ -161,7 +163,7 @@ def test_nothing_leaves_once_all_is_closed(calls, begin):
     assert calls.state is State.CLOSED
 
 
-def test_it_is_crowded_by_number_or_by_weight(calls, begin):
+def test_it_is_crowded_by_number_or_by_weight(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     few = [begin() for _ in range(3)]
     assert calls.crowded
     calls.take(few[0].id)
@@ -173,12 +175,12 @@ def test_it_is_crowded_by_number_or_by_weight(calls, begin):
     assert not calls.crowded
 
 
-def test_of_many_calls_some_wait_for_company(begin, calls):
+def test_of_many_calls_some_wait_for_company(begin: Callable[..., Call], calls: Calls[Call, Call]) -> None:
     made = [begin() for _ in range(3 * COMPANY)]
     assert [calls.leaves_with_others(call) for call in made].count(False) == 3
 
 
-def test_deadlines(calls, begin):
+def test_deadlines(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     assert calls.begin(first := Call(0, 0, timeout=2.0, deadline=2.0), True)
     assert not calls.begin(Call(0, 0, timeout=2.0, deadline=2.5), True)
     assert not calls.begin(Call(0, 0, timeout=1.0, deadline=1.0), False)
@@ -188,7 +190,7 @@ def test_deadlines(calls, begin):
     assert calls.next_deadline() == 2.5
 
 
-def test_its_state_can_be_seen(calls, begin):
+def test_its_state_can_be_seen(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     call = begin()
     calls.send(call, call, is_apart=True)
     assert repr(calls) == "<Calls: a connection is being made, 1 messages wait for it; 1 in flight>"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from telegrad.rref.courier import ACKNOWLEDGE_WITHIN, RESEND_AFTER, RESEND_AT_MOST, Batch, Courier
 
 
-def test_letters_to_one_worker_travel_together():
-    courier = Courier()
+def test_letters_to_one_worker_travel_together() -> None:
+    courier: Courier[str] = Courier()
     for letter in "abc":
         courier.post("x", letter)
     courier.post("y", "d")
@@ -19,8 +19,9 @@ def test_letters_to_one_worker_travel_together():
     assert courier.outgoing(0.0) == []
 
 
-def test_what_is_not_receipted_is_sent_again_ever_more_rarely():
-    courier, now, pauses = Courier(), 0.0, []
+def test_what_is_not_receipted_is_sent_again_ever_more_rarely() -> None:
+    courier: Courier[str] = Courier()
+    now, pauses = 0.0, []
     courier.post("x", "a")
     ((_, first),) = courier.outgoing(now)
     for _ in range(8):
@@ -34,8 +35,8 @@ def test_what_is_not_receipted_is_sent_again_ever_more_rarely():
     assert courier.unsettled == 0
 
 
-def test_a_receipt_travels_with_letters_or_soon_alone():
-    courier = Courier()
+def test_a_receipt_travels_with_letters_or_soon_alone() -> None:
+    courier: Courier[str] = Courier()
     assert courier.receive("x", Batch(7, ["a"], []), 1.0) == ["a"]
     assert courier.next() == 1.0 + ACKNOWLEDGE_WITHIN
     courier.post("x", "b")
@@ -45,16 +46,17 @@ def test_a_receipt_travels_with_letters_or_soon_alone():
     assert courier.next() == inf
 
 
-def test_an_open_way_is_used_at_once():
-    courier = Courier()
+def test_an_open_way_is_used_at_once() -> None:
+    courier: Courier[str] = Courier()
     courier.post("x", "a")
     courier.outgoing(0.0)
     courier.hurry("x", 0.5)
     assert courier.outgoing(0.5) == [("x", Batch(1, ["a"], []))]
 
 
-def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely():
-    courier, now, pauses = Courier(), 0.0, []
+def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely() -> None:
+    courier: Courier[str] = Courier()
+    now, pauses = 0.0, []
     courier.post("x", "a")
     courier.outgoing(now)
     courier.post("x", "b")
@@ -69,8 +71,8 @@ def test_who_is_taken_for_dead_is_asked_for_a_sign_ever_more_rarely():
     assert courier.next() == inf
 
 
-def test_nothing_is_sent_to_who_has_left():
-    courier = Courier()
+def test_nothing_is_sent_to_who_has_left() -> None:
+    courier: Courier[str] = Courier()
     courier.post("x", "a")
     courier.outgoing(0.0)
     courier.post("x", "b")
@@ -79,8 +81,9 @@ def test_nothing_is_sent_to_who_has_left():
     assert courier.outgoing(99.0) == []
 
 
-def test_a_worker_that_was_forgotten_waits_for_no_number():
-    sender, receiver = Courier(), Courier()
+def test_a_worker_that_was_forgotten_waits_for_no_number() -> None:
+    sender: Courier[int] = Courier()
+    receiver: Courier[int] = Courier()
     for turn in range(5):
         sender.post("r", turn)
         sender.outgoing(turn)
@@ -92,9 +95,13 @@ def test_a_worker_that_was_forgotten_waits_for_no_number():
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["deliver", "double", "lose", "post", "wait"]))))
-def test_each_letter_arrives_once(events):
-    sender, receiver = Courier(), Courier()
-    now, posted, received, out, back = 0.0, 0, [], [], []
+def test_each_letter_arrives_once(events: list[tuple[int, str]]) -> None:
+    sender: Courier[int] = Courier()
+    receiver: Courier[int] = Courier()
+    now, posted = 0.0, 0
+    received: list[int] = []
+    out: list[Batch] = []
+    back: list[Batch] = []
     for place, event in events:
         if event == "post":
             sender.post("r", posted)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,31 +20,31 @@ SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else
 class World:
     """Workers, the letters between them (in order per pair, as connections keep it), and calls in flight."""
 
-    def __init__(self, seed, deaths):
+    def __init__(self, seed: int, deaths: bool) -> None:
         self.random = random.Random(seed)
         self.count = self.random.randint(1, 7)
         self.machines = {i: Farewell(i, set(range(self.count))) for i in range(self.count)}
-        self.lines = {}  # (sender, to) -> letters
-        self.calls = []  # (caller, callee, calls it will make): on their way to the callee
-        self.running = []  # those that have come, and are not answered
+        self.lines: dict[tuple[int, int], list[Any]] = {}  # (sender, to) -> letters
+        self.calls: list[tuple[int, int, int]] = []  # (caller, callee, calls it will make): on their way to the callee
+        self.running: list[tuple[int, int, int]] = []  # those that have come, and are not answered
         self.begun = dict.fromkeys(range(self.count), 0)
         self.alive = set(range(self.count))
         self.deaths = self.random.randint(1, 2) if deaths and self.count > 1 else 0
-        self.notices = []  # (who hears, of whose death)
-        self.gone = set()  # left in good order
-        self.dead = set()
+        self.notices: list[tuple[int, int]] = []  # (who hears, of whose death)
+        self.gone: set[int] = set()  # left in good order
+        self.dead: set[int] = set()
         self.questions = 5  # whom somebody waits for
         for worker in range(self.count):
             for _ in range(self.random.randint(0, 3)):
                 self.begin(worker, 2)
 
-    def begin(self, caller, depth):
+    def begin(self, caller: int, depth: int) -> None:
         callee = self.random.randrange(self.count)
         self.begun[caller] += 1
         if callee in self.alive:
             self.calls.append((caller, callee, depth))
 
-    def post(self, sender, letters):
+    def post(self, sender: int, letters: list[Any]) -> None:
         for to, message in letters:
             if to == sender:
                 raise AssertionError("a letter to oneself")
@@ -50,13 +52,13 @@ class World:
                 assert all(self.may_seem_missing(id_, sender) for id_ in message.ids)
             self.lines.setdefault((sender, to), []).append(message)
 
-    def may_seem_missing(self, worker, leader):
+    def may_seem_missing(self, worker: int, leader: int) -> bool:
         """It has not entered, or has died since; or its word is on the way, or will be once it hears of a death."""
         told = any(isinstance(letter, Entered) for letter in self.lines.get((worker, leader), []))
         here = self.machines[worker].inside and worker in self.alive
         return not here or told or any(hears == worker for hears, _ in self.notices)
 
-    def choices(self):
+    def choices(self) -> Iterator[tuple[Any, ...]]:
         """Everything that may happen next."""
         for worker in sorted(self.alive - self.gone):
             machine = self.machines[worker]
@@ -80,24 +82,24 @@ class World:
                 if self.machines[worker].state == WAITING:
                     yield self.die, worker
 
-    def is_quiet(self, worker):
+    def is_quiet(self, worker: int) -> bool:
         """As far as it can know: it has not heard of calls that are on their way to it."""
         calls = any(caller == worker for caller, _, _ in self.calls + self.running)
         return not calls and not any(callee == worker for _, callee, _ in self.running)
 
-    def enter(self, worker):
+    def enter(self, worker: int) -> None:
         self.post(worker, self.machines[worker].enter(self.begun[worker] if self.is_quiet(worker) else None))
 
-    def quiet(self, worker):
+    def quiet(self, worker: int) -> None:
         self.post(worker, self.machines[worker].quiet(self.begun[worker]))
 
-    def leave(self, worker):
+    def leave(self, worker: int) -> None:
         """It closes its connections; the others hear of it."""
         assert self.machines[worker].lost_ones <= self.dead, "missed one who left in good order"
         self.gone.add(worker)
         self.notices += [(other, worker) for other in self.alive - self.gone]
 
-    def deliver(self, line):
+    def deliver(self, line: tuple[int, int]) -> None:
         message = self.lines[line].pop(0)
         sender, to = line
         if to in self.alive - self.gone:
@@ -107,17 +109,17 @@ class World:
             if isinstance(message, Leave) and sender in self.alive:
                 assert self.machines[to].lost_ones >= self.machines[sender].lost_ones
 
-    def begin_to_run(self, call):
+    def begin_to_run(self, call: tuple[int, int, int]) -> None:
         self.calls.remove(call)
         self.running.append(call)
 
-    def end_call(self, call):
+    def end_call(self, call: tuple[int, int, int]) -> None:
         self.running.remove(call)
         _, callee, depth = call
         if depth and self.random.random() < 0.5:  # the function called on before it returned
             self.begin(callee, depth - 1)
 
-    def hear(self, notice):
+    def hear(self, notice: tuple[int, int]) -> None:
         other, worker = notice
         pending = self.lines.get((worker, other), [])
         if pending and worker in self.gone:
@@ -126,11 +128,11 @@ class World:
         if other in self.alive - self.gone:
             self.post(other, self.machines[other].lost(worker, worker in self.dead))
 
-    def ask_who(self, worker):
+    def ask_who(self, worker: int) -> None:
         self.questions -= 1
         self.post(worker, self.machines[worker].ask_who())
 
-    def die(self, worker):
+    def die(self, worker: int) -> None:
         self.deaths -= 1
         self.dead.add(worker)
         self.alive.discard(worker)
@@ -141,7 +143,7 @@ class World:
                 self.lines[line] = []
         self.notices += [(other, worker) for other in self.alive - self.gone]
 
-    def run(self):
+    def run(self) -> None:
         for _ in range(20_000):
             if self.alive <= self.gone:
                 return
@@ -153,7 +155,7 @@ class World:
 
 
 @pytest.mark.parametrize("deaths", [False, True], ids=["all live", "some die"])
-def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths):
+def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths: bool) -> None:
     for seed in SEEDS:
         try:
             World(seed, deaths).run()
@@ -161,7 +163,7 @@ def test_everybody_leaves_and_only_when_nothing_is_in_flight(deaths):
             raise AssertionError(f"SEED={seed} {error}") from error
 
 
-def test_two_rounds_where_nothing_happens():
+def test_two_rounds_where_nothing_happens() -> None:
     worker, leader = Farewell(1, {0, 1}), Farewell(0, {0, 1})
     letters = leader.enter() + [letter for _, m in worker.enter() for letter in leader.receive(1, m)]
     asked = [m for to, m in letters if to == 1][-1]
@@ -177,7 +179,7 @@ def test_two_rounds_where_nothing_happens():
     assert worker.state == DONE
 
 
-def test_who_waits_can_ask_the_leader_for_whom():
+def test_who_waits_can_ask_the_leader_for_whom() -> None:
     members = {0, 1, 2}
     leader, worker = Farewell(0, members), Farewell(1, members)
     for _, message in worker.enter():

@@ -262,7 +262,7 @@ def run_seed(seed: int) -> World:
     return world
 
 
-def run_seeds(seeds):
+def run_seeds(seeds: list[int] | range) -> int:
     asked = 0
     for seed in seeds:
         try:
@@ -272,16 +272,16 @@ def run_seeds(seeds):
     return asked
 
 
-def test_any_graph():
+def test_any_graph() -> None:
     assert run_seeds(SEEDS) or SEED
 
 
 @pytest.mark.nightly
-def test_ten_thousand_graphs():
+def test_ten_thousand_graphs() -> None:
     run_seeds(MANY_SEEDS)
 
 
-def test_nothing_is_asked_where_all_takes_part():
+def test_nothing_is_asked_where_all_takes_part() -> None:
     world = World(0, 1, 0)
     first, second = Leaf(0), Node(0)
     world.sends = [{}, {}]
@@ -299,35 +299,39 @@ def test_nothing_is_asked_where_all_takes_part():
     assert world.letters == {"Start": 1, "Shipment": 8, "Report": 9}
 
 
-def test_a_fast_pass_names_what_is_missing():
+def test_a_fast_pass_names_what_is_missing() -> None:
     world = next(world for world in (World(seed, 3, 60, fast=True) for seed in range(20)) if is_partly_used(world))
     with pytest.raises(LeftOut) as missing:
         world.run()
     assert missing.value.waiting
 
 
-def is_partly_used(world):
+def is_partly_used(world: World) -> bool:
     reachable = world.reachable()
     return not all(node in reachable for node in world.sources)
 
 
-def test_the_simulation_finds_a_driver_that_does_not_ask(monkeypatch):
-    monkeypatch.setattr(Driver, "_quiet", lambda self: setattr(self, "state", passes.ENDED) or [])
+def test_the_simulation_finds_a_driver_that_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(driver: Driver) -> list[Any]:
+        driver.state = passes.ENDED
+        return []
+
+    monkeypatch.setattr(Driver, "_quiet", end)
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(range(50))
 
 
-def test_the_simulation_finds_marks_that_stop(monkeypatch):
+def test_the_simulation_finds_marks_that_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     original = GraphSchedule.mark
     monkeypatch.setattr(GraphSchedule, "mark", lambda self, starts: original(self, starts)[:1])
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(range(50))
 
 
-def test_the_simulation_finds_reports_that_forget(monkeypatch):
+def test_the_simulation_finds_reports_that_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Ledger.key
 
-    def forgetful(self, worker):
+    def forgetful(self: Ledger, worker: str) -> tuple[str, int]:
         key = original(self, worker)
         self._sent.pop()
         return key

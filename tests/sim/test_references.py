@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -40,14 +41,14 @@ WEATHER = {
 class Trio:
     """Three machines whose letters arrive at once, and are counted."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.machines = {name: References(name) for name in "abc"}
-        self.seen = []
+        self.seen: list[str] = []
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return self.machines[name]
 
-    def post(self):
+    def post(self) -> None:
         """Deliver until nothing is left."""
         while any(machine.letters for machine in self.machines.values()):
             for name, machine in self.machines.items():
@@ -56,35 +57,35 @@ class Trio:
                     self.seen.append(letter.kind)
                     self.machines[to].receive(name, letter)
 
-    def letters(self):
+    def letters(self) -> Counter[Any]:
         """What was sent since the last look."""
         self.post()
         seen, self.seen = self.seen, []
         return Counter(seen)
 
-    def created(self, creator="a", owner="b"):
+    def created(self, creator: str = "a", owner: str = "b") -> tuple[str, int]:
         """A reference made by a remote call."""
         ref, fork = self.machines[creator].create(owner)
         assert self.machines[owner].expect(ref, fork, creator)
         self.machines[creator].created(ref, fork, owner)
         return ref
 
-    def passed(self, ref, owner, sender, receiver):
+    def passed(self, ref: tuple[str, int], owner: str, sender: str, receiver: str) -> str:
         return self.machines[receiver].arrive(ref, self.machines[sender].fork(ref, receiver), owner, sender)
 
-    def is_empty(self):
+    def is_empty(self) -> bool:
         return not any(machine.shares or machine.owned for machine in self.machines.values())
 
 
 @pytest.fixture
-def trio():
+def trio() -> Trio:
     return Trio()
 
 
 # How many letters each way costs, however many workers there are
 
 
-def test_creation_takes_no_letter(trio):
+def test_creation_takes_no_letter(trio: Trio) -> None:
     ref = trio.created()
     assert trio.letters() == {}
     trio.a.drop(ref)
@@ -92,7 +93,7 @@ def test_creation_takes_no_letter(trio):
     assert trio.is_empty()
 
 
-def test_owner_to_user_takes_no_letter(trio):
+def test_owner_to_user_takes_no_letter(trio: Trio) -> None:
     ref = trio.b.own()
     trio.passed(ref, "b", "b", "a")
     assert trio.letters() == {}
@@ -102,7 +103,7 @@ def test_owner_to_user_takes_no_letter(trio):
     assert trio.is_empty()
 
 
-def test_user_to_owner_takes_one_letter(trio):
+def test_user_to_owner_takes_one_letter(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "b")
     assert trio.letters() == {SETTLED: 1}
@@ -112,7 +113,7 @@ def test_user_to_owner_takes_one_letter(trio):
     assert trio.is_empty()
 
 
-def test_user_to_user_takes_three_letters(trio):
+def test_user_to_user_takes_three_letters(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "c")
     assert trio.letters() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}
@@ -122,7 +123,7 @@ def test_user_to_user_takes_three_letters(trio):
     assert trio.is_empty()
 
 
-def test_a_second_handle_on_one_worker_is_the_same_fork(trio):
+def test_a_second_handle_on_one_worker_is_the_same_fork(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "c")
     assert trio.letters() == {CONFIRM: 1, CONFIRMED: 1, SETTLED: 1}
@@ -136,7 +137,7 @@ def test_a_second_handle_on_one_worker_is_the_same_fork(trio):
     assert trio.is_empty()
 
 
-def test_a_reference_that_outruns_its_creation(trio):
+def test_a_reference_that_outruns_its_creation(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
     assert trio.letters() == {CONFIRM: 1, WANTED: 1, CONFIRMED: 1, SETTLED: 1}
@@ -151,7 +152,7 @@ def test_a_reference_that_outruns_its_creation(trio):
 # What must wait for what
 
 
-def test_a_parent_outlives_its_child_until_the_owner_knows_it(trio):
+def test_a_parent_outlives_its_child_until_the_owner_knows_it(trio: Trio) -> None:
     ref = trio.created()
     child = trio.a.fork(ref, "c")
     trio.a.drop(ref)
@@ -164,7 +165,7 @@ def test_a_parent_outlives_its_child_until_the_owner_knows_it(trio):
     assert trio.b.owned[ref].forks == {child: "c"}
 
 
-def test_an_unconfirmed_fork_is_not_dropped(trio):
+def test_an_unconfirmed_fork_is_not_dropped(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     trio.a.drop(ref)
     assert trio.a.letters == []
@@ -176,7 +177,7 @@ def test_an_unconfirmed_fork_is_not_dropped(trio):
 # Deaths and broken connections
 
 
-def test_the_owners_death_is_told_to_its_users(trio):
+def test_the_owners_death_is_told_to_its_users(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "c")
     trio.post()
@@ -188,14 +189,14 @@ def test_the_owners_death_is_told_to_its_users(trio):
         assert not user.shares
 
 
-def test_a_users_death_drops_its_forks(trio):
+def test_a_users_death_drops_its_forks(trio: Trio) -> None:
     ref = trio.created()
     trio.b.dead("a")
     assert trio.b.freed == [ref]
     assert not trio.b.owned
 
 
-def test_a_message_that_was_lost_is_asked_for_and_refused_later(trio):
+def test_a_message_that_was_lost_is_asked_for_and_refused_later(trio: Trio) -> None:
     ref = trio.b.own()
     lost = trio.b.fork(ref, "a")
     trio.b.drop(ref)
@@ -205,7 +206,7 @@ def test_a_message_that_was_lost_is_asked_for_and_refused_later(trio):
     assert trio.a.arrive(ref, lost, "b", "b") == CAME_LATE
 
 
-def test_a_message_that_came_is_not_refused(trio):
+def test_a_message_that_came_is_not_refused(trio: Trio) -> None:
     ref = trio.b.own()
     trio.passed(ref, "b", "b", "a")
     trio.b.ask("a")
@@ -213,7 +214,7 @@ def test_a_message_that_came_is_not_refused(trio):
     assert trio.a.fault(ref) == ""
 
 
-def test_a_creating_call_that_never_came(trio):
+def test_a_creating_call_that_never_came(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
     trio.letters()
@@ -228,7 +229,7 @@ def test_a_creating_call_that_never_came(trio):
     assert trio.is_empty()
 
 
-def test_a_fetch_that_outruns_the_creation_waits(trio):
+def test_a_fetch_that_outruns_the_creation_waits(trio: Trio) -> None:
     ref, fork = trio.a.create("b")
     assert trio.b.seek(ref)
     assert trio.letters() == {WANTED: 1}
@@ -236,13 +237,13 @@ def test_a_fetch_that_outruns_the_creation_waits(trio):
     assert trio.b.owned[ref].made
 
 
-def test_a_fetch_of_what_was_dropped_is_refused(trio):
+def test_a_fetch_of_what_was_dropped_is_refused(trio: Trio) -> None:
     ref = trio.b.own()
     trio.b.drop(ref)
     assert not trio.b.seek(ref)
 
 
-def test_a_creation_that_was_never_sent(trio):
+def test_a_creation_that_was_never_sent(trio: Trio) -> None:
     ref, _ = trio.a.create("b")
     trio.a.cancel(ref)
     assert trio.letters() == {}
@@ -252,13 +253,13 @@ def test_a_creation_that_was_never_sent(trio):
 # Workers that live, and were taken for dead
 
 
-def taken_for_dead(trio, by, who):
+def taken_for_dead(trio: Trio, by: str, who: str) -> None:
     """One worker takes another for dead, until it speaks again."""
     trio.machines[by].dead(who)
     trio.machines[by].alive(who)
 
 
-def test_what_was_lent_to_a_worker_that_forgot_it_is_taken_back(trio):
+def test_what_was_lent_to_a_worker_that_forgot_it_is_taken_back(trio: Trio) -> None:
     ref = trio.created()
     taken_for_dead(trio, "a", "b")
     assert trio.letters() == {FORGOT: 1, ASK: 1, MISSING: 1}
@@ -269,7 +270,7 @@ def test_what_was_lent_to_a_worker_that_forgot_it_is_taken_back(trio):
     assert trio.is_empty()
 
 
-def test_an_owner_that_forgot_its_user_knows_it_again(trio):
+def test_an_owner_that_forgot_its_user_knows_it_again(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "b")  # which keeps the value
     trio.letters()
@@ -285,7 +286,7 @@ def test_an_owner_that_forgot_its_user_knows_it_again(trio):
     assert trio.is_empty()
 
 
-def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio):
+def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio: Trio) -> None:
     ref = trio.b.own()
     trio.passed(ref, "b", "b", "a")
     trio.b.drop(ref)
@@ -297,7 +298,7 @@ def test_a_value_that_was_freed_by_mistake_is_known_to_be_gone(trio):
     assert trio.is_empty()
 
 
-def test_a_parent_that_was_forgotten_before_it_was_told_asks(trio):
+def test_a_parent_that_was_forgotten_before_it_was_told_asks(trio: Trio) -> None:
     ref = trio.created()
     trio.passed(ref, "b", "a", "c")
     taken_for_dead(trio, "c", "a")
@@ -309,7 +310,7 @@ def test_a_parent_that_was_forgotten_before_it_was_told_asks(trio):
     assert trio.is_empty()
 
 
-def test_an_owner_that_waits_for_a_call_of_one_who_forgot_it(trio):
+def test_an_owner_that_waits_for_a_call_of_one_who_forgot_it(trio: Trio) -> None:
     ref, _ = trio.a.create("b")
     trio.passed(ref, "b", "a", "c")
     trio.letters()
@@ -323,7 +324,7 @@ def test_an_owner_that_waits_for_a_call_of_one_who_forgot_it(trio):
 # Any schedule
 
 
-def run_seeds(seeds, weather):
+def run_seeds(seeds: list[int] | range, weather: str) -> None:
     for seed in seeds:
         try:
             run(seed, **WEATHER[weather])
@@ -332,35 +333,35 @@ def run_seeds(seeds, weather):
 
 
 @pytest.mark.parametrize("weather", WEATHER)
-def test_any_schedule(weather):
+def test_any_schedule(weather: str) -> None:
     run_seeds(SEEDS, weather)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("weather", WEATHER)
-def test_a_hundred_thousand_schedules(weather):
+def test_a_hundred_thousand_schedules(weather: str) -> None:
     run_seeds(MANY_SEEDS, weather)
 
 
 @pytest.mark.parametrize("size", [3, 10, 50])
-def test_letters_do_not_grow_with_the_workers(size):
+def test_letters_do_not_grow_with_the_workers(size: int) -> None:
     """CONFIRM, CONFIRMED, SETTLED, DROPPED for each passed on, at most; WANTED, STILLBORN, DROPPED for each created."""
     world = run(0, faults=False, crashes=False, mistakes=False, events=2000, size=size)
     assert 0 < sum(world.letters.values()) <= 4 * world.passes + 3 * len(world.values)
 
 
-BREAKS = {
+BREAKS: dict[str, tuple[str, str, dict[Any, Any]]] = {
     "a parent that does not wait": ("_end_if_unused", "children", {}),
     "an owner that forgets its users": ("_free_if_unused", "forks", {}),
 }
 
 
 @pytest.mark.parametrize("rule", BREAKS)
-def test_the_simulation_finds_broken_rules(rule, monkeypatch):
+def test_the_simulation_finds_broken_rules(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, field, ignored = BREAKS[rule]
     original = getattr(References, method)
 
-    def broken(self, ref, *rest):
+    def broken(self: References, ref: tuple[str, int], *rest: Any) -> None:
         record = (self.shares if method == "_end_if_unused" else self.owned)[ref]
         kept = getattr(record, field)
         setattr(record, field, ignored)
@@ -380,7 +381,7 @@ OMISSIONS = {
 
 
 @pytest.mark.parametrize("omission", OMISSIONS)
-def test_the_simulation_finds_what_false_deaths_need(omission, monkeypatch):
+def test_the_simulation_finds_what_false_deaths_need(omission: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(References, *OMISSIONS[omission])
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(SEEDS, "false deaths")

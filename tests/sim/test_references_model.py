@@ -18,20 +18,20 @@ pytestmark = [
 ]
 
 
-def search(folder, *defined):
+def search(folder: pathlib.Path, *defined: str) -> str:
     """What the exhaustive search says."""
     run(folder, "spin", *(f"-D{name}" for name in defined), "-a", str(MODEL))
     run(folder, "gcc", "-O2", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=4000", "-o", "pan", "pan.c")
     return run(folder, "./pan", "-m1000000")
 
 
-def run(folder, *command):
+def run(folder: pathlib.Path, *command: str) -> str:
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
-def test_every_order_of_four_passes(tmp_path):
+def test_every_order_of_four_passes(tmp_path: pathlib.Path) -> None:
     """8 million states, 1.5 GB, 40 s."""
     said = search(tmp_path, "FORKS=5")
     assert "errors: 0" in said
@@ -41,5 +41,5 @@ def test_every_order_of_four_passes(tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["BROKEN_G1", "BROKEN_G2"])
-def test_the_search_finds_broken_rules(tmp_path, rule):
+def test_the_search_finds_broken_rules(tmp_path: pathlib.Path, rule: str) -> None:
     assert "errors: 1" in search(tmp_path, "FORKS=3", rule)

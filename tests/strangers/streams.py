@@ -10,6 +10,7 @@ import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 from telegrad.errors import ProtocolViolation
@@ -31,6 +32,8 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.tensors import HOST
 
+Plain = tuple[int, int, int, bytes, bytes, bytes, list[Any]]  # what a frame holds
+
 PLENTY = 1 << 18
 SMALL = 64  # a scratch buffer that short streams overflow
 NAMED = (ProtocolViolation, MemoryError, OverflowError)
@@ -41,19 +44,19 @@ class Refused(MemoryError):
     """More was asked for than there is."""
 
 
-def limited(size):
+def limited(size: int) -> bytearray:
     if isinstance(size, int) and size > PLENTY:
         raise Refused
     return bytearray(size)
 
 
-def attach(number, size, device):
+def attach(number: int, size: int, device: int) -> tuple[int, int, int]:
     if number > SHARED_BLOCKS:
         raise ProtocolViolation("no such block")
     return number, size, device
 
 
-def cut(memory, device):
+def cut(memory: bytearray, device: int) -> Iterator[Any]:
     """In one part, or in many where it is for an accelerator."""
     view = memoryview(memory)
     return iter([view] if device < 0 else [view[at : at + 7] for at in range(0, len(view), 7)])
@@ -71,11 +74,11 @@ def scratch_of(size: int) -> Iterator[None]:
         yield
 
 
-def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
+def read(stream: bytes, cuts: Sequence[int]) -> tuple[list[Plain], bool]:
     """The frames in `stream`, which comes in pieces of these sizes, over and over; and whether it was refused."""
     promised = 0
 
-    def allocate(size, device, striped):
+    def allocate(size: int, device: int, striped: bool) -> tuple[bytearray, Iterator[Any]]:
         nonlocal promised
         if striped:
             raise ProtocolViolation("there are no further streams")
@@ -84,7 +87,8 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
         assert promised <= at + PLENTY, "memory for a blob before the one in front of it has come"
         return memory, cut(memory, device)
 
-    found, at, turn = [], 0, 0
+    found: list[Message] = []
+    at = turn = 0
     reader = FrameReader(allocate, attach, lambda *_: None)
     while at < len(stream):
         buffer = reader.buffer()
@@ -99,16 +103,19 @@ def read(stream: bytes, cuts: Sequence[int]) -> tuple[list, bool]:
     return plain(found), False
 
 
-def plain(found):
+def plain(
+    found: list[Message],
+) -> list[Plain]:
     return [
         (f.kind, f.flags, f.id, f.head, f.meta, bytes(f.body), [b if type(b) is tuple else bytes(b) for b in f.blobs])
         for f in found
     ]
 
 
-def parse(stream: bytes, scratch: int) -> tuple[list, bool]:
+def parse(stream: bytes, scratch: int) -> tuple[list[Plain], bool]:
     """The same by looking at the whole: what a reader must give, however the bytes were cut."""
-    found, at = [], 0
+    found: list[Plain] = []
+    at = 0
     while len(stream) - at >= PREFIX.size:
         kind, flags, *sizes, id_ = PREFIX.unpack_from(stream, at)
         sizes[2] *= ENTRY.size
@@ -122,7 +129,7 @@ def parse(stream: bytes, scratch: int) -> tuple[list, bool]:
             parts.append(stream[at : at + size])
             at += size
         head, meta, table, body = parts
-        blobs = []
+        blobs: list[Any] = []
         for number, size, device in ENTRY.iter_unpack(table):
             if number != IN_STREAM:
                 if number > SHARED_BLOCKS:

@@ -10,6 +10,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -26,14 +28,16 @@ ME = Claim("w0", 0, "x", "")
 class Doors:
     """A listener whose connections nobody but the test looks after."""
 
-    def __init__(self):
-        self.poller, self.accepted, self.failures = Poller(), [], []
+    def __init__(self) -> None:
+        self.poller = Poller()
+        self.accepted: list[socket.socket] = []
+        self.failures: list[BaseException] = []
         self.listener = Listener(
             "127.0.0.1", None, "tcp", 10.0, self.poller, lambda sock, *_: self.accepted.append(sock)
         )
         self.listener.serve(KEY, ME)
 
-    def look(self, timeout=0.0):
+    def look(self, timeout: float = 0.0) -> bool:
         """What the leader does; whether there was anything."""
         ready = self.poller.poll(timeout)
         for source, events in ready:
@@ -44,19 +48,19 @@ class Doors:
                     self.failures.append(error)
         return bool(ready)
 
-    def tick(self):
+    def tick(self) -> None:
         """What the clock does."""
         try:
             self.listener.tick(time.monotonic())
         except Exception as error:
             self.failures.append(error)
 
-    def knock(self):
+    def knock(self) -> socket.socket:
         sock = socket.create_connection(self.listener.tcp, 2.0)
         sock.settimeout(2.0)
         return sock
 
-    def close(self):
+    def close(self) -> None:
         self.listener.close()
         self.poller.close()
         for sock in self.accepted:
@@ -64,18 +68,18 @@ class Doors:
 
 
 @pytest.fixture
-def doors():
+def doors() -> Iterator[Doors]:
     made = Doors()
     yield made
     made.close()
 
 
 @contextlib.contextmanager
-def repeated(*jobs):
+def repeated(*jobs: Callable[..., Any]) -> Iterator[None]:
     """Each on a thread of its own, which the interpreter changes as often as it can."""
     over, interval = threading.Event(), sys.getswitchinterval()
 
-    def repeat(job):
+    def repeat(job: Callable[..., Any]) -> None:
         while not over.is_set():
             job()
 
@@ -93,7 +97,7 @@ def repeated(*jobs):
 
 
 @pytest.fixture
-def lines():
+def lines() -> Iterator[list[Any]]:
     """What is logged meanwhile; not kept by pytest, since it may be much."""
     logger, said = logging.getLogger("telegrad"), []
     handler = logging.Handler()
@@ -105,13 +109,14 @@ def lines():
     logger.removeHandler(handler)
 
 
-def test_doors_that_are_shut_open_again(doors, monkeypatch):
+def test_doors_that_are_shut_open_again(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock turns away a crowd at the very moment when the leader finds that it is one."""
     monkeypatch.setattr(listener, "MOST_STRANGERS", 2)
     monkeypatch.setattr(listener, "PATIENCE", -1.0)
-    watch, ticks = doors.poller.watch, []
+    watch = doors.poller.watch
+    ticks: list[threading.Thread] = []
 
-    def watch_late(source, *, read=None, write=None):
+    def watch_late(source: listener._Stranger, *, read: bool | None = None, write: bool | None = None) -> None:
         if isinstance(source, listener._Door) and read is False and not ticks:
             ticks.append(threading.Thread(target=doors.tick))
             ticks[0].start()
@@ -131,7 +136,9 @@ def test_doors_that_are_shut_open_again(doors, monkeypatch):
     assert doors.failures == []
 
 
-def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(doors, lines, monkeypatch):
+def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(
+    doors: Doors, lines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener, "MOST_STRANGERS", 2)
     monkeypatch.setattr(listener, "PATIENCE", -1.0)  # the clock turns away at once whom the leader lets in
     with repeated(lambda: doors.look(0.1), doors.tick):
@@ -144,13 +151,13 @@ def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(doors, lines, monkeyp
     assert doors.failures == []
 
 
-def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors, monkeypatch):
+def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two late ones ends its handshake while the clock turns away the other."""
     socks = {sock.getsockname()[1]: sock for sock in (doors.knock(), doors.knock())}
     ends = {port: Initiator(KEY, ME, ME.incarnation) for port in socks}
     for port, sock in socks.items():
         sock.sendall(ends[port].start())
-    proofs = {}
+    proofs: dict[int, bytes] = {}
     while len(proofs) < 2:
         doors.look(0.01)
         for port, sock in socks.items():
@@ -158,7 +165,7 @@ def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors, monkeypa
             with contextlib.suppress(TimeoutError):
                 proofs[port] = ends[port].receive(sock.recv(4096))
 
-    def emit(record):
+    def emit(record: logging.LogRecord) -> None:
         for port, sock in socks.items():
             if f":{port} " not in record.getMessage() and not doors.accepted:
                 sock.sendall(proofs[port])
@@ -180,7 +187,7 @@ def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors, monkeypa
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell which descriptors are open")
-def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors, lines):
+def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors: Doors, lines: list[Any]) -> None:
     with doors.knock() as first, no_descriptors(spare=first):
         for _ in range(1000):
             doors.look()
@@ -192,7 +199,7 @@ def test_out_of_descriptors_it_waits_and_says_so_once_in_a_while(doors, lines):
 
 
 @contextlib.contextmanager
-def no_descriptors(spare):
+def no_descriptors(spare: socket.socket) -> Iterator[None]:
     """Nothing more can be opened in this process; `spare` and all before it stay."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))

@@ -12,9 +12,11 @@ import socket
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from telegrad.rpc.worker import Worker
 from telegrad.transport import listener
 from telegrad.transport.handshake import Claim, Initiator
 from tests.cluster import agents
@@ -39,13 +41,13 @@ pytestmark = pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell
 
 
 @pytest.fixture
-def worker():
+def worker() -> Iterator[tuple[Worker, Worker]]:
     with agents(2, transport="tcp", key=KEY) as (a, b):
         latency(a)
         yield a, b
 
 
-def latency(worker, calls=50):
+def latency(worker: Worker, calls: int = 50) -> float:
     """Of a usual call."""
     took = []
     for number in range(calls):
@@ -56,7 +58,7 @@ def latency(worker, calls=50):
 
 
 @contextlib.contextmanager
-def given_back():
+def given_back() -> Iterator[None]:
     """What is taken inside comes back: descriptors, threads, and memory but for what allocators keep."""
     gc.collect()
     memory, files, threads = resident(), descriptors(), threading.active_count()
@@ -67,7 +69,7 @@ def given_back():
 
 
 @contextlib.contextmanager
-def crowd(worker, count=CROWD):
+def crowd(worker: Worker, count: int = CROWD) -> Iterator[list[socket.socket]]:
     """Connections that say nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(4 * count, hard) if hard != resource.RLIM_INFINITY else 4 * count
@@ -82,7 +84,7 @@ def crowd(worker, count=CROWD):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def greet(worker):
+def greet(worker: Worker) -> None:
     """As a member does that comes anew."""
     end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), worker.agent.incarnation)
     with knock(worker) as sock:
@@ -95,7 +97,7 @@ def greet(worker):
             sock.sendall(end.receive(data))
 
 
-def test_members_do_not_notice_a_crowd_that_is_silent(worker):
+def test_members_do_not_notice_a_crowd_that_is_silent(worker: tuple[Worker, Worker]) -> None:
     a, b = worker
     with given_back():
         before = resident()
@@ -104,17 +106,17 @@ def test_members_do_not_notice_a_crowd_that_is_silent(worker):
             assert resident() - before < 32 * MEGABYTE
 
 
-def test_a_member_that_comes_passes_a_crowd(worker):
+def test_a_member_that_comes_passes_a_crowd(worker: tuple[Worker, Worker]) -> None:
     _, b = worker
     with crowd(b, listener.MOST_STRANGERS + 50):
         greet(b)
 
 
-def test_garbage_from_all_sides(worker, caplog):
+def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
     a, b = worker
     heard = []
 
-    def babble(seed):
+    def babble(seed: int) -> None:
         chance = random.Random(seed)
         hello = Initiator(b"another key", Claim("w0", 0, "x", ""), "x").start()
         for _ in range(60):
@@ -138,7 +140,9 @@ def test_garbage_from_all_sides(worker, caplog):
     greet(b)
 
 
-def test_who_is_slow_is_turned_away_though_never_silent(worker, monkeypatch):
+def test_who_is_slow_is_turned_away_though_never_silent(
+    worker: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = worker
     monkeypatch.setattr(listener, "PATIENCE", 0.4)
     hello = Initiator(b"another key", Claim("w0", 0, "x", ""), "x").start()
@@ -155,7 +159,7 @@ def test_who_is_slow_is_turned_away_though_never_silent(worker, monkeypatch):
         assert time.monotonic() - start < 0.4 + LATE + 1.0
 
 
-def test_a_member_may_be_slow(worker):
+def test_a_member_may_be_slow(worker: tuple[Worker, Worker]) -> None:
     """Its handshake comes byte by byte."""
     _, b = worker
     end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), b.agent.incarnation)

@@ -29,14 +29,14 @@ streams = st.lists(st.one_of(prefixes, entries, st.binary(max_size=120), st.samp
 @given(streams, cuts, st.sampled_from([SMALL, SCRATCH]))
 @example(PREFIX.pack(CALL, 0, 0, 0, 1, 0, 0) + ENTRY.pack(0, 2**64 - 1, HOST), [1], SMALL)
 @example(PREFIX.pack(CALL, 0, 0, 0, 2**32 - 1, 0, 0), [28], SCRATCH)
-def test_any_bytes_in_any_cuts(stream, cuts, scratch):
+def test_any_bytes_in_any_cuts(stream: bytes, cuts: list[int], scratch: int) -> None:
     with scratch_of(scratch):
         agree(stream, cuts, scratch)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(samples()[:4]), min_size=1, max_size=4).map(b"".join), st.data())
-def test_a_stream_that_ends_early_gives_the_frames_before_its_end(stream, data):
+def test_a_stream_that_ends_early_gives_the_frames_before_its_end(stream: bytes, data: st.DataObject) -> None:
     end = data.draw(st.integers(0, len(stream)))
     with scratch_of(SMALL):
         whole, _ = read(stream, [50])
@@ -48,7 +48,7 @@ def test_a_stream_that_ends_early_gives_the_frames_before_its_end(stream, data):
 
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from(samples()), st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 255)), max_size=6), cuts)
-def test_flipped_bits(stream, flips, cuts):
+def test_flipped_bits(stream: bytes, flips: list[tuple[int, int]], cuts: list[int]) -> None:
     wrong = bytearray(stream)
     for at, bits in flips:
         wrong[at % len(wrong)] ^= bits
@@ -56,14 +56,14 @@ def test_flipped_bits(stream, flips, cuts):
         agree(bytes(wrong), cuts, SMALL)
 
 
-def test_the_samples_are_read():
+def test_the_samples_are_read() -> None:
     with scratch_of(SMALL):
         found = [read(stream, [13]) for stream in samples()]
     assert [len(frames) for frames, _ in found] == [1, 3, 2, 2, 0, 0]
     assert [refused for _, refused in found] == [False] * 4 + [True] * 2
 
 
-def announce(size):
+def announce(size: int) -> FrameReader:
     """A reader that was told of a body of `size` bytes, none of which has come."""
     reader = FrameReader(lambda size, device, _: (None, cut(limited(size), device)), attach, lambda *_: None)
     prefix = PREFIX.pack(CALL, 0, 0, 0, 0, size, 1)
@@ -73,13 +73,13 @@ def announce(size):
 
 
 @pytest.mark.parametrize("size", [2**63 - 100, 2**63, 2**64 - 1])
-def test_a_length_that_no_memory_has_is_no_frame(size):
+def test_a_length_that_no_memory_has_is_no_frame(size: int) -> None:
     with pytest.raises(ProtocolViolation):
         announce(size)
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="the platform does not tell the memory used")
-def test_what_is_announced_costs_nothing_until_it_comes():
+def test_what_is_announced_costs_nothing_until_it_comes() -> None:
     before = resident()
     reader = announce(1 << 29)
     grown = resident() - before

@@ -17,7 +17,7 @@ SECONDS = 60
 
 
 @pytest.mark.parametrize("target", fuzz.NAMES)
-def test_the_beginnings_are_sound(target):
+def test_the_beginnings_are_sound(target: str) -> None:
     beginnings = [*corpus.beginnings(target)]
     assert len(beginnings) > 5
     for data in beginnings:
@@ -25,10 +25,10 @@ def test_the_beginnings_are_sound(target):
 
 
 @pytest.mark.parametrize("target", fuzz.NAMES)
-def test_any_bytes_are_an_input(target):
+def test_any_bytes_are_an_input(target: str) -> None:
     @settings(deadline=None, max_examples=100)
     @given(st.binary(max_size=300))
-    def run(data):
+    def run(data: bytes) -> None:
         corpus.TARGETS[target](data)
 
     run()
@@ -38,7 +38,7 @@ def test_any_bytes_are_an_input(target):
 @pytest.mark.timeout(SECONDS + 120)
 @pytest.mark.skipif(not fuzz.installed(), reason="atheris is not installed: pip install atheris")
 @pytest.mark.parametrize("target", fuzz.NAMES)
-def test_a_minute_of_fuzzing_finds_nothing(target, tmp_path):
+def test_a_minute_of_fuzzing_finds_nothing(target: str, tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "tests.strangers.fuzz", "--seconds", str(SECONDS), "--findings", str(tmp_path)]
     # By way of a shell that forks: what this process has used counts as used by a child that it starts itself.
     between = ["sh", "-c", '"$@"; exit $?', "sh"]

@@ -31,17 +31,19 @@ openings = [[], honest()[:2], honest()[:4], honest(), honest() + honest(2, 1), A
 @example(honest()[:4], [Move(FLIP, 1, 3, 37, 1)])  # another name, under the same proof
 @example(ASTRAY, [])
 @example(LOCKED_OUT, [])
-def test_no_game_of_a_stranger_brings_two_ends_together_that_did_not_agree(opening, moves):
+def test_no_game_of_a_stranger_brings_two_ends_together_that_did_not_agree(
+    opening: list[Move], moves: list[Move]
+) -> None:
     Network().play([*opening, *moves])
 
 
-def test_a_stranger_that_changes_nothing_is_not_in_the_way():
+def test_a_stranger_that_changes_nothing_is_not_in_the_way() -> None:
     network = Network()
     network.play(honest())
     assert network.done == 2
 
 
-def test_disagreement_is_noticed():
+def test_disagreement_is_noticed() -> None:
     """The rule of the game can be broken: by two that share a key, and one that lies about who it is."""
     network = Network()
     network.play(honest()[:2])
@@ -52,7 +54,7 @@ def test_disagreement_is_noticed():
 
 @settings(deadline=None, max_examples=200)
 @given(st.permutations(range(1, 5)), st.lists(st.integers(1, 4), max_size=4))
-def test_the_messages_of_one_conversation_in_any_order_reach_no_other(order, again):
+def test_the_messages_of_one_conversation_in_any_order_reach_no_other(order: list[int], again: list[int]) -> None:
     network = Network()
     network.play(honest())
     network.play([Move(INITIATE, 0, 1), Move(ACCEPT, 1)])
@@ -63,14 +65,14 @@ def test_the_messages_of_one_conversation_in_any_order_reach_no_other(order, aga
 
 @settings(deadline=None)
 @given(st.integers(0, 2**16 - 1).filter(lambda version: version != PROTOCOL), st.booleans())
-def test_no_other_version_is_spoken(version, to_initiator):
+def test_no_other_version_is_spoken(version: int, to_initiator: bool) -> None:
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     hello = a.start()
     said, hearer, other = (b.receive(hello), a, b) if to_initiator else (hello, b, a)
-    said = bytearray(said)
-    struct.pack_into("<H", said, 7, version)
+    changed = bytearray(said)
+    struct.pack_into("<H", changed, 7, version)
     with pytest.raises(VersionMismatch, match=f"version {version} "):
-        hearer.receive(bytes(said))
+        hearer.receive(bytes(changed))
     with pytest.raises(VersionMismatch):
         other.receive(hearer.parting)
     assert not a.done
@@ -79,7 +81,9 @@ def test_no_other_version_is_spoken(version, to_initiator):
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.binary(max_size=400), min_size=1, max_size=20), st.booleans(), st.integers(0, 3))
-def test_bytes_behind_a_true_beginning_are_refused_and_never_kept(pieces, to_initiator, steps):
+def test_bytes_behind_a_true_beginning_are_refused_and_never_kept(
+    pieces: list[bytes], to_initiator: bool, steps: int
+) -> None:
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     end = a if to_initiator else b
     hello = a.start()
@@ -102,7 +106,7 @@ values = st.recursive(
 )
 
 
-def prove(claim):
+def prove(claim: str) -> Acceptor:
     """What an acceptor says to one that holds the key and claims this."""
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     challenge = b.receive(a.start())
@@ -120,17 +124,17 @@ finite = values.map(json.dumps).filter(lambda text: "Infinity" not in text and l
 
 @settings(deadline=None)
 @given(st.one_of(finite, st.text(max_size=300)))
-def test_a_claim_of_a_key_holder_is_a_claim_or_refused(claim):
+def test_a_claim_of_a_key_holder_is_a_claim_or_refused(claim: str) -> None:
     prove(claim)
 
 
-def test_a_claim_of_an_infinite_rank_is_refused():
+def test_a_claim_of_an_infinite_rank_is_refused() -> None:
     prove('["a", 1e999, "x", ""]')
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=LONGEST - 1))
-def test_any_refusal_is_an_error_with_a_name(reason):
+def test_any_refusal_is_an_error_with_a_name(reason: bytes) -> None:
     for end in (Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)):
         with pytest.raises(NAMED):
             end.receive((1 + len(reason)).to_bytes(2, "little") + b"R" + reason)
@@ -138,7 +142,7 @@ def test_any_refusal_is_an_error_with_a_name(reason):
 
 @settings(deadline=None)
 @given(st.integers(0, 2**16 - 1).filter(lambda size: not 1 <= size <= LONGEST), st.binary(max_size=9))
-def test_a_length_out_of_range_is_refused_at_once(size, behind):
+def test_a_length_out_of_range_is_refused_at_once(size: int, behind: bytes) -> None:
     for end in (Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)):
         with pytest.raises(ProtocolViolation):
             end.receive(size.to_bytes(2, "little") + behind)

@@ -7,12 +7,15 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch
 from telegrad.transport.connect import Wish, connect
 from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim
+from telegrad.transport.tls import TlsFiles
 from tests.transport.test_tls import Authority
 
 KEY = b"the group's key"
@@ -22,7 +25,7 @@ NAMED = (AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismat
 ABORT = struct.pack("ii", 1, 0)
 
 
-def reach(behave, tls=None):
+def reach(behave: Callable[..., Any], tls: TlsFiles | None = None) -> None:
     """Connect to one who behaves so.
 
     Raises:
@@ -30,7 +33,7 @@ def reach(behave, tls=None):
     """
     over = threading.Event()
 
-    def run():
+    def run() -> None:
         with contextlib.suppress(OSError):
             sock, _ = door.accept()
             with sock:
@@ -47,32 +50,32 @@ def reach(behave, tls=None):
             thread.join()
 
 
-def say_nothing(sock, over):
+def say_nothing(sock: socket.socket, over: threading.Event) -> None:
     over.wait()
 
 
-def close(sock, over):
+def close(sock: socket.socket, over: threading.Event) -> None:
     sock.recv(4096)
 
 
-def reset(sock, over):
+def reset(sock: socket.socket, over: threading.Event) -> None:
     sock.recv(10)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
 
 
-def speak_http(sock, over):
+def speak_http(sock: socket.socket, over: threading.Event) -> None:
     sock.recv(4096)
     sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     over.wait()
 
 
-def speak_http_and_reset(sock, over):
+def speak_http_and_reset(sock: socket.socket, over: threading.Event) -> None:
     sock.recv(4096)
     sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
 
 
-def drip(sock, over):
+def drip(sock: socket.socket, over: threading.Event) -> None:
     """Often enough that no single read has to wait long."""
     sock.sendall(struct.pack("<H", 2048) + b"C")
     end = time.monotonic() + 4 * TIMEOUT
@@ -80,13 +83,13 @@ def drip(sock, over):
         sock.sendall(b"x")
 
 
-def mirror(sock, over):
+def mirror(sock: socket.socket, over: threading.Event) -> None:
     sock.sendall(sock.recv(4096).replace(b"H", b"C", 1))
     sock.sendall(sock.recv(4096))
     over.wait()
 
 
-def hold_another_key(sock, over):
+def hold_another_key(sock: socket.socket, over: threading.Event) -> None:
     end = Acceptor(b"another key", OTHER)
     sock.sendall(end.receive(sock.recv(4096)))
     with contextlib.suppress(AuthenticationFailed):
@@ -94,14 +97,14 @@ def hold_another_key(sock, over):
     sock.sendall(end.parting)
 
 
-def speak_another_version(sock, over):
+def speak_another_version(sock: socket.socket, over: threading.Event) -> None:
     said = bytearray(Acceptor(KEY, OTHER).receive(sock.recv(4096)))
     struct.pack_into("<H", said, 7, PROTOCOL + 1)
     sock.sendall(said)
     over.wait()
 
 
-def claim_without_proof(sock, over):
+def claim_without_proof(sock: socket.socket, over: threading.Event) -> None:
     sock.sendall(Acceptor(KEY, OTHER).receive(sock.recv(4096)))
     sock.recv(4096)
     text = b'["w1", 1, "y", ""]'
@@ -122,17 +125,17 @@ def claim_without_proof(sock, over):
         (claim_without_proof, AuthenticationFailed),
     ],
 )
-def test_an_impostor_is_found_out(behave, error):
+def test_an_impostor_is_found_out(behave: Callable[..., Any], error: type[BaseException]) -> None:
     with pytest.raises(error, match="w1"):
         reach(behave)
 
 
-def test_the_reason_is_told_though_the_parting_word_is_not_heard():
+def test_the_reason_is_told_though_the_parting_word_is_not_heard() -> None:
     with pytest.raises(ProtocolViolation, match="w1"):
         reach(speak_http_and_reset)
 
 
-def test_an_impostor_that_is_slow_is_left():
+def test_an_impostor_that_is_slow_is_left() -> None:
     start = time.monotonic()
     with pytest.raises(NAMED):
         reach(drip)
@@ -140,17 +143,17 @@ def test_an_impostor_that_is_slow_is_left():
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     return Authority(tmp_path_factory.mktemp("tls"), "ours").files("w0")
 
 
 @pytest.mark.parametrize("behave", [close, speak_http])
-def test_an_impostor_without_tls_is_found_out(behave, certificate):
+def test_an_impostor_without_tls_is_found_out(behave: Callable[..., Any], certificate: TlsFiles) -> None:
     with pytest.raises(AuthenticationFailed, match="w1"):
         reach(behave, certificate)
 
 
 @pytest.mark.parametrize("behave", [say_nothing, reset])
-def test_who_breaks_off_tls_is_named(behave, certificate):
+def test_who_breaks_off_tls_is_named(behave: Callable[..., Any], certificate: TlsFiles) -> None:
     with pytest.raises(PeerUnreachable, match="w1"):
         reach(behave, certificate)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import operator
 import socket
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from telegrad.devices.ferry import Ferry
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerLost
+from telegrad.rpc.worker import Worker
 from telegrad.transport.freight import Stores
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.link import Link
@@ -30,9 +33,10 @@ KEY = "the group's key"
 NO_FRAME = PREFIX.pack(CALL, 0, 0, 0, 0, 2**63, 1)
 
 
-def hear(stream, at_once=False):
+def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
     """A link that was told this, and its frames."""
-    frames, poller = [], Poller()
+    frames: list[Message] = []
+    poller = Poller()
     ours, theirs = socket.socketpair()
     with scratch_of(SMALL), theirs:
         link = Link(
@@ -67,25 +71,25 @@ broken = st.one_of(st.binary(max_size=100), st.just(NO_FRAME))
 @example(b"", encode(Message(CALL, 1), ENTRY.pack(IN_STREAM, 2**64 - 1, HOST)))
 @example(b"", encode(Message(CALL, 1), ENTRY.pack(STRIPED, 9, HOST)))
 @example(b"", encode(Message(CALL, 1), ENTRY.pack(STRIPED, 9, 0)))
-def test_what_is_no_frame_closes_the_link_or_is_waited_for(before, stream):
+def test_what_is_no_frame_closes_the_link_or_is_waited_for(before: bytes, stream: bytes) -> None:
     closed, frames = hear(before + stream)
     assert closed is None or isinstance(closed, PeerLost) or "shut down" in str(closed)
     assert all(frame.kind not in (RELEASE, RETIRE) for frame in frames)
 
 
 @pytest.mark.parametrize("kind", [RELEASE, RETIRE])
-def test_a_list_of_blocks_that_is_none_closes_the_link(kind):
+def test_a_list_of_blocks_that_is_none_closes_the_link(kind: int) -> None:
     closed, _ = hear(encode(Message(kind, body=b"123")))
     assert isinstance(closed, PeerLost)
 
 
-def test_what_is_no_frame_behind_the_handshake_closes_the_link():
+def test_what_is_no_frame_behind_the_handshake_closes_the_link() -> None:
     closed, _ = hear(NO_FRAME, at_once=True)
     assert isinstance(closed, PeerLost)
 
 
 @pytest.fixture(scope="module")
-def worker():
+def worker() -> Iterator[list[Worker]]:
     with agents(2, transport="tcp", key=KEY) as workers:
         yield workers
 
@@ -96,7 +100,7 @@ def worker():
     [NO_FRAME, encode(Message(RELEASE, body=b"123")), encode(Message(CALL, flags=CARRIES, body=b"1"))],
     ids=["length", "list", "cargo"],
 )
-def test_a_worker_closes_a_connection_that_makes_no_sense(worker, said, behind):
+def test_a_worker_closes_a_connection_that_makes_no_sense(worker: list[Worker], said: bytes, behind: bool) -> None:
     a, b = worker
     end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:

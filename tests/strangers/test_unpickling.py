@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import operator
 import pickle
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from telegrad.rpc.worker import Worker
 from telegrad.transport.handshake import Acceptor, Claim, Initiator
 from telegrad.wire import pickling
 from telegrad.wire.frames import FrameReader
@@ -17,35 +21,37 @@ from tests.strangers.door import knock, say, wait_closed
 
 KEY = "the group's key"
 MARK = b"said by a stranger"
-exploded = []
+exploded: list[tuple[bytes, ...]] = []
 
 
-def explode(*args):
+def explode(*args: bytes) -> None:
     exploded.append(args)
 
 
 class Bomb:
     """Its pickle runs code when it is read."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return explode, (MARK,)
 
 
 @pytest.fixture(scope="module")
-def worker():
+def worker() -> Iterator[list[Worker]]:
     with agents(2, transport="tcp", key=KEY) as workers:
         yield workers
 
 
 @pytest.fixture
-def reached(monkeypatch):
+def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What met marked bytes: the names of traps around everything that reads more than a handshake does."""
     sprung = []
 
-    def guard(owner, name, said_in=lambda data, *_, **__: data):
+    def guard(
+        owner: ModuleType | type[Any], name: str, said_in: Callable[..., Any] = lambda data, *_, **__: data
+    ) -> None:
         true = getattr(owner, name)
 
-        def trap(*args, **kwargs):
+        def trap(*args: Any, **kwargs: Any) -> Any:
             if MARK in bytes(said_in(*args, **kwargs)):
                 sprung.append(name)
             return true(*args, **kwargs)
@@ -63,11 +69,11 @@ def reached(monkeypatch):
     exploded.clear()
 
 
-def claim():
+def claim() -> Claim:
     return Claim(MARK.decode(), 0, "x", "")
 
 
-def with_another_key(hello, challenge):
+def with_another_key(hello: bytes, challenge: bytes) -> bytes:
     end = Initiator(b"another key", claim(), "x", hello[-32:])
     end.start()
     return end.receive(challenge)
@@ -90,7 +96,9 @@ NAMES = ["frames", "pickle", "refusal", "short proof", "proof", "another key", "
 
 @pytest.mark.parametrize("greeted", [False, True], ids=["at once", "after a greeting"])
 @pytest.mark.parametrize("tell", TOLD, ids=NAMES)
-def test_nothing_of_a_stranger_is_read(worker, reached, tell, greeted):
+def test_nothing_of_a_stranger_is_read(
+    worker: list[Worker], reached: list[Any], tell: Callable[..., Any], greeted: bool
+) -> None:
     _, b = worker
     hello = Initiator(b"another key", claim(), "x").start()
     with knock(b) as sock:
@@ -106,7 +114,7 @@ def test_nothing_of_a_stranger_is_read(worker, reached, tell, greeted):
     assert exploded == []
 
 
-def test_a_recording_of_a_member_opens_no_door(worker, reached):
+def test_a_recording_of_a_member_opens_no_door(worker: list[Worker], reached: list[Any]) -> None:
     _, b = worker
     end = Initiator(KEY.encode(), Claim("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock:
@@ -124,7 +132,7 @@ def test_a_recording_of_a_member_opens_no_door(worker, reached):
     assert exploded == []
 
 
-def test_the_traps_are_where_members_pass(worker, reached):
+def test_the_traps_are_where_members_pass(worker: list[Worker], reached: list[Any]) -> None:
     a, _ = worker
     assert a.agent.call("w1", operator.concat, (MARK, b"!"), None) == MARK + b"!"
     assert {"advance", "loads"} <= {*reached}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -18,11 +19,13 @@ A = Claim("a", 0, "incarnation of a", "program")
 B = Claim("b", 1, "incarnation of b", "")
 
 
-def ends(key_a=KEY, key_b=KEY, wanted=B.incarnation):
+def ends(key_a: bytes = KEY, key_b: bytes = KEY, wanted: str = B.incarnation) -> tuple[Initiator, Acceptor]:
     return Initiator(key_a, A, wanted, b"1" * NONCE), Acceptor(key_b, B, b"2" * NONCE)
 
 
-def converse(a, b, cut=lambda data: [data]):
+def converse(
+    a: Initiator, b: Acceptor, cut: Callable[[bytes], list[bytes]] = lambda data: [data]
+) -> tuple[bytes, bytes]:
     """Carry bytes to and fro until both are done; what each said."""
     said_a, said_b = [a.start()], []
     to_b, to_a = said_a[0], b""
@@ -34,7 +37,7 @@ def converse(a, b, cut=lambda data: [data]):
     return b"".join(said_a), b"".join(said_b)
 
 
-def test_both_learn_who_the_other_is():
+def test_both_learn_who_the_other_is() -> None:
     a, b = ends()
     converse(a, b)
     assert a.done
@@ -44,13 +47,13 @@ def test_both_learn_who_the_other_is():
 
 
 @given(st.integers(1, 50))
-def test_in_any_pieces(size):
+def test_in_any_pieces(size: int) -> None:
     a, b = ends()
     converse(a, b, lambda data: [data[at : at + size] for at in range(0, len(data), size)])
     assert (a.peer, b.peer) == (B, A)
 
 
-def test_frames_behind_the_handshake_are_kept():
+def test_frames_behind_the_handshake_are_kept() -> None:
     a, b = ends()
     proof = a.receive(b.receive(a.start()))
     answer = b.receive(proof + b"first frame")
@@ -59,7 +62,7 @@ def test_frames_behind_the_handshake_are_kept():
     assert a.leftover == b"second"
 
 
-def test_a_wrong_key_is_told_to_both():
+def test_a_wrong_key_is_told_to_both() -> None:
     a, b = ends(key_a=b"another")
     with pytest.raises(AuthenticationFailed, match="TELEGRAD_KEY"):
         converse(a, b)
@@ -67,7 +70,7 @@ def test_a_wrong_key_is_told_to_both():
         a.receive(b.parting)
 
 
-def test_another_version_is_told_to_both():
+def test_another_version_is_told_to_both() -> None:
     a, b = ends()
     hello = bytearray(a.start())
     struct.pack_into("<H", hello, 2 + 1 + 4, PROTOCOL + 1)
@@ -77,7 +80,7 @@ def test_another_version_is_told_to_both():
         a.receive(b.parting)
 
 
-def test_the_worker_that_was_wanted_has_gone():
+def test_the_worker_that_was_wanted_has_gone() -> None:
     a, b = ends(wanted="the one before")
     with pytest.raises(PeerUnreachable):
         converse(a, b)
@@ -85,7 +88,7 @@ def test_the_worker_that_was_wanted_has_gone():
         a.receive(b.parting)
 
 
-def test_a_recording_is_worthless():
+def test_a_recording_is_worthless() -> None:
     said_a, said_b = converse(*ends())
     b = Acceptor(KEY, B)  # another nonce this time
     with pytest.raises(AuthenticationFailed):
@@ -98,7 +101,7 @@ def test_a_recording_is_worthless():
     assert a.peer is None
 
 
-def test_a_reflection_is_worthless():
+def test_a_reflection_is_worthless() -> None:
     a = Initiator(KEY, A, B.incarnation)
     with pytest.raises(ProtocolViolation):
         a.receive(a.start())
@@ -108,7 +111,7 @@ def test_a_reflection_is_worthless():
         a.receive(proof)  # its own, sent back
 
 
-def test_a_mirror_that_calls_itself_the_acceptor_proves_nothing():
+def test_a_mirror_that_calls_itself_the_acceptor_proves_nothing() -> None:
     """Its challenge holds the initiator's own nonce, its proof is the initiator's own."""
     a = Initiator(KEY, A, B.incarnation)
     proof = a.receive(a.start().replace(b"H", b"C", 1))
@@ -117,7 +120,7 @@ def test_a_mirror_that_calls_itself_the_acceptor_proves_nothing():
 
 
 @pytest.mark.parametrize("hearer", ["initiator", "acceptor"])
-def test_no_flipped_bit_passes(hearer):
+def test_no_flipped_bit_passes(hearer: str) -> None:
     said_a, said_b = converse(*ends())
     said = said_b if hearer == "initiator" else said_a
     for bit in range(8 * len(said)):
@@ -139,7 +142,7 @@ def test_no_flipped_bit_passes(hearer):
     ["", "{}", "5", "[]", '["a", 1]', '["a", "one", "b", "c"]', "\ufffd", "[" * 1500],
     ids=lambda said: said[:9] or "empty",
 )
-def test_a_key_holder_that_claims_nonsense_is_refused(said):
+def test_a_key_holder_that_claims_nonsense_is_refused(said: str) -> None:
     a, b = ends()
     challenge = b.receive(a.start())
     with patch.object(json, "dumps", lambda fields: said):
@@ -152,20 +155,20 @@ def test_a_key_holder_that_claims_nonsense_is_refused(said):
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n", bytes.fromhex("160301"), struct.pack("<I", 2**31), b"\0\0\0", b"SSH-2.0-x"]
 )
-def test_strangers_are_known_by_their_first_bytes(garbage):
+def test_strangers_are_known_by_their_first_bytes(garbage: bytes) -> None:
     for end in ends():
         with pytest.raises(ProtocolViolation):
             list(map(end.receive, struct.unpack("3c", garbage[:3])))
 
 
-def test_what_no_message_can_be_is_refused_by_its_length():
+def test_what_no_message_can_be_is_refused_by_its_length() -> None:
     for size in (0, LONGEST + 1, 2**16 - 1):
         with pytest.raises(ProtocolViolation):
             Acceptor(KEY, B).receive(size.to_bytes(2, "little"))
 
 
 @pytest.mark.parametrize("reason", [b"key", b"nothing known", b"\xff", b""], ids=repr)
-def test_any_refusal_ends_it(reason):
+def test_any_refusal_ends_it(reason: bytes) -> None:
     for end in ends():
         with pytest.raises(HandshakeError, match="refused"):
             end.receive((1 + len(reason)).to_bytes(2, "little") + b"R" + reason)
@@ -174,7 +177,7 @@ def test_any_refusal_ends_it(reason):
 
 @settings(max_examples=300)
 @given(st.lists(st.binary(min_size=1, max_size=200), max_size=40))
-def test_noise_is_refused_and_never_kept(pieces):
+def test_noise_is_refused_and_never_kept(pieces: list[bytes]) -> None:
     for end in ends():
         try:
             for piece in pieces:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,29 +19,29 @@ PATIENCE = 20
 class Direction:
     """Both ends, joined by streams; the first stripe is copied here."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.failed = threading.Event()
-        self.made = []
+        self.made: list[str] = []
         self.sending = Lanes(True, self._fail, lambda: self.made.append("lanes"))
         self.receiving = Lanes(False, self._fail, None)
-        self.pairs = []
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
 
-    def _fail(self, error):
+    def _fail(self, error: BaseException) -> None:
         self.error = error
         self.failed.set()
 
-    def join(self):
+    def join(self) -> None:
         here, there = socket.socketpair()
         self.pairs.append((here, there))
         self.receiving.add(there, b"")
         self.sending.add(here, b"")
 
-    def widen(self):
+    def widen(self) -> None:
         for _ in range(LANES):
             self.join()
         wait_until(lambda: self.sending.ready)
 
-    def pass_on(self, data):
+    def pass_on(self, data: bytes) -> bytearray:
         """What arrives when this is sent."""
         came = bytearray(len(data))
         theirs = self.receiving.carry(memoryview(came), None)
@@ -49,12 +50,12 @@ class Direction:
         theirs[:] = ours
         return came
 
-    def close(self):
+    def close(self) -> None:
         self.sending.close()
         self.receiving.close()
 
 
-def wait_until(condition):
+def wait_until(condition: Callable[[], object]) -> None:
     tick = threading.Event()
     for _ in range(PATIENCE * 1000):
         if condition():
@@ -63,20 +64,20 @@ def wait_until(condition):
     raise AssertionError("it never came true")
 
 
-def settle(lanes):
+def settle(lanes: Lanes) -> None:
     done = threading.Event()
     if lanes.afterwards(done.set):
         assert done.wait(PATIENCE)
 
 
 @pytest.fixture
-def direction():
+def direction() -> Iterator[Direction]:
     with contextlib.closing(Direction()) as made:
         yield made
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4 * 4096, 4 * 4096 + 1, 123_457, (1 << 22) + 3])
-def test_what_is_cut_comes_together(direction, size):
+def test_what_is_cut_comes_together(direction: Direction, size: int) -> None:
     direction.widen()
     data = os.urandom(size)
     came = direction.pass_on(data)
@@ -85,7 +86,7 @@ def test_what_is_cut_comes_together(direction, size):
     assert direction.receiving.is_idle()
 
 
-def test_many_follow_each_other_in_order(direction):
+def test_many_follow_each_other_in_order(direction: Direction) -> None:
     direction.widen()
     sent = [os.urandom(size) for size in range(1, 200_000, 7919)]
     came = [direction.pass_on(data) for data in sent]
@@ -93,7 +94,7 @@ def test_many_follow_each_other_in_order(direction):
     assert came == sent
 
 
-def test_streams_are_made_once_and_for_what_is_large_only(direction):
+def test_streams_are_made_once_and_for_what_is_large_only(direction: Direction) -> None:
     assert not direction.sending.serve(STRIPE_FROM - 1)
     assert not direction.made
     assert not direction.sending.serve(STRIPE_FROM)
@@ -101,7 +102,7 @@ def test_streams_are_made_once_and_for_what_is_large_only(direction):
     assert direction.made == ["lanes"]
 
 
-def test_nothing_is_cut_until_all_streams_have_been_answered(direction):
+def test_nothing_is_cut_until_all_streams_have_been_answered(direction: Direction) -> None:
     for _ in range(LANES - 1):
         direction.join()
     here, there = socket.socketpair()
@@ -113,7 +114,7 @@ def test_nothing_is_cut_until_all_streams_have_been_answered(direction):
     there.close()
 
 
-def test_a_stream_that_nobody_answers_harms_nothing(direction):
+def test_a_stream_that_nobody_answers_harms_nothing(direction: Direction) -> None:
     here, there = socket.socketpair()
     direction.sending.add(here, b"")
     there.close()
@@ -122,14 +123,14 @@ def test_a_stream_that_nobody_answers_harms_nothing(direction):
     assert not direction.sending.ready
 
 
-def test_stripes_without_streams_are_refused(direction):
+def test_stripes_without_streams_are_refused(direction: Direction) -> None:
     direction.join()
     with pytest.raises(ProtocolViolation, match="no streams"):
         direction.receiving.carry(memoryview(bytearray(STRIPE_FROM)), None)
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["sender's", "receiver's"])
-def test_a_stream_that_ends_amid_a_stripe_is_told(direction, end):
+def test_a_stream_that_ends_amid_a_stripe_is_told(direction: Direction, end: int) -> None:
     direction.widen()
     size = 64 << 20  # more than fits between the two
     receiving = direction.receiving if end == 0 else direction.sending
@@ -139,7 +140,7 @@ def test_a_stream_that_ends_amid_a_stripe_is_told(direction, end):
     assert isinstance(direction.error, OSError)
 
 
-def test_who_waits_for_the_rest_is_called_at_the_end_of_all(direction):
+def test_who_waits_for_the_rest_is_called_at_the_end_of_all(direction: Direction) -> None:
     direction.widen()
     direction.receiving.carry(memoryview(bytearray(100_000)), None)
     called = threading.Event()
@@ -149,7 +150,7 @@ def test_who_waits_for_the_rest_is_called_at_the_end_of_all(direction):
     assert not direction.receiving.afterwards(called.clear)
 
 
-def test_streams_that_come_too_late_or_are_too_many_are_closed(direction):
+def test_streams_that_come_too_late_or_are_too_many_are_closed(direction: Direction) -> None:
     direction.widen()
     for closed in (False, True):
         if closed:

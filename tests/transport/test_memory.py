@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+from typing import NoReturn
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ MB = 1 << 20
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
 
 
-def test_sizes_are_rounded_by_little():
+def test_sizes_are_rounded_by_little() -> None:
     for size in (WARM_FROM, 5 * MB + 1, 64 * MB, 64 * MB + 1):
         assert size <= size_class(size) <= 1.25 * size + 4096
 
 
-def test_warm_memory_is_used_again():
+def test_warm_memory_is_used_again() -> None:
     arena = Arena(64 * MB)
     tensor, memory = arena.allocate(MB)
     memory[:3] = b"abc"
@@ -37,7 +38,7 @@ def test_warm_memory_is_used_again():
     assert where in {arena.allocate(MB)[0].data_ptr() for _ in range(2)}
 
 
-def test_an_arena_keeps_no_more_than_its_limit():
+def test_an_arena_keeps_no_more_than_its_limit() -> None:
     arena = Arena(2 * MB)
     tensors = [arena.allocate(MB)[0] for _ in range(5)]
     tensors.clear()
@@ -49,7 +50,7 @@ def test_an_arena_keeps_no_more_than_its_limit():
 
 
 @needs_sharing
-def test_a_block_is_seen_on_the_other_side_and_comes_back():
+def test_a_block_is_seen_on_the_other_side_and_comes_back() -> None:
     pool, maps = SharedPool(8 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.arange(MB // 8).view(torch.uint8))
@@ -68,7 +69,7 @@ def test_a_block_is_seen_on_the_other_side_and_comes_back():
 
 
 @needs_sharing
-def test_a_pool_is_bounded_and_makes_room():
+def test_a_pool_is_bounded_and_makes_room() -> None:
     pool = SharedPool(4 * MB)
     blocks = [pool.take(2 * MB), pool.take(2 * MB)]
     assert pool.take(MB) is None
@@ -80,8 +81,8 @@ def test_a_pool_is_bounded_and_makes_room():
 
 
 @needs_sharing
-def test_without_memory_there_is_no_block(monkeypatch):
-    def refuse(*_):
+def test_without_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> NoReturn:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
@@ -92,7 +93,7 @@ def test_without_memory_there_is_no_block(monkeypatch):
 
 
 @needs_sharing
-def test_idle_blocks_go_after_a_while():
+def test_idle_blocks_go_after_a_while() -> None:
     pool = SharedPool(4 * MB)
     block = pool.take(MB)
     pool.give_back([block.number])
@@ -103,7 +104,7 @@ def test_idle_blocks_go_after_a_while():
 
 
 @needs_sharing
-def test_what_a_lost_peer_holds_is_left_to_it():
+def test_what_a_lost_peer_holds_is_left_to_it() -> None:
     pool, maps = SharedPool(4 * MB), SharedMaps(Streams())
     block = pool.take(MB)
     block.fill(torch.ones(MB, dtype=torch.uint8))
@@ -117,12 +118,12 @@ def test_what_a_lost_peer_holds_is_left_to_it():
     pool.close()
 
 
-def echo(value):
+def echo(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
 @needs_sharing
-def test_an_argument_that_is_returned_frees_its_block_with_the_answer():
+def test_an_argument_that_is_returned_frees_its_block_with_the_answer() -> None:
     with agents(2, transport="unix") as group:
         pools = [worker.agent._connections._pool for worker in group]
         sent = torch.ones(MB)
@@ -132,6 +133,6 @@ def test_an_argument_that_is_returned_frees_its_block_with_the_answer():
         assert [pool._made for pool in pools] == [1, 1]
 
 
-def test_blocks_that_were_never_passed_are_refused():
+def test_blocks_that_were_never_passed_are_refused() -> None:
     with pytest.raises(ProtocolViolation, match="never passed"):
         SharedMaps(Streams()).attach(1, 10)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import pathlib
 import socket
 import ssl
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -28,13 +31,19 @@ DAY = datetime.timedelta(days=1)
 class Authority:
     """Signs certificates and keeps them as files in a folder."""
 
-    def __init__(self, folder, name):
+    def __init__(self, folder: pathlib.Path, name: str) -> None:
         self.folder, self.name = folder / name, x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         self.folder.mkdir()
         self.key = ec.generate_private_key(ec.SECP256R1())
         self.path = self._write("authority", self._sign(self.name, self.key, authority=True))
 
-    def files(self, worker, begins=-DAY, ends=DAY, encryption=None):
+    def files(
+        self,
+        worker: str,
+        begins: datetime.timedelta = -DAY,
+        ends: datetime.timedelta = DAY,
+        encryption: BestAvailableEncryption | None = None,
+    ) -> TlsFiles:
         """Those of one worker, whose certificate is valid between these times."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, worker)])
@@ -42,14 +51,21 @@ class Authority:
         certificate = self._write(worker, self._sign(name, key, begins, ends))
         return TlsFiles(certificate, self._write(f"{worker}-key", text), self.path)
 
-    def _sign(self, name, key, begins=-DAY, ends=DAY, authority=False):
+    def _sign(
+        self,
+        name: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        begins: datetime.timedelta = -DAY,
+        ends: datetime.timedelta = DAY,
+        authority: bool = False,
+    ) -> bytes:
         now = datetime.datetime.now(datetime.timezone.utc)
         builder = x509.CertificateBuilder(self.name, name, key.public_key(), x509.random_serial_number())
         builder = builder.not_valid_before(now + begins).not_valid_after(now + ends)
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
-    def _write(self, name, text):
+    def _write(self, name: str, text: bytes) -> str:
         path = self.folder / f"{name}.pem"
         path.write_bytes(text)
         return str(path)
@@ -58,12 +74,12 @@ class Authority:
 class End:
     """One end of a connection in memory."""
 
-    def __init__(self, context, server_side):
+    def __init__(self, context: ssl.SSLContext, server_side: bool) -> None:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=server_side)
         self.received = b""
 
-    def step(self):
+    def step(self) -> None:
         """Get as far as the bytes at hand allow."""
         try:
             self.tls.do_handshake()
@@ -72,7 +88,7 @@ class End:
             pass
 
 
-def converse(client_context, server_context):
+def converse(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> tuple[bytes, bytes] | None:
     """Each end sends its role to the other; what each received.
 
     Raises:
@@ -96,31 +112,31 @@ def converse(client_context, server_context):
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory):
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls"), "ours")
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls"), "theirs")
 
 
-def mixed(certified, trusting):
+def mixed(certified: TlsFiles, trusting: Authority) -> TlsFiles:
     """Certified by one authority, trusting another."""
     return TlsFiles(certified.certificate, certified.private_key, trusting.path)
 
 
-def test_workers_of_one_authority_meet(ours):
+def test_workers_of_one_authority_meet(ours: Authority) -> None:
     ends = client_context(ours.files("a")), server_context(ours.files("b"))
     assert converse(*ends) == (b"server", b"client")
 
 
-def test_nothing_older_than_tls_1_2_is_spoken(ours):
+def test_nothing_older_than_tls_1_2_is_spoken(ours: Authority) -> None:
     client, server = client_context(ours.files("a")), server_context(ours.files("b"))
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-def test_a_worker_of_another_authority_is_refused_by_both(ours, theirs):
+def test_a_worker_of_another_authority_is_refused_by_both(ours: Authority, theirs: Authority) -> None:
     stranger = theirs.files("a")
     for files in (stranger, mixed(stranger, ours)):
         with pytest.raises(ssl.SSLCertVerificationError):
@@ -129,19 +145,19 @@ def test_a_worker_of_another_authority_is_refused_by_both(ours, theirs):
             converse(client_context(ours.files("b")), server_context(files))
 
 
-def test_the_client_refuses_a_server_that_would_take_it(ours, theirs):
+def test_the_client_refuses_a_server_that_would_take_it(ours: Authority, theirs: Authority) -> None:
     server = server_context(mixed(theirs.files("b"), ours))
     with pytest.raises(ssl.SSLCertVerificationError):
         converse(client_context(ours.files("a")), server)
 
 
-def test_the_server_refuses_a_client_that_would_take_it(ours, theirs):
+def test_the_server_refuses_a_client_that_would_take_it(ours: Authority, theirs: Authority) -> None:
     client = client_context(mixed(theirs.files("a"), ours))
     with pytest.raises(ssl.SSLCertVerificationError):
         converse(client, server_context(ours.files("b")))
 
 
-def test_a_client_without_a_certificate_is_refused(ours):
+def test_a_client_without_a_certificate_is_refused(ours: Authority) -> None:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.load_verify_locations(ours.path)
@@ -149,7 +165,7 @@ def test_a_client_without_a_certificate_is_refused(ours):
         converse(client, server_context(ours.files("b")))
 
 
-def test_a_server_that_proves_itself_and_asks_nothing_is_no_danger(ours):
+def test_a_server_that_proves_itself_and_asks_nothing_is_no_danger(ours: Authority) -> None:
     """It is let through here, and stopped by the handshake, where it must show the key."""
     server = server_context(ours.files("b"))
     server.verify_mode = ssl.CERT_NONE
@@ -157,7 +173,9 @@ def test_a_server_that_proves_itself_and_asks_nothing_is_no_danger(ours):
 
 
 @pytest.mark.parametrize(("begins", "ends"), [(-2 * DAY, -DAY), (DAY, 2 * DAY)], ids=["expired", "not_yet"])
-def test_a_certificate_that_is_not_valid_today_is_refused(ours, begins, ends):
+def test_a_certificate_that_is_not_valid_today_is_refused(
+    ours: Authority, begins: datetime.timedelta, ends: datetime.timedelta
+) -> None:
     late, good = ours.files("late", begins, ends), ours.files("good")
     for client, server in ((late, good), (good, late)):
         with pytest.raises(ssl.SSLCertVerificationError, match=r"expired|not yet valid"):
@@ -167,7 +185,9 @@ def test_a_certificate_that_is_not_valid_today_is_refused(ours, begins, ends):
 @pytest.mark.parametrize("make", [client_context, server_context])
 @pytest.mark.parametrize("field", TlsFiles._fields)
 @pytest.mark.parametrize("content", [None, b"", b"no certificate"], ids=["missing", "empty", "text"])
-def test_files_that_cannot_be_used_are_named(ours, tmp_path, make, field, content):
+def test_files_that_cannot_be_used_are_named(
+    ours: Authority, tmp_path: pathlib.Path, make: Callable[..., Any], field: str, content: bytes | None
+) -> None:
     path = tmp_path / "bad.pem"
     if content is not None:
         path.write_bytes(content)
@@ -177,19 +197,19 @@ def test_files_that_cannot_be_used_are_named(ours, tmp_path, make, field, conten
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_key_of_another_certificate_is_no_key(ours):
+def test_a_key_of_another_certificate_is_no_key(ours: Authority) -> None:
     files = TlsFiles(ours.files("a").certificate, ours.files("b").private_key, ours.path)
     with pytest.raises(UsageError, match=r"a\.pem.*b-key\.pem"):
         client_context(files)
 
 
-def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(ours):
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(ours: Authority) -> None:
     files = ours.files("locked", encryption=BestAvailableEncryption(b"secret"))
     with pytest.raises(UsageError, match="passphrase"):
         client_context(files)
 
 
-def test_who_ends_a_connection_does_not_end_tls_first(ours):
+def test_who_ends_a_connection_does_not_end_tls_first(ours: Authority) -> None:
     here, there = socket.socketpair()
     with ThreadPoolExecutor(1) as other:
         accepted = other.submit(server_context(ours.files("b")).wrap_socket, there, server_side=True)

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 import types
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from telegrad.wire.failures import LARGEST, describe, rebuild
 from telegrad.wire.stories import LONGEST_TEXT
 
 
-def journey(error, worker="w1"):
+def journey(error: Any, worker: str = "w1") -> Any:
     try:
         raise error
     except BaseException as raised:
@@ -28,24 +29,24 @@ def journey(error, worker="w1"):
 
 
 class KeywordOnly(Exception):
-    def __init__(self, *, code):
+    def __init__(self, *, code: int) -> None:
         super().__init__("keyword", code)
         self.code = code
 
 
 class OwnText(Exception):
-    def __init__(self, a, b):
+    def __init__(self, a: int, b: int) -> None:
         super().__init__(a)
         self.b = b
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"own {self.b}"
 
 
 class Mangling(Exception):
     """Its own rules give back something else."""
 
-    def __init__(self, number):
+    def __init__(self, number: int | str) -> None:
         super().__init__(f"number {number}")
         self.number = number
 
@@ -53,7 +54,7 @@ class Mangling(Exception):
 class Slotted(Exception):
     __slots__ = ("first",)
 
-    def __init__(self, first):
+    def __init__(self, first: int) -> None:
         super().__init__()
         self.first = first
 
@@ -61,43 +62,43 @@ class Slotted(Exception):
 class InPieces(Exception):
     """Has rules of its own."""
 
-    def __init__(self, first, second):
+    def __init__(self, first: str, second: str) -> None:
         super().__init__()
         self.first = first + second
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return InPieces, (self.first, "")
 
 
 class Odd(OSError):
-    def __init__(self, number, text):
+    def __init__(self, number: int, text: str) -> None:
         super().__init__(number, text)
         self.number = number
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "odd"
 
 
 class Unsendable(Exception):
-    def __init__(self, *args):
+    def __init__(self, *args: str) -> None:
         super().__init__(*args)
         self.lock = threading.Lock()
 
 
 class Final(Exception):
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> NoReturn:
         raise TypeError("no heirs")
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
-    code: int
+    code: int | str
     text: str = "by default"
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenAndFinal(Frozen):
-    def __init_subclass__(cls):
+    def __init_subclass__(cls) -> NoReturn:
         raise TypeError("no heirs")
 
 
@@ -105,7 +106,7 @@ TELEGRAD = [getattr(errors, name) for name in errors.__all__]
 
 
 class BadText(Exception):
-    def __str__(self):
+    def __str__(self) -> NoReturn:
         raise RuntimeError("no text")
 
 
@@ -126,7 +127,7 @@ class BadText(Exception):
     ],
     ids=repr,
 )
-def test_type_text_and_attributes(error):
+def test_type_text_and_attributes(error: Any) -> None:
     back = journey(error)
     assert isinstance(back, type(error))
     assert type(back).__qualname__ == type(error).__qualname__
@@ -141,7 +142,7 @@ def test_type_text_and_attributes(error):
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, OSError, TimeoutError, AttributeError, *TELEGRAD])
-def test_the_very_type(kind):
+def test_the_very_type(kind: type[BaseException]) -> None:
     back = journey(kind("text"))
     assert type(back) is kind
     assert back.args == ("text",)
@@ -151,7 +152,7 @@ def test_the_very_type(kind):
     assert type(journey(back, "w2")) is kind
 
 
-def test_attributes_of_the_very_type():
+def test_attributes_of_the_very_type() -> None:
     back = journey(FileNotFoundError(errno.ENOENT, "gone", "a", None, "b"))
     assert (back.errno, back.strerror, back.filename, back.filename2) == (errno.ENOENT, "gone", "a", "b")
     again = journey(back, "w2")
@@ -163,7 +164,7 @@ def test_attributes_of_the_very_type():
 
 
 @pytest.mark.parametrize("hops", [1, 2])
-def test_constructors_that_want_something_else(hops):
+def test_constructors_that_want_something_else(hops: int) -> None:
     for error in (KeywordOnly(code=3), OwnText(1, 2), Mangling(5), Slotted(4), InPieces("a", "b"), Odd(2, "x")):
         back = error
         for _ in range(hops):
@@ -175,7 +176,7 @@ def test_constructors_that_want_something_else(hops):
 
 
 @pytest.mark.parametrize("error", [Frozen(3), Frozen("text"), FrozenAndFinal(3)], ids=repr)
-def test_a_type_that_forbids_changes(error):
+def test_a_type_that_forbids_changes(error: Frozen | FrozenAndFinal) -> None:
     back = journey(journey(error), "w2")
     assert isinstance(back, type(error))
     assert (back.args, back.code, back.text) == (error.args, error.code, "by default")
@@ -184,7 +185,7 @@ def test_a_type_that_forbids_changes(error):
     assert ("'w2'" in str(back)) == (type(error) is Frozen)  # a final type has a cause that tells
 
 
-def test_a_rebuilt_one_can_be_copied_and_pickled():
+def test_a_rebuilt_one_can_be_copied_and_pickled() -> None:
     for error in (ValueError("x"), OwnText(1, 2), OSError(2, "gone", "file"), Slotted(4)):
         back = journey(error)
         for twin in (copy.copy(back), pickle.loads(pickle.dumps(back))):
@@ -193,27 +194,27 @@ def test_a_rebuilt_one_can_be_copied_and_pickled():
             assert str(twin).startswith(str(error))
 
 
-def test_types_are_made_once():
+def test_types_are_made_once() -> None:
     assert type(journey(OwnText(1, 2))) is type(journey(OwnText(3, 4)))
     assert type(journey(OwnText(1, 2))).__module__ == OwnText.__module__
 
 
-def test_notes_travel_and_are_told_once():
-    error = ValueError("x")
+def test_notes_travel_and_are_told_once() -> None:
+    error: Any = ValueError("x")
     error.__notes__ = ["a note"]
     back = journey(error)
     assert back.__notes__ == ["a note"]
 
 
-def test_tensors_in_it():
-    error = ValueError("x")
+def test_tensors_in_it() -> None:
+    error: Any = ValueError("x")
     error.small, error.large = torch.ones(3), torch.arange(10_000)
     back = journey(error)
     assert back.small.tolist() == [1, 1, 1]
     assert torch.equal(back.large, error.large)
 
 
-def test_a_type_that_is_not_importable_there(monkeypatch):
+def test_a_type_that_is_not_importable_there(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("gone_errors")
     exec("class Gone(Exception): pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "gone_errors", module)
@@ -226,21 +227,21 @@ def test_a_type_that_is_not_importable_there(monkeypatch):
     assert "'w1'" in str(back)
 
 
-def test_a_type_that_has_no_name():
+def test_a_type_that_has_no_name() -> None:
     class Local(Exception):
         pass
 
     assert type(journey(Local("text"))).__name__ == "Local"
 
 
-def test_an_exception_of_the_main_program_is_that_of_the_callers(monkeypatch):
+def test_an_exception_of_the_main_program_is_that_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     main = types.ModuleType("__main__")
     exec("class Mine(Exception): pass", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert type(journey(main.Mine("text"))) is main.Mine
 
 
-def test_a_type_that_allows_no_heirs():
+def test_a_type_that_allows_no_heirs() -> None:
     back = journey(Final(1, 2))
     assert type(back) is Final
     assert "'w1'" in "".join(traceback.format_exception(type(back), back, None))
@@ -249,7 +250,7 @@ def test_a_type_that_allows_no_heirs():
 if sys.version_info >= (3, 11):
 
     @pytest.mark.parametrize("hops", [1, 2])
-    def test_groups(hops):
+    def test_groups(hops: int) -> None:
         error = builtins.ExceptionGroup("several", [ValueError("a"), KeywordOnly(code=3), Unsendable("c")])
         back = error
         for _ in range(hops):
@@ -261,29 +262,29 @@ if sys.version_info >= (3, 11):
         assert "'w1'" in str(back)
 
 
-def test_what_cannot_be_read_is_told():
+def test_what_cannot_be_read_is_told() -> None:
     assert type(rebuild(b"nonsense")) is errors.RemoteError
 
 
-def test_two_hops_tell_both_workers_in_order():
+def test_two_hops_tell_both_workers_in_order() -> None:
     for error in (ValueError("x"), OwnText(1, 2)):
         text = str(journey(journey(error, "inner"), "outer"))
         assert text.index("'outer'") < text.index("'inner'")
         assert isinstance(journey(journey(error, "inner"), "outer"), type(error))
 
 
-def test_what_cannot_be_pickled_in_it():
-    error = ValueError("x")
+def test_what_cannot_be_pickled_in_it() -> None:
+    error: Any = ValueError("x")
     error.lock = threading.Lock()
     error.code = 5
     back = journey(error)
-    assert type(back) is ValueError
     assert back.code == 5
+    assert type(back) is ValueError
     assert not hasattr(back, "lock")
     assert "lock" in str(journey(ValueError(threading.Lock())))
 
 
-def test_causes_are_told():
+def test_causes_are_told() -> None:
     try:
         raise KeyError("first")
     except KeyError as cause:
@@ -293,31 +294,31 @@ def test_causes_are_told():
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_what_ends_a_process_there_does_not_end_this_one(error):
+def test_what_ends_a_process_there_does_not_end_this_one(error: BaseException) -> None:
     back = journey(error)
     assert type(back) is errors.RemoteError
     assert type(error).__name__ in str(back)
 
 
-def test_a_text_that_fails():
+def test_a_text_that_fails() -> None:
     back = journey(BadText())
     assert type(back).__name__ == "BadText"
 
 
-def test_endless_texts():
+def test_endless_texts() -> None:
     back = journey(ValueError("x" * 5 * LONGEST_TEXT))
     assert back.args == ("x" * 5 * LONGEST_TEXT,)
     assert len(str(back)) < 7 * LONGEST_TEXT
     back = journey(ValueError("x" * 2 * LARGEST))
     assert type(back) is ValueError
     assert len(str(back)) < 3 * LONGEST_TEXT
-    error = ValueError("x")
+    error: Any = ValueError("x")
     error.data = b"x" * 2 * LARGEST
     assert len(describe(error, "w1")) < LARGEST
 
 
 @pytest.mark.parametrize("error", [ValueError("once"), OwnText(1, 2), KeyError("once")], ids=repr)
-def test_printed_once(error):
+def test_printed_once(error: KeyError | OwnText | ValueError) -> None:
     back = journey(error)
     text = "".join(traceback.format_exception(type(back), back, back.__traceback__))
     assert text.count("On worker 'w1'") == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,19 +14,20 @@ from tests.strangers.streams import cut
 MANY = 2000
 
 
-def allocate(size, device, striped):
+def allocate(size: int, device: int, striped: bool) -> tuple[bytearray, Iterator[memoryview]]:
     assert not striped
     memory = bytearray(size)
     return memory, cut(memory, device)
 
 
-def attach(number, size, device):
+def attach(number: int, size: int, device: int) -> tuple[int, int, int]:
     return number, size, device
 
 
-def read(stream, cuts):
+def read(stream: bytes, cuts: list[int]) -> list[Message]:
     """Feed `stream` in pieces of the given sizes, over and over; what is left after many of them, at once."""
-    reader, frames, at, turn = FrameReader(allocate, attach, lambda *_: None), [], 0, 0
+    reader, at, turn = FrameReader(allocate, attach, lambda *_: None), 0, 0
+    frames: list[Message] = []
     while at < len(stream):
         buffer = reader.buffer()
         assert len(buffer) > 0
@@ -36,7 +39,7 @@ def read(stream, cuts):
     return frames
 
 
-def written(frame):
+def written(frame: Message) -> bytes:
     """The bytes of a frame; blobs are bytes in the stream, or (number, size, device) elsewhere."""
     table = b"".join(
         ENTRY.pack(*blob) if isinstance(blob, tuple) else ENTRY.pack(IN_STREAM, len(blob), len(blob) % 2 - 1)
@@ -45,7 +48,7 @@ def written(frame):
     return encode(frame, table) + b"".join(blob for blob in frame.blobs if not isinstance(blob, tuple))
 
 
-def same(found, frames):
+def same(found: list[Message], frames: list[Message]) -> None:
     for each in found:
         each.body = bytes(each.body)
         each.blobs = [blob if isinstance(blob, tuple) else bytes(blob) for blob in each.blobs]
@@ -72,20 +75,20 @@ frames = st.builds(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(frames, max_size=6), st.lists(st.integers(1, 2 * SCRATCH), min_size=1, max_size=5))
-def test_any_cuts(sent, cuts):
+def test_any_cuts(sent: list[Message], cuts: list[int]) -> None:
     same(read(b"".join(map(written, sent)), cuts), sent)
 
 
-def test_byte_by_byte():
+def test_byte_by_byte() -> None:
     sent = [Message(CALL, 7, 0, b"head", b"meta", b"body", [b"blob", (3, 9, -1)]), Message(CALL, 8, 1)]
     same(read(b"".join(map(written, sent)), [1]), sent)
 
 
-def test_many_in_one_read():
+def test_many_in_one_read() -> None:
     sent = [Message(CALL, number, 0, b"h", b"", b"body") for number in range(1000)]
     same(read(b"".join(map(written, sent)), [SCRATCH]), sent)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))
-def test_numbers(numbers):
+def test_numbers(numbers: list[int]) -> None:
     assert list(unpack_numbers(pack_numbers(numbers))) == numbers

@@ -6,9 +6,13 @@ import functools
 import importlib
 import math
 import operator
+import pathlib
 import sys
 import threading
 import types
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,37 +20,45 @@ import torch
 from telegrad import errors
 from telegrad.wire import functions
 from telegrad.wire.functions import name_of, program, resolve
+from tests.cluster import Process
 
 
-def plain(x):
+def named(thing: Any, same_program: bool) -> str:
+    name = name_of(thing, same_program)
+    assert name is not None
+    return name
+
+
+def plain(x: Any) -> Any:
     return x
 
 
-def twice():
+def twice() -> str:
     return "the first of that name"
 
 
 first_twice = twice
 
 
-def twice():
+def twice() -> str:  # type: ignore[no-redef]
     return "the second"
 
 
-def gone():
+def gone() -> str:
     return "not found by its name any more"
 
 
-gone = [gone]
+kept = [gone]
+del gone
 
 
 @torch.jit.script
-def scripted(x: torch.Tensor):
+def scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
 @torch.compile(backend="eager")
-def decorated(x):
+def decorated(x: Any) -> Any:
     return x * 3
 
 
@@ -55,20 +67,20 @@ compiled_lambda = torch.compile(lambda x: x, backend="eager")
 
 
 @functools.lru_cache
-def remembered(x):
+def remembered(x: Any) -> Any:
     return x
 
 
 class Holder:
     @staticmethod
-    def double(x):
+    def double(x: Any) -> Any:
         return 2 * x
 
     @classmethod
-    def build(cls):
+    def build(cls) -> Holder:
         return cls()
 
-    def method(self):
+    def method(self) -> int:
         return 1
 
     class Inner:
@@ -85,13 +97,13 @@ class Sly:
     __module__ = __name__
     __qualname__ = "sly"
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.__qualname__ = "sly"
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return True
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash("sly")
 
 
@@ -99,7 +111,7 @@ sly = Sly()
 
 
 @pytest.fixture
-def main(monkeypatch):
+def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A main program of its own."""
     module = types.ModuleType("__main__")
     exec("def f(): return 5\nclass C: pass", module.__dict__)
@@ -148,19 +160,19 @@ def main(monkeypatch):
     ],
     ids=str,
 )
-def test_names_lead_back(function):
-    name = name_of(function, False)
+def test_names_lead_back(function: Callable[..., Any]) -> None:
+    name = named(function, False)
     assert resolve(name) is function
     assert name_of(function, True) == name  # from the cache
 
 
 @pytest.mark.parametrize("function", [Holder.build, Heir.build, dict.fromkeys], ids=str)
-def test_class_methods_lead_to_their_equal(function):
-    assert resolve(name_of(function, False)) == function
+def test_class_methods_lead_to_their_equal(function: Callable[..., Any]) -> None:
+    assert resolve(named(function, False)) == function
 
 
-def test_an_inherited_class_method_keeps_its_class():
-    assert type(resolve(name_of(Heir.build, False))()) is Heir
+def test_an_inherited_class_method_keeps_its_class() -> None:
+    assert type(resolve(named(Heir.build, False))()) is Heir
 
 
 @pytest.mark.parametrize(
@@ -172,39 +184,39 @@ def test_an_inherited_class_method_keeps_its_class():
         functools.partial(plain, 1),
         (lambda: lambda: 1)(),
         torch.nn.Linear(1, 1),
-        gone.pop(),
+        kept.pop(),
         torch.compile(lambda x: x, backend="eager"),
         [],
         5,
     ],
     ids=str,
 )
-def test_what_has_no_name(thing):
+def test_what_has_no_name(thing: Any) -> None:
     assert name_of(thing, True) is None
 
 
-def test_one_that_equals_all_does_not_get_into_the_cache():
+def test_one_that_equals_all_does_not_get_into_the_cache() -> None:
     assert name_of(sly, True) == f"{__name__}:sly"
     assert name_of(Sly(), True) is None
 
 
-def test_the_cache_is_bounded_and_holds_what_it_names(monkeypatch):
+def test_the_cache_is_bounded_and_holds_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "_CACHED", 3)
     monkeypatch.setattr(functions, "_names", {})
     for _ in range(2):
         for function in (plain, min, len, Holder, torch.add):
-            assert resolve(name_of(function, True)) is function
+            assert resolve(named(function, True)) is function
             assert len(functions._names) <= 3
             assert function in functions._names
 
 
-def test_a_patched_function_is_seen(monkeypatch):
-    name = name_of(plain, True)
+def test_a_patched_function_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = named(plain, True)
     monkeypatch.setattr(sys.modules[__name__], "plain", min)
     assert resolve(name) is min
 
 
-def test_a_module_is_imported_if_need_be(tmp_path, monkeypatch):
+def test_a_module_is_imported_if_need_be(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "found_late.py").write_text("def f(): return 7")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -212,7 +224,9 @@ def test_a_module_is_imported_if_need_be(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "found_late")
 
 
-def test_a_module_that_another_thread_imports_is_waited_for(tmp_path, monkeypatch):
+def test_a_module_that_another_thread_imports_is_waited_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go_on = threading.Event(), threading.Event()
     monkeypatch.setattr(functions, "events", (begun, go_on), raising=False)
     (tmp_path / "found_slowly.py").write_text(
@@ -241,13 +255,13 @@ def test_a_module_that_another_thread_imports_is_waited_for(tmp_path, monkeypatc
         ("__main__:not_there_at_all", "top level of the main program"),
     ],
 )
-def test_what_is_missing_is_named(name, text):
+def test_what_is_missing_is_named(name: str, text: str) -> None:
     with pytest.raises(errors.FunctionNotFound, match=text) as caught:
         resolve(name)
     assert caught.value.__cause__ is not None
 
 
-def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
+def test_a_module_that_fails_to_import_says_why(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -256,7 +270,7 @@ def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["__main__", "__mp_main__"])
-def test_the_main_program_is_named_only_to_its_like(main, module):
+def test_the_main_program_is_named_only_to_its_like(main: ModuleType, module: str) -> None:
     main.f.__module__ = main.C.__module__ = module  # as in a spawned child
     for thing, name in ((main.f, "__main__:f"), (main.C, "__main__:C")):
         assert name_of(thing, True) == name
@@ -264,7 +278,9 @@ def test_the_main_program_is_named_only_to_its_like(main, module):
         assert resolve(name) is thing
 
 
-def test_the_program_is_known_by_its_file(main, monkeypatch, tmp_path):
+def test_the_program_is_known_by_its_file(
+    main: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     prints = []
     for folder, content in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
         path = tmp_path / folder / "script.py"
@@ -279,12 +295,12 @@ def test_the_program_is_known_by_its_file(main, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("file", [None, "<stdin>"])
-def test_a_prompt_is_no_program(main, monkeypatch, file):
+def test_a_prompt_is_no_program(main: ModuleType, monkeypatch: pytest.MonkeyPatch, file: str | None) -> None:
     main.__file__ = file
     monkeypatch.setattr(functions, "_program", None)
     assert program() == ""
 
 
-def test_a_child_runs_the_same_program(workers):
+def test_a_child_runs_the_same_program(workers: list[Process]) -> None:
     workers[0].begin(program)
     assert workers[0].end() == program()

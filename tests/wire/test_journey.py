@@ -9,6 +9,8 @@ import sys
 import types
 import typing
 import weakref
+from types import ModuleType
+from typing import Any
 
 import numpy
 import pytest
@@ -21,7 +23,7 @@ from telegrad.wire.pickling import decode, encode
 from telegrad.wire.unpacking import unpack
 
 
-def journey(value, same_program=True):
+def journey(value: Any, same_program: bool = True) -> Any:
     body, tensors, *_ = encode(value, same_program)
     meta, blobs = pack(tensors)
     return decode(body, unpack(meta, [blob.clone() for blob in blobs]))
@@ -59,7 +61,7 @@ def odd(n): return n != 0 and even(n - 1)
 
 
 @pytest.fixture
-def main(monkeypatch):
+def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A main program of its own."""
     module = types.ModuleType("__main__")
     exec(MAIN, module.__dict__)
@@ -68,8 +70,8 @@ def main(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_modules_in_any_mode(mode):
-    module = nn.Sequential(nn.Conv2d(3, 40, 5), nn.BatchNorm2d(40), nn.Flatten())
+def test_modules_in_any_mode(mode: type[Any]) -> None:
+    module: Any = nn.Sequential(nn.Conv2d(3, 40, 5), nn.BatchNorm2d(40), nn.Flatten())
     with mode():
         back = journey(module)
     assert [type(p) for p in back.parameters()] == [nn.Parameter] * 4
@@ -79,14 +81,14 @@ def test_modules_in_any_mode(mode):
     assert back[0].weight.grad is not None
 
 
-def test_lazy_parameters():
+def test_lazy_parameters() -> None:
     back = journey(nn.LazyLinear(4))
     assert back(torch.ones(3)).shape == (4,)
     assert type(back.weight) is nn.Parameter
 
 
-def test_tied_weights_stay_tied():
-    module = nn.ModuleDict({"embed": nn.Embedding(100, 20), "head": nn.Linear(20, 100)})
+def test_tied_weights_stay_tied() -> None:
+    module: Any = nn.ModuleDict({"embed": nn.Embedding(100, 20), "head": nn.Linear(20, 100)})
     module.head.weight = module.embed.weight
     module.view = module.embed.weight.data[50:]
     back = journey(module)
@@ -96,7 +98,7 @@ def test_tied_weights_stay_tied():
     assert back.head.weight[:50].any()
 
 
-def test_an_optimizer_comes_with_its_parameters():
+def test_an_optimizer_comes_with_its_parameters() -> None:
     module = nn.Linear(200, 30)
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(200)).sum().backward()
@@ -108,14 +110,14 @@ def test_an_optimizer_comes_with_its_parameters():
 
 @pytest.mark.parametrize("same_program", [True, False])
 @pytest.mark.parametrize("value", [Pair(1, torch.ones(3)), Record(1, torch.ones(5000))], ids=["tuple", "dataclass"])
-def test_records(value, same_program):
+def test_records(value: Pair | Record, same_program: bool) -> None:
     back = journey(value, same_program)
     assert type(back) is type(value)
     assert back.first == 1
     assert torch.equal(back.second, value.second)
 
 
-def test_what_is_one_stays_one():
+def test_what_is_one_stays_one() -> None:
     assert journey([Color.RED, None, torch.float32, Ellipsis]) == [Color.RED, None, torch.float32, Ellipsis]
     key = torch.ones(1)
     table, same = journey([{key: "found"}, key])
@@ -125,15 +127,15 @@ def test_what_is_one_stays_one():
     assert list(ordered) == ["b", "a"]
 
 
-def test_a_tensor_that_holds_itself():
-    tensor = torch.ones(2)
+def test_a_tensor_that_holds_itself() -> None:
+    tensor: Any = torch.ones(2)
     tensor.held = [tensor]
     back = journey(tensor)
     assert back.held[0] is back
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_an_array_and_a_tensor_of_one_memory_stay_together(size):
+def test_an_array_and_a_tensor_of_one_memory_stay_together(size: int) -> None:
     array = numpy.zeros(size)
     there, tensor, part = journey([array, torch.from_numpy(array), torch.from_numpy(array[1:3])])
     tensor[2] = 7
@@ -142,7 +144,7 @@ def test_an_array_and_a_tensor_of_one_memory_stay_together(size):
         assert there[2] == 7
 
 
-def test_named_results_and_packed_sequences():
+def test_named_results_and_packed_sequences() -> None:
     back = journey(torch.arange(6.0).view(2, 3).max(dim=1))
     assert back.indices.tolist() == [2, 2]
     sequence = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 2, 1), [2, 1])
@@ -150,7 +152,7 @@ def test_named_results_and_packed_sequences():
 
 
 @pytest.mark.parametrize("same_program", [True, False])
-def test_the_main_program_by_name_and_by_value(main, same_program):
+def test_the_main_program_by_name_and_by_value(main: ModuleType, same_program: bool) -> None:
     heir = main.Heir()
     sent = encode([main.factorial, main.even, heir, main.Color.RED], same_program)
     assert bool(sent.tensors) != same_program  # what a class uses comes along with it
@@ -160,34 +162,34 @@ def test_the_main_program_by_name_and_by_value(main, same_program):
 
 
 class Open:
-    def __init__(self):
+    def __init__(self) -> None:
         self.rows = (row for row in range(3))
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ((1, {"rows": (x for x in ())}), r"\[1\]\['rows'\] \(builtins.generator\) cannot be sent"),
+        ((1, {"rows": (x for x in "")}), r"\[1\]\['rows'\] \(builtins.generator\) cannot be sent"),
         (((torch.ones(1), Open()), {}), r"argument 1\.rows \(builtins.generator\) cannot be sent"),
         ([weakref.ref(Open)], r"\[0\] \(weakref.ReferenceType\) cannot be sent"),
         (((), {"file": sys.stdout.buffer}), r"argument 'file' \(_io\..*\) cannot be sent"),
     ],
     ids=str,
 )
-def test_what_cannot_be_sent_is_named(value, text):
+def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
     with pytest.raises(errors.CannotEncode, match=text):
         journey(value)
 
 
-def test_what_is_nested_without_end_is_refused():
-    deep: list = []
+def test_what_is_nested_without_end_is_refused() -> None:
+    deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(errors.CannotEncode, match="recursion"):
         journey(deep)
 
 
-def test_a_tensor_without_memory_is_refused_wherever_it_is():
+def test_a_tensor_without_memory_is_refused_wherever_it_is() -> None:
     freed = torch.ones(5)
     freed.untyped_storage().resize_(0)
     with pytest.raises(errors.CannotEncode, match="freed"):

@@ -6,18 +6,21 @@ import functools
 import sys
 import threading
 import types
+from collections.abc import Callable
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import Self
 
 from telegrad import errors
 from telegrad.wire import functions, pickling
 from telegrad.wire.pickling import decode, encode
 
 
-def journey(value, same_program=True):
+def journey(value: Any, same_program: bool = True) -> Any:
     body, tensors, *_ = encode(value, same_program)
     return decode(body, [tensor.detach().clone() for tensor in tensors])
 
@@ -25,36 +28,44 @@ def journey(value, same_program=True):
 class Tagged(torch.Tensor):
     """A subclass with an attribute."""
 
+    label: str
+
 
 class Wrapper(torch.Tensor):
     """A subclass made of an inner tensor."""
 
     @staticmethod
-    def __new__(cls, inner):
+    def __new__(cls, inner: torch.Tensor) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
-    def __init__(self, inner):
+    inner: Any  # which is a method of tensors
+
+    def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
 
-    def __tensor_flatten__(self):
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
         return ["inner"], "context"
 
     @staticmethod
-    def __tensor_unflatten__(inner, context, shape, stride):
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: str, shape: torch.Size, stride: tuple[int]
+    ) -> Wrapper:
         assert context == "context"
         return Wrapper(inner["inner"])
 
     @classmethod
-    def __torch_dispatch__(cls, function, kinds, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise NotImplementedError(function)
 
 
 @torch.jit.script
-def scripted(x: torch.Tensor):
+def scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def plain(x):
+def plain(x: Any) -> Any:
     return x
 
 
@@ -64,25 +75,29 @@ compiled = torch.compile(plain, backend="eager")
 class Own(torch.Tensor):
     """A subclass with rules of its own."""
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[torch.Tensor]]:
         return _own, (self.as_subclass(torch.Tensor) * 2,)
 
 
-def _own(tensor):
+def _own(tensor: torch.Tensor) -> Own:
     return tensor.as_subclass(Own)
 
 
 class Dispatching(torch.Tensor):
     """A subclass without memory that does not tell what it is made of."""
 
+    inner: Any
+
     @staticmethod
-    def __new__(cls, inner):
+    def __new__(cls, inner: torch.Tensor) -> Self:
         made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
         made.inner = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function, kinds, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise NotImplementedError(function)
 
 
@@ -91,23 +106,23 @@ class Weight(nn.Parameter):
 
 
 class Stubborn:
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, int]:
         return {"x": 1}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, int]) -> NoReturn:
         raise AttributeError("no such state")
 
 
 class Holder:
-    def method(self):
+    def method(self) -> int:
         return 1
 
     @classmethod
-    def build(cls):
+    def build(cls) -> Holder:
         return cls()
 
 
-def test_tensors_are_lifted_once_each():
+def test_tensors_are_lifted_once_each() -> None:
     tensor = torch.ones(3)
     body, tensors, *_ = encode({"a": tensor, "b": [tensor, torch.zeros(2)]}, True)
     assert [t.tolist() for t in tensors] == [[1, 1, 1], [0, 0]]
@@ -116,7 +131,7 @@ def test_tensors_are_lifted_once_each():
     assert b"storage" not in body
 
 
-def test_parameters_and_modules():
+def test_parameters_and_modules() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     back = journey(module)
     assert [type(p) for p in back.parameters()] == [nn.Parameter] * 4
@@ -129,19 +144,19 @@ def test_parameters_and_modules():
     assert not back.persistent
 
 
-def test_subclasses():
-    tagged = torch.ones(2).as_subclass(Tagged)
+def test_subclasses() -> None:
+    tagged: Any = torch.ones(2).as_subclass(Tagged)
     tagged.label = "x"
     back = journey(tagged)
     assert type(back) is Tagged
     assert back.label == "x"
     assert type(journey(Wrapper(torch.ones(2))).inner) is torch.Tensor
-    noted = torch.ones(2)
+    noted: Any = torch.ones(2)
     noted.note = "y"
     assert journey(noted).note == "y"
 
 
-def test_subclasses_with_rules_of_their_own():
+def test_subclasses_with_rules_of_their_own() -> None:
     own = journey(torch.ones(2).as_subclass(Own))
     assert type(own) is Own
     assert own.tolist() == [2, 2]
@@ -152,8 +167,8 @@ def test_subclasses_with_rules_of_their_own():
     assert [part.tolist() for part in journey(jagged).unbind()] == [[1, 1], [1, 1, 1]]
 
 
-def test_leaves_arrive_as_leaves():
-    weight = Weight(torch.ones(2))
+def test_leaves_arrive_as_leaves() -> None:
+    weight: Any = Weight(torch.ones(2))
     weight.note = "kept"
     tagged = torch.ones(2).as_subclass(Tagged).requires_grad_()
     for tensor in (nn.Parameter(torch.ones(2)), weight, tagged):
@@ -166,7 +181,7 @@ def test_leaves_arrive_as_leaves():
     assert decode(*encode(weight, True)[:3]).note == "kept"
 
 
-def test_a_history_given_on_the_way_is_kept():
+def test_a_history_given_on_the_way_is_kept() -> None:
     """The rooms above put their own tensors in the slots: gradients must reach them."""
     for tensor in (nn.Parameter(torch.ones(2)), torch.ones(2).as_subclass(Tagged), torch.ones(2)):
         received = torch.ones(2, requires_grad=True)
@@ -176,14 +191,14 @@ def test_a_history_given_on_the_way_is_kept():
         assert received.grad.tolist() == [2, 2]
 
 
-def test_what_shares_memory_is_lifted_as_such():
+def test_what_shares_memory_is_lifted_as_such() -> None:
     """Not copied on the way into the slots: `pack` sees what belongs together."""
     parameter = nn.Parameter(torch.ones(4))
     value = [parameter, parameter.data, parameter.untyped_storage(), parameter.detach().as_subclass(Tagged)]
     assert len({tensor.data_ptr() for tensor in encode(value, True).tensors}) == 1
 
 
-def test_storages_and_arrays():
+def test_storages_and_arrays() -> None:
     assert journey(torch.arange(3).untyped_storage()).tolist()[:8] == [0] * 8
     for array in (
         numpy.arange(5),
@@ -202,7 +217,7 @@ def test_storages_and_arrays():
     assert (typed.dtype, len(typed)) == (torch.int16, 3)
 
 
-def test_large_arrays_are_not_copied():
+def test_large_arrays_are_not_copied() -> None:
     array = numpy.zeros(100_000)
     body, (sent,), *_ = encode([array], True)
     assert len(body) < 1000
@@ -217,14 +232,14 @@ def test_large_arrays_are_not_copied():
     assert back.sum() == 1
 
 
-def test_large_buffers_stand_behind_the_tensors():
+def test_large_buffers_stand_behind_the_tensors() -> None:
     body, tensors, *_ = encode([numpy.ones(10_000), torch.zeros(2), numpy.arange(10_000), numpy.arange(3)], True)
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.uint8, torch.uint8]
     ones, zeros, numbers, few = decode(body, tensors)
     assert (ones.sum(), zeros.tolist(), numbers[-1], few.tolist()) == (10_000, [0, 0], 9999, [0, 1, 2])
 
 
-def test_a_read_only_array_stays_so():
+def test_a_read_only_array_stays_so() -> None:
     array = numpy.ones(10_000)
     array.flags.writeable = False
     assert not journey(array).flags.writeable
@@ -236,17 +251,17 @@ def test_a_read_only_array_stays_so():
     [torch.add, torch.nn.functional.gelu, min, plain, Holder, scripted, compiled, torch.ops.aten.add, torch.Tensor.add],
     ids=str,
 )
-def test_by_name(function):
+def test_by_name(function: Callable[..., Any]) -> None:
     assert journey([function])[0] is function
 
 
-def test_methods():
+def test_methods() -> None:
     assert journey([Holder().method])[0]() == 1
     assert type(journey([Holder.build])[0]()) is Holder
     assert journey([[3, 1, 2].index])[0](2) == 2
 
 
-def test_the_main_program_goes_by_name_only_to_its_like(monkeypatch):
+def test_the_main_program_goes_by_name_only_to_its_like(monkeypatch: pytest.MonkeyPatch) -> None:
     main = types.ModuleType("__main__")
     exec("def f(): return 5\nclass C: pass", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -257,10 +272,10 @@ def test_the_main_program_goes_by_name_only_to_its_like(monkeypatch):
     assert type(journey(main.C(), False)).__name__ == "C"
 
 
-def test_by_value():
+def test_by_value() -> None:
     captured = torch.ones(2)
 
-    def closure(x):
+    def closure(x: int) -> Tensor:
         return x + captured
 
     back = journey([closure, lambda x: -x])
@@ -270,7 +285,7 @@ def test_by_value():
     assert journey([local])[0](captured).shape == (2,)
 
     @torch.jit.script
-    def script(x: torch.Tensor):
+    def script(x: torch.Tensor) -> torch.Tensor:
         return x + 5
 
     assert journey([script])[0](captured).tolist() == [6, 6]
@@ -281,7 +296,7 @@ def test_by_value():
     assert journey(Local()).__class__.__name__ == "Local"
 
 
-def test_compiled_functions_are_compiled_once():
+def test_compiled_functions_are_compiled_once() -> None:
     for function in (plain, lambda x: x * 2):
         made = torch.compile(function, backend="eager", dynamic=True)
         body, tensors, *_ = encode([made, torch.ones(2)], True)
@@ -292,15 +307,15 @@ def test_compiled_functions_are_compiled_once():
         assert decode(encode([made], True).body, [])[0] is arrived[0]
 
 
-def test_compiled_modules():
+def test_compiled_modules() -> None:
     module = torch.compile(nn.Linear(2, 1), backend="eager")
     back = journey(module)
     assert type(back) is type(module)
     assert torch.equal(back(torch.ones(2)), module(torch.ones(2)))
 
 
-def test_odd_values():
-    ring: list = [1]
+def test_odd_values() -> None:
+    ring: list[Any] = [1]
     ring.append(ring)
     back = journey(ring)
     assert back[1] is back
@@ -315,7 +330,7 @@ def test_odd_values():
 
 
 @pytest.mark.parametrize("value", [None, 3, -(1 << 80), 2.5, "text \udc80", b"bytes", True, 1j, torch.ones(2)], ids=str)
-def test_one_thing(value):
+def test_one_thing(value: Any) -> None:
     back = journey(value)
     assert type(back) is type(value)
     assert back is value or bool((back == value).all() if isinstance(value, torch.Tensor) else back == value)
@@ -334,25 +349,25 @@ def test_one_thing(value):
     ],
     ids=str,
 )
-def test_arguments(args, kwargs):
+def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     back_args, back_kwargs = journey((args, kwargs))
     assert type(back_args) is tuple
     assert repr((back_args, back_kwargs)) == repr((args, kwargs))
     assert list(back_kwargs) == list(kwargs)
 
 
-def test_one_tensor_given_twice_arrives_as_one():
+def test_one_tensor_given_twice_arrives_as_one() -> None:
     tensor = torch.ones(2)
     assert len(encode(((tensor, tensor), {}), True).tensors) == 1
     (first, second), more = journey(((tensor, tensor), {"again": tensor}))
     assert first is second is more["again"]
 
 
-def test_the_empty_call_is_constant():
+def test_the_empty_call_is_constant() -> None:
     assert encode(((), {}), True).body is encode(((), {}), False).body
 
 
-def test_large_containers_cost_nothing_for_each_element(monkeypatch):
+def test_large_containers_cost_nothing_for_each_element(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(pickling._Pickler, "reducer_override", lambda self, obj: asked.append(obj))
     value = [list(range(10_000)), {str(n): (n, 0.5, None) for n in range(10_000)}, {1, 2}, b"x" * 100_000]
@@ -361,36 +376,36 @@ def test_large_containers_cost_nothing_for_each_element(monkeypatch):
 
 
 class Locked:
-    def __init__(self):
+    def __init__(self) -> None:
         self.lock = threading.Lock()
 
 
 class Locking(Locked):
-    def __call__(self):
+    def __call__(self) -> None:
         pass
 
-    def method(self):
+    def method(self) -> None:
         pass
 
 
 LOCK = threading.Lock()
 
 
-def closed_over():
+def closed_over() -> tuple[Callable[..., Any], ...]:
     lock = threading.Lock()
     config = {"all": [lock]}
 
-    def step():
+    def step() -> None:
         with lock:
             pass
 
-    def deeper():
+    def deeper() -> Any:
         return config["all"]
 
-    def nested():
+    def nested() -> Any:
         return deeper()
 
-    def with_default(value=lock):
+    def with_default(value: Any = lock) -> None:
         pass
 
     return step, deeper, nested, with_default, lambda: LOCK
@@ -422,13 +437,13 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
     ],
     ids=str,
 )
-def test_what_cannot_be_sent_is_named(value, text):
+def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
     with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send what|Make it)") as caught:
         encode(value, True)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("gone_module")
     exec("class Thing: pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "gone_module", module)
@@ -439,10 +454,11 @@ def test_what_is_missing_is_named(monkeypatch):
         decode(body, [])
 
 
-def test_what_cannot_be_rebuilt_says_why():
+def test_what_cannot_be_rebuilt_says_why() -> None:
     with pytest.raises(errors.CannotDecode, match="cannot be rebuilt"):
         decode(b"\x80\x05garbage", [])
-    for value in ([torch.ones(1), torch.ones(1)], ((torch.ones(1), torch.ones(1)), {})):
+    values: list[Any] = [[torch.ones(1), torch.ones(1)], ((torch.ones(1), torch.ones(1)), {})]
+    for value in values:
         with pytest.raises(errors.CannotDecode):
             decode(encode(value, True).body, [torch.ones(1)])
     with pytest.raises(errors.CannotDecode, match="AttributeError: no such state") as caught:

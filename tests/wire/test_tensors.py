@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad import errors
@@ -18,19 +21,19 @@ from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
 
-def journey(*tensors):
+def journey(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Pack, copy the blobs as a wire would, unpack."""
     meta, blobs = pack(tensors)
     assert all(blob.dtype == torch.uint8 and blob.dim() == 1 and blob.is_contiguous() for blob in blobs)
     return unpack(meta, [blob.clone() for blob in blobs])
 
 
-def carried(*tensors):
+def carried(*tensors: torch.Tensor) -> int:
     meta, blobs = pack(tensors)
     return len(meta) + sum(blob.numel() for blob in blobs)
 
 
-def bytes_of(storage):
+def bytes_of(storage: torch.UntypedStorage) -> bytes:
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
 
 
@@ -40,7 +43,7 @@ DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} 
 
 @pytest.mark.parametrize("size", [5, 50_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, size):
+def test_dtypes(dtype: torch.dtype, size: int) -> None:
     source = torch.empty(size * dtype.itemsize, dtype=torch.uint8).random_(0, 2)
     tensor = torch.empty(0, dtype=dtype).set_(source.untyped_storage(), 0, (size,), (1,))
     for made in (tensor, torch.empty(0, dtype=dtype).set_(source.untyped_storage(), 0, (size // 2,), (2,))):
@@ -72,7 +75,7 @@ def test_dtypes(dtype, size):
     ],
     ids=lambda t: f"{tuple(t.shape)}{t.stride()}",
 )
-def test_strided(tensor):
+def test_strided(tensor: torch.Tensor) -> None:
     (back,) = journey(tensor)
     assert torch.equal(back, tensor)
     assert back.shape == tensor.shape
@@ -88,7 +91,7 @@ def test_strided(tensor):
     "tensor",
     [
         torch.eye(3).to_sparse(),
-        torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
+        torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,)),
         torch.eye(4).to_sparse_csr(),
         torch.eye(4).to_sparse_csc(),
         torch.eye(4).to_sparse_bsr((2, 2)),
@@ -96,7 +99,7 @@ def test_strided(tensor):
     ],
     ids=lambda t: str(t.layout),
 )
-def test_sparse(tensor):
+def test_sparse(tensor: torch.Tensor) -> None:
     (back,) = journey(tensor)
     assert back.layout == tensor.layout
     assert torch.equal(back.to_dense(), tensor.to_dense())
@@ -104,7 +107,7 @@ def test_sparse(tensor):
         assert back.is_coalesced() == tensor.is_coalesced()
 
 
-def test_rare_kinds():
+def test_rare_kinds() -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
@@ -119,7 +122,7 @@ def test_rare_kinds():
     assert back[4].stride() == meta.stride()
 
 
-def test_views_of_one_storage_stay_together():
+def test_views_of_one_storage_stay_together() -> None:
     base = torch.arange(10_000.0)
     head, tail, bits = journey(base[:6000], base[4000:], base.view(torch.int32)[5000:5010])
     head[4000:].zero_()
@@ -127,14 +130,14 @@ def test_views_of_one_storage_stay_together():
     assert not bits.any()
 
 
-def test_small_views_of_one_storage_stay_together():
+def test_small_views_of_one_storage_stay_together() -> None:
     base = torch.zeros(10)
     head, tail = journey(base[:6], base[4:])
     head.fill_(1)
     assert tail.tolist() == [1, 1, 0, 0, 0, 0]
 
 
-def test_only_the_viewed_part_travels():
+def test_only_the_viewed_part_travels() -> None:
     base = torch.zeros(1_000_000)
     assert carried(base[10:20]) < 1000
     assert carried(base[:2000], base[-2000:]) < 17_000
@@ -142,24 +145,26 @@ def test_only_the_viewed_part_travels():
     assert carried(torch.tensor(1.0).expand(1000, 1000)) < 1000
 
 
-def test_a_column_keeps_its_stride():
+def test_a_column_keeps_its_stride() -> None:
     column = torch.arange(1_000_000.0).view(1000, 1000)[:, 3]
     (back,) = journey(column)
     assert torch.equal(back, column)
     assert back.stride() == column.stride()
 
 
-def test_large_memory_is_aliased_and_built_in_place():
+def test_large_memory_is_aliased_and_built_in_place() -> None:
     source = torch.arange(SMALL)
     meta, (blob,) = pack([source])
+    assert isinstance(blob, torch.Tensor)
     assert blob.data_ptr() == source.data_ptr()
     (back,) = unpack(meta, [blob])
     assert back.data_ptr() == source.data_ptr()
 
 
-def test_blobs_may_begin_anywhere():
+def test_blobs_may_begin_anywhere() -> None:
     source = torch.arange(10_000)
     meta, (blob,) = pack([source])
+    assert isinstance(blob, torch.Tensor)
     for shift in (8, 3):
         room = torch.empty(blob.numel() + shift, dtype=torch.uint8)
         room[shift:] = blob
@@ -167,7 +172,7 @@ def test_blobs_may_begin_anywhere():
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1,), (1, 1, 2000)])
-def test_strides_of_single_elements(shape):
+def test_strides_of_single_elements(shape: tuple[Any, ...]) -> None:
     tensor = (
         torch.ones(3).as_strided(shape, [0] * len(shape))
         if shape[-1] > 3
@@ -180,7 +185,7 @@ def test_strides_of_single_elements(shape):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_in_other_modes(mode):
+def test_in_other_modes(mode: type[Any]) -> None:
     parameter = torch.ones(5, requires_grad=True)
     with mode():
         made, large = torch.ones(5) * 2, torch.ones(5000)
@@ -193,7 +198,7 @@ def test_in_other_modes(mode):
     assert torch.equal(journey(made)[0], made)
 
 
-def test_another_default_device_changes_nothing():
+def test_another_default_device_changes_nothing() -> None:
     tensors = [
         torch.ones(3),
         torch.empty(0),
@@ -207,7 +212,7 @@ def test_another_default_device_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=False))
 
 
-def test_the_source_is_left_alone():
+def test_the_source_is_left_alone() -> None:
     leaf = torch.ones(5000, requires_grad=True)
     result = (leaf * 2)[::2]
     before = result.grad_fn, result._version, leaf._version, result.untyped_storage().nbytes()
@@ -217,7 +222,7 @@ def test_the_source_is_left_alone():
     assert result[0] == 2
 
 
-def test_compiled_results():
+def test_compiled_results() -> None:
     function = torch.compile(lambda x: x * 2, backend="aot_eager")
     made = function(torch.ones(3, requires_grad=True))
     (back,) = journey(made)
@@ -228,14 +233,14 @@ def test_compiled_results():
 
 @pytest.mark.parametrize("size", [4, 50_000])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_memory_that_was_freed(size, offset):
+def test_memory_that_was_freed(size: int, offset: int) -> None:
     tensor = torch.ones(size)[offset:]
     tensor.untyped_storage().resize_(0)
     with pytest.raises(errors.CannotEncode, match="that was freed"):
         pack([tensor])
 
 
-def test_one_memory_under_two_storages():
+def test_one_memory_under_two_storages() -> None:
     array = numpy.arange(1000.0)
     whole, part = torch.from_numpy(array), torch.from_numpy(array[100:200])
     back = journey(whole, part)
@@ -245,7 +250,7 @@ def test_one_memory_under_two_storages():
     assert all(torch.equal(a, b) for a, b in zip(journey(*halves), halves, strict=True))
 
 
-def test_parts_of_sparse_tensors_stay_together():
+def test_parts_of_sparse_tensors_stay_together() -> None:
     indices, values = torch.tensor([[0, 2]]), torch.ones(2)
     first, second, dense = journey(
         torch.sparse_coo_tensor(indices, values, (3,), check_invariants=True),
@@ -256,20 +261,20 @@ def test_parts_of_sparse_tensors_stay_together():
     assert first.to_dense().tolist() == second.to_dense().tolist() == [5, 0, 5]
 
 
-def test_sparse_tensors_keep_requires_grad():
+def test_sparse_tensors_keep_requires_grad() -> None:
     sparse = torch.eye(3).to_sparse().requires_grad_()
     (back,) = journey(sparse)
     assert back.requires_grad
     assert back.is_leaf
 
 
-def test_what_this_torch_does_not_know():
+def test_what_this_torch_does_not_know() -> None:
     meta, blobs = pack([torch.ones(1)])
     with pytest.raises(errors.CannotDecode, match="same version of torch"):
-        unpack(meta.replace(b"float32", b"float99"), blobs)
+        unpack(meta.replace(b"float32", b"float99"), [blob for blob in blobs if isinstance(blob, torch.Tensor)])
 
 
-def test_what_has_no_memory_of_its_own():
+def test_what_has_no_memory_of_its_own() -> None:
     with FakeTensorMode():
         fakes = torch.ones(3), torch.ones(3000)
     for fake in fakes:
@@ -278,21 +283,21 @@ def test_what_has_no_memory_of_its_own():
 
 
 @pytest.mark.parametrize("size", [3, 3000])
-def test_zeros_without_memory(size):
+def test_zeros_without_memory(size: int) -> None:
     assert torch.equal(journey(torch._efficientzerotensor(size))[0], torch.zeros(size))
 
 
-def test_another_device_is_refused_with_advice():
+def test_another_device_is_refused_with_advice() -> None:
     class Elsewhere:
         layout, is_nested, is_quantized, is_cpu, is_meta = torch.strided, False, False, False, False
         device, dtype = torch.device("cuda:0"), torch.float32
 
     with pytest.raises(errors.DeviceError, match=r"cuda:0.*cpu\(\)"):
-        pack([Elsewhere()])
+        pack([Elsewhere()])  # type: ignore[list-item]
 
 
 @st.composite
-def views(draw):
+def views(draw: Callable[..., Any]) -> torch.Tensor | None:
     shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=4))
     strides = [draw(st.integers(0, 7)) for _ in shape]
     offset = draw(st.integers(0, 9))
@@ -303,14 +308,14 @@ def views(draw):
 
 
 @given(st.lists(views(), max_size=4))
-def test_any_views(tensors):
+def test_any_views(tensors: list[Tensor] | list[torch.Tensor]) -> None:
     for back, tensor in zip(journey(*tensors), tensors, strict=True):
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride() or tensor.is_contiguous()  # where each stride does
 
 
 @st.composite
-def parts_of_one(draw):
+def parts_of_one(draw: Callable[..., Any]) -> tuple[torch.Tensor, list[Callable[..., Any]]]:
     """Views of one storage, as functions of it."""
     size = draw(st.sampled_from([16, 3000]))
     takes = []
@@ -322,7 +327,9 @@ def parts_of_one(draw):
 
 
 @given(parts_of_one())
-def test_a_change_is_seen_where_it_would_be_at_home(drawn):
+def test_a_change_is_seen_where_it_would_be_at_home(
+    drawn: tuple[Tensor, list[Callable[..., Any]]] | tuple[torch.Tensor, list[Callable[..., Any]]],
+) -> None:
     base, takes = drawn
     sent = [take(base) for take in takes]
     arrived = journey(*sent)
@@ -333,7 +340,7 @@ def test_a_change_is_seen_where_it_would_be_at_home(drawn):
 
 
 @pytest.mark.parametrize("size", [3, 9000])
-def test_parts_of_complex_numbers_stay_together(size):
+def test_parts_of_complex_numbers_stay_together(size: int) -> None:
     source = torch.randn(size, 2, dtype=torch.complex64)[:, 0]
     conjugate, real, imaginary, negative, whole = back = journey(
         source.conj(), source.real, source.imag, source.conj().imag, source
@@ -343,12 +350,12 @@ def test_parts_of_complex_numbers_stay_together(size):
     assert negative.is_neg()
     assert torch.equal(negative, -source.imag)
     whole.fill_(1 + 2j)
-    assert (conjugate[0], real[0], imaginary[0], negative[0]) == (1 - 2j, 1, 2, -2)
+    assert [part[0].item() for part in (conjugate, real, imaginary, negative)] == [1 - 2j, 1, 2, -2]
     assert torch.equal(journey(source.conj())[0], source.conj())
 
 
 @pytest.mark.parametrize("size", [3, 9000])
-def test_what_arrives_is_like_any_tensor(size):
+def test_what_arrives_is_like_any_tensor(size: int) -> None:
     (back,) = journey(torch.ones(size))
     assert copy.deepcopy(back).add_(1).sum() == 2 * size
     assert torch.equal(pickle.loads(pickle.dumps(back)), back)
@@ -358,7 +365,7 @@ def test_what_arrives_is_like_any_tensor(size):
     assert back.grad.sum() == 2 * size
 
 
-def test_only_one_element_travels_of_an_expanded_leaf():
+def test_only_one_element_travels_of_an_expanded_leaf() -> None:
     leaf = torch.ones(1, requires_grad=True)
     (back,) = journey(leaf.expand(100_000))
     assert carried(leaf.expand(100_000)) < 1000
@@ -367,7 +374,7 @@ def test_only_one_element_travels_of_an_expanded_leaf():
     assert back.requires_grad
 
 
-def test_memory_is_writable():
+def test_memory_is_writable() -> None:
     blob = torch.zeros(4, dtype=torch.uint8)
     memory(blob)[2] = 7
     assert blob.tolist() == [0, 0, 7, 0]

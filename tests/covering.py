@@ -1,0 +1,62 @@
+"""How much of the pure files their tests run: `python -m tests.covering`; fails where that is too little.
+
+Of state machines without threads and sockets each branch can be reached, so each should be.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from tests.test_imports import PURE, ROOT
+
+LEAST = 95.0  # percent of a file's statements and branches
+HERE = pathlib.Path(__file__).parent
+ALSO = ["test_parts", "test_seconds"]  # beside those that have the name of the file which they are about
+
+
+def tests() -> list[str]:
+    """The simulations, and the tests of small parts, wherever they are."""
+    names = sorted({f"test_{pathlib.Path(name).stem}" for name in PURE}.union(ALSO))
+    found = [str(path) for name in names for path in HERE.rglob(f"{name}.py")]
+    return [str(HERE / "sim"), *(path for path in found if not path.startswith(str(HERE / "sim")))]
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(pathlib.Path(folder))
+    for name, percent in found.items():
+        print(f"{percent:6.1f} {name}{'' if percent >= LEAST else f'   less than {LEAST:g}'}")
+    return 0 if min(found.values()) >= LEAST else 1
+
+
+def measure(folder: pathlib.Path) -> dict[str, float]:
+    """Of each pure file the percentage of statements and branches that are run."""
+    pytest = ["-m", "pytest", "-m", "not nightly and not cuda", "--timeout", "300", *tests()]
+    _coverage(folder, "run", "--branch", f"--include={ROOT}/*", *pytest)
+    _coverage(folder, "json", "-q", "-o", f"{folder}/report.json")
+    files: dict[str, Any] = json.loads((folder / "report.json").read_text())["files"]
+    percents = {pathlib.Path(path).resolve(): each["summary"]["percent_covered"] for path, each in files.items()}
+    return {name: percents.get(ROOT / name, 0.0) for name in PURE}
+
+
+def _coverage(folder: pathlib.Path, *arguments: str) -> None:
+    """In this process alone: pure files need no other."""
+    command = [
+        sys.executable,
+        "-m",
+        "coverage",
+        arguments[0],
+        "--rcfile=",
+        f"--data-file={folder}/data",
+        *arguments[1:],
+    ]
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

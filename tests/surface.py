@@ -1,0 +1,193 @@
+"""What users may import, with signatures, as the source says it: `python -m tests.surface` writes it to surface.txt.
+
+It is read from the source and not from what is imported, so that it needs no torch and is the same on every Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+FILE = pathlib.Path(__file__).with_suffix(".txt")
+PACKAGE = pathlib.Path(__file__).parents[1]
+MODULES = (
+    "telegrad",
+    "telegrad.rpc",
+    "telegrad.rpc.functions",
+    "telegrad.autograd",
+    "telegrad.nn",
+    "telegrad.optim",
+    "telegrad.checkpoint",
+    "telegrad.errors",
+    "telegrad.compat",
+)
+HANDED_OUT = (("telegrad.hosting", "LocalGroup"), ("telegrad.rpc.references", "Proxy"))  # imported by nobody
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Definition(NamedTuple):
+    """Where a name of the package is defined, and as what; None is a module."""
+
+    module: str
+    node: ast.stmt | None
+
+
+def text() -> str:
+    """The whole surface."""
+    public = {definition(module, name) for module in MODULES for name in exported(module)}
+    blocks = [_block(module, [(module, name) for name in exported(module)], public) for module in MODULES]
+    return "\n".join([*blocks, _block("given by these, and not imported", HANDED_OUT, public)])
+
+
+def exported(module: str) -> list[str]:
+    """The `__all__` of a module."""
+    names: list[str] = ast.literal_eval(_assigned(module, "__all__"))
+    return names
+
+
+def definition(module: str, name: str) -> Definition | None:
+    """What a name of a module leads to; None where that is not in this package."""
+    for node in _statements(_tree(module)):
+        if isinstance(node, Function | ast.ClassDef) and node.name == name:
+            return Definition(module, node)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _imported(node.module or "", alias.name)
+        if name in _targets(node):
+            value = getattr(node, "value", None)
+            further = definition(module, value.id) if isinstance(value, ast.Name) else None
+            return further or Definition(module, node)
+    return None
+
+
+def _imported(module: str, name: str) -> Definition | None:
+    if module.partition(".")[0] != "telegrad":
+        return None
+    return Definition(f"{module}.{name}", None) if path_of(f"{module}.{name}").exists() else definition(module, name)
+
+
+def _block(title: str, names: Iterable[tuple[str, str]], public: set[Definition | None]) -> str:
+    lines = [line for module, name in sorted(names) for line in _rendered(name, definition(module, name), public)]
+    return "\n".join([title, *(f"    {line}" for line in lines), ""])
+
+
+def _rendered(name: str, found: Definition | None, public: set[Definition | None]) -> Iterator[str]:
+    if found is None:
+        raise LookupError(f"{name} is exported, but not defined in the package")
+    if found.node is None:
+        yield f"module {name}"
+    elif isinstance(found.node, Function | ast.ClassDef) and found.node.name != name:
+        yield f"{name} = {found.node.name}"
+    elif isinstance(found.node, ast.ClassDef):
+        lines = _members(found, public)
+        bases = ", ".join(_bases(found, public))
+        yield f"class {name}({bases})" if bases else f"class {name}"
+        yield from (f"    {lines[member]}" for member in sorted(lines))
+    elif isinstance(found.node, Function):
+        yield _signature(found.module, found.node)
+    else:
+        yield f"constant {name}"
+
+
+def _members(of: Definition, public: set[Definition | None]) -> dict[str, str]:
+    """A class's own members, and those of its bases that users do not know."""
+    assert isinstance(of.node, ast.ClassDef)
+    found: dict[str, str] = {}
+    for base in reversed(of.node.bases):
+        hidden = _hidden(of.module, base, public)
+        if hidden is not None:
+            found |= _members(hidden, public)
+    for node in of.node.body:
+        if isinstance(node, Function) and _is_public(node.name):
+            found[node.name] = _method(of.module, node)
+        elif isinstance(node, ast.AnnAssign) and all(map(_is_public, _targets(node))):
+            found[ast.unparse(node.target)] = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
+        else:
+            found |= {name: f"constant {name}" for name in _targets(node) if _is_public(name) and name not in found}
+    found.pop("__slots__", None)
+    return found
+
+
+def _bases(of: Definition, public: set[Definition | None]) -> Iterator[str]:
+    """Those that users know, or that come from elsewhere."""
+    assert isinstance(of.node, ast.ClassDef)
+    for base in of.node.bases:
+        hidden = _hidden(of.module, base, public)
+        if hidden is None:
+            yield ast.unparse(base)
+        else:
+            yield from _bases(hidden, public)
+
+
+def _hidden(module: str, base: ast.expr, public: set[Definition | None]) -> Definition | None:
+    found = definition(module, base.id) if isinstance(base, ast.Name) else None
+    return None if found in public or found is None or not isinstance(found.node, ast.ClassDef) else found
+
+
+def _method(module: str, node: Function) -> str:
+    marks = {ast.unparse(mark) for mark in node.decorator_list}
+    if "property" in marks:
+        return f"property {node.name} -> {ast.unparse(node.returns) if node.returns else '?'}"
+    kind = next((f"{mark} " for mark in ("classmethod", "staticmethod") if mark in marks), "")
+    return kind + _signature(module, node)
+
+
+def _signature(module: str, node: Function) -> str:
+    """With the values of constants in the place of their names."""
+    args = copy.copy(node.args)
+    args.defaults = [_value(module, default) for default in args.defaults]
+    args.kw_defaults = [default and _value(module, default) for default in args.kw_defaults]
+    word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    return f"{word} {node.name}({ast.unparse(args)}) -> {ast.unparse(node.returns) if node.returns else '?'}"
+
+
+def _value(module: str, default: ast.expr) -> ast.expr:
+    found = definition(module, default.id) if isinstance(default, ast.Name) else None
+    value = getattr(found.node, "value", None) if found is not None else None
+    return value if isinstance(value, ast.expr) else default
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name.endswith("__")
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Those of a module, and those that stand under an `if`."""
+    for node in tree.body:
+        yield from node.body if isinstance(node, ast.If) else [node]
+
+
+def _targets(node: ast.stmt) -> list[str]:
+    """The names that a statement assigns to."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _assigned(module: str, name: str) -> ast.expr:
+    found = definition(module, name)
+    assert found is not None
+    assert isinstance(found.node, ast.Assign)
+    return found.node.value
+
+
+trees: dict[str, ast.Module] = {}
+
+
+def _tree(module: str) -> ast.Module:
+    if module not in trees:
+        trees[module] = ast.parse(path_of(module).read_text())
+    return trees[module]
+
+
+def path_of(module: str) -> pathlib.Path:
+    place = PACKAGE.joinpath(*module.split("."))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())
