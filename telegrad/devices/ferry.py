@@ -16,6 +16,7 @@ from torch import Tensor
 
 from telegrad.devices.pinned import PIECE, Piece, Pinned
 from telegrad.devices.streams import Arrived, Streams, device, on, read_on
+from telegrad.threads import Background
 from telegrad.wire.tensors import Bound, memory
 
 AHEAD = 4  # pieces of one blob that are copied before they are sent
@@ -81,10 +82,10 @@ class Ferry:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._pinned = Pinned()
-        self._lock = threading.Condition()  # guards all below
+        self._lock = threading.Condition()  # guards _watched and changes of _closed
         self._watched: list[tuple[Departure, Callable[[], None]]] = []
-        self._thread: threading.Thread | None = None
         self._closed = False
+        self._thread = Background("telegrad-devices", self._look)
 
     # Out
 
@@ -92,15 +93,13 @@ class Ferry:
         """Begin to copy a blob of an accelerator to the host; after what this thread has asked for until now."""
         index = bound.blob.device.index
         self.streams.use(index)
+        self._thread.want()
         return Departure(self._pinned, self.streams.departures(index), bound)
 
     def watch(self, departure: Departure, resume: Callable[[], None]) -> None:
         """Call `resume` once the next piece of `departure` is there."""
         with self._lock:
             self._watched.append((departure, resume))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="telegrad-devices", daemon=True)
-                self._thread.start()
             self._lock.notify()
 
     def _look(self) -> None:

@@ -193,7 +193,9 @@ class Incoming:
         if striped:
             room = self._lanes.carry(room, blob)
         else:
-            self._lanes.serve(size)  # the next one, if so
+            self._lanes.serve(size)
+            if self._lanes.wanted:
+                self._lanes.make_wanted()
         return blob, iter((room,))
 
     def attach(self, number: int, size: int, device: int) -> Tensor | Arrived:

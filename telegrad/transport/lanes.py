@@ -33,10 +33,11 @@ class Lanes:
     def __init__(self, sends: bool, failed: Callable[[Exception], None], make: Callable[[], None] | None) -> None:
         """`make` is called once, when there is use for lanes, at the end that makes them."""
         self.ready = False  # stripes may be sent
+        self.wanted = False  # `make_wanted` is due
         self._sends = sends
         self._failed = failed
         self._make = make
-        self._lock = threading.Lock()  # guards all below, and the order of stripes
+        self._lock = threading.Lock()  # guards all below, that `_make` is taken once, and the order of stripes
         self._socks: list[socket.socket] = []
         self._stripes: list[SimpleQueue[tuple[memoryview, Any] | None]] = []
         self._greeted = 0
@@ -45,13 +46,18 @@ class Lanes:
         self._closed = False
 
     def serve(self, size: int) -> bool:
-        """Whether a tensor of that size travels in stripes."""
+        """Whether a tensor of that size travels in stripes; if not, the next may, after `make_wanted`."""
         if size < STRIPE_FROM:
             return False
-        if self._make is not None:
-            make, self._make = self._make, None
-            make()
+        self.wanted = self._make is not None
         return self.ready
+
+    def make_wanted(self) -> None:
+        """Have them made, where there was use for them; not under a lock, since this starts a thread."""
+        with self._lock:
+            make, self._make, self.wanted = self._make, None, False
+        if make is not None:
+            make()
 
     def add(self, sock: socket.socket, heard: bytes) -> None:
         """Take in a further stream, on which the other end has said `heard` already."""

@@ -96,9 +96,12 @@ def test_many_follow_each_other_in_order(direction: Direction) -> None:
 
 def test_streams_are_made_once_and_for_what_is_large_only(direction: Direction) -> None:
     assert not direction.sending.serve(STRIPE_FROM - 1)
-    assert not direction.made
+    assert not direction.sending.wanted
     assert not direction.sending.serve(STRIPE_FROM)
+    assert direction.sending.wanted
+    direction.sending.make_wanted()
     assert not direction.sending.serve(STRIPE_FROM)
+    assert not direction.sending.wanted
     assert direction.made == ["lanes"]
 
 
