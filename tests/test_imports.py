@@ -1,4 +1,4 @@
-"""Rooms import downward only, no files in a circle, and pure files stay pure.
+"""Layers import downward only, no files in a circle, and pure files stay pure.
 
 Read from the source: imports inside of functions, or for types only, count like all others.
 """
@@ -105,14 +105,14 @@ def in_circles(imports: dict[str, set[str]]) -> set[str]:
     return {name for name in imports if name in reached(name)}
 
 
-def floor(room: str) -> int:
-    return next(index for index, rooms in enumerate(FLOORS) if room in rooms)
+def floor(layer: str) -> int:
+    return next(index for index, layers in enumerate(FLOORS) if layer in layers)
 
 
-def wrong_directions(room: str, source: str) -> list[str]:
-    """Imports of `source`, a file in `room`, that go up or sideways."""
+def wrong_directions(layer: str, source: str) -> list[str]:
+    """Imports of `source`, a file in `layer`, that go up or sideways."""
     own = [name.split(".")[1] for name in imported(source) if name.startswith("telegrad.")]
-    return [other for other in own if other != room and floor(other) >= floor(room)]
+    return [other for other in own if other != layer and floor(other) >= floor(layer)]
 
 
 def impurities(source: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""One worker: what it offers to the rooms above, put together from the parts of this room.
+"""One worker: what it offers to the layers above, put together from the parts of this layer.
 
 An agent is an object; several can live in one process. It listens from the start, then joins a group (it knows the
 others and can be called), and is closed in the end.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.agent import errands, scene
-from telegrad.agent.cargo import Context, Layers, Recorder, Rider
+from telegrad.agent import helping, scene
+from telegrad.agent.attachments import GraphContext, Layers
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import seconds
@@ -36,16 +36,16 @@ from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import (
     CALL,
-    CARRIES,
     FAILURE,
+    HAS_GRAPH,
+    HAS_REFERENCES,
     INFERENCE,
     NO_GRAD,
     NOTICE,
     PATIENT,
-    RECORDED,
     SCENE,
     Message,
-    load,
+    append,
 )
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import blame_again, decode, encode
@@ -113,10 +113,10 @@ class Agent:
         if not self._connections.begin_close():
             return
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
-        if self.layers.rider is not None:
-            self.layers.rider.close()
-        if self.layers.recorder is not None:
-            self.layers.recorder.close(reason)
+        if self.layers.references is not None:
+            self.layers.references.close()
+        if self.layers.graphs is not None:
+            self.layers.graphs.close(reason)
         self._connections.close(reason, how)
         self._server.close()
         self._reactor.close()
@@ -202,7 +202,7 @@ class Agent:
     ) -> None:
         """As `call_async`, but `outcome` is told. After one that is quick `expect` must follow.
 
-        With a `creation`, which the rider understands, the value stays there.
+        With a `creation`, which the layer of references understands, the value stays there.
         """
         peer = self._connections.peer(to)
         if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
@@ -269,15 +269,15 @@ class Agent:
             said, pending.in_turn = scene.described()
             if said:
                 flags |= SCENE
-                body = load(body, said)
-        context = layers.recorder.current() if layers.recorder is not None else None
+                body = append(body, said)
+        context = layers.graphs.current() if layers.graphs is not None else None
         if context is not None:
-            flags |= RECORDED
-            body = load(body, context.sent(tensors, peer.identity, function, not flags & NO_GRAD))
+            flags |= HAS_GRAPH
+            body = append(body, context.sent(tensors, peer.identity, function, not flags & NO_GRAD))
         if references or creation is not None:  # last, since nothing can fail from here on
-            assert layers.rider is not None
-            flags |= CARRIES
-            body = load(body, layers.rider.pack(references, peer.identity, creation))
+            assert layers.references is not None
+            flags |= HAS_REFERENCES
+            body = append(body, layers.references.pack(references, peer.identity, creation))
         message.flags, message.body = flags, body
         return message, weight
 
@@ -287,28 +287,12 @@ class Agent:
             raise fresh(pending.error)
         if pending.underway is not None:
             pending.underway.check(pending.asked, pending.peer.name)
-        answer, cargo = pending.answer, pending.cargo
+        answer, attachments = pending.answer, pending.attachments
         assert answer is not None
         if answer.kind == FAILURE:
             raise rebuild(bytes(answer.body))
         _, tensors = self.layers.take_tensors(answer, pending.peer.identity)
-        return decode(answer.body, tensors, cargo.references if cargo is not None else ())
-
-    def carry(self, rider: Rider) -> None:
-        """Send and receive for `rider`."""
-        self.layers.rider = rider
-
-    def record(self, recorder: Recorder) -> None:
-        """Have `recorder` see the tensors that leave and come."""
-        self.layers.recorder = recorder
-
-    @property
-    def rider(self) -> Rider | None:
-        return self.layers.rider
-
-    @property
-    def recorder(self) -> Recorder | None:
-        return self.layers.recorder
+        return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 
     def wrap_calls(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Have `wrap(function)` run in place of each function that others call; None ends it."""
@@ -319,14 +303,14 @@ class Agent:
         self._server.doorkeeper = doorkeeper
         return self._server
 
-    def run(self, act: Callable[[Any], None], argument: Any, short: bool, errand: bool = False) -> None:
+    def run(self, act: Callable[[Any], None], argument: Any, short: bool, by_who_waits: bool = False) -> None:
         """Have `act(argument)`, which may be user code, run on a thread for that, as a call would.
 
-        With `errand`, it follows from a message, and a thread that waits for such may do it.
+        With `by_who_waits`, it follows from a message, and a thread that waits for such may do it.
         """
         work = Work(act, argument, QUICK if short else LONG)
-        if errand:
-            errands.submit(self._reactor, work)
+        if by_who_waits:
+            helping.submit(self._reactor, work)
         else:
             self._reactor.submit(work)
 
@@ -351,7 +335,7 @@ class Agent:
     def _wait_for(self, future: Future[Any] | Signal, timeout: float, senders: Iterable[str]) -> bool:
         links = self._connections.accepted_from(senders)
         if links:
-            errands.run_for(future, links, self._reactor)
+            helping.run_for(future, links, self._reactor)
         return wait_for(future, timeout)
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -376,7 +360,7 @@ class Agent:
         """Whether this worker has a device map to that one."""
         return bool(self.settings.devices.maps.get(name))
 
-    # Control messages of the rooms above
+    # Control messages of the layers above
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
         """Have `handler(sender, message)` called for every control message of that class, a `NamedTuple`."""
@@ -388,7 +372,7 @@ class Agent:
         message: tuple[Any, ...],
         incarnation: str = "",
         tensors: Sequence[Tensor] = (),
-        context: Context | None = None,
+        context: GraphContext | None = None,
         patient: bool = False,
     ) -> None:
         """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
@@ -404,8 +388,8 @@ class Agent:
         if tensors:
             notice.meta, notice.blobs = pack(tensors, peer.places.gradients)
         if context is not None:
-            notice.flags = RECORDED
-            body = load(body, context.sent(tensors, peer.identity, type(message), True))
+            notice.flags = HAS_GRAPH
+            body = append(body, context.sent(tensors, peer.identity, type(message), True))
         notice.body = body
         peer.notify(notice, patient)
         if patient:

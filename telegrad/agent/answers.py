@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from telegrad.agent.cargo import Layers
+from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
@@ -17,7 +17,7 @@ from telegrad.errors import CannotEncode, PeerError, UsageError
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
-from telegrad.wire.messages import CARRIES, FAILURE, NO_GRAD, RECORDED, RESULT, Message, load
+from telegrad.wire.messages import FAILURE, HAS_GRAPH, HAS_REFERENCES, NO_GRAD, RESULT, Message, append
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import encode
 from telegrad.wire.stories import first_line, told_before
@@ -52,17 +52,20 @@ class Answers:
         caller, asked = call.caller, call.message
         if call.destination is not None:
             call.destination.fulfil(result)
-            return Message(RESULT, asked.id, CARRIES, body=load(_NOTHING, call.destination.receipt()))
+            return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING, call.destination.receipt()))
         flags = 0
         try:
             body, tensors, references, buffers = encode(result, caller.same_program)
             meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", [])
             if call.context is not None and any(tensor.requires_grad for tensor in tensors):
-                flags, what = RECORDED, getattr(function, "__name__", None) or asked.head.decode()
-                body = load(body, call.context.sent(tensors, caller.identity, what, not asked.flags & NO_GRAD))
+                flags, what = HAS_GRAPH, getattr(function, "__name__", None) or asked.head.decode()
+                body = append(body, call.context.sent(tensors, caller.identity, what, not asked.flags & NO_GRAD))
             if references:
-                assert self._layers.rider is not None
-                flags, body = flags | CARRIES, load(body, self._layers.rider.pack(references, caller.identity, None))
+                assert self._layers.references is not None
+                flags, body = (
+                    flags | HAS_REFERENCES,
+                    append(body, self._layers.references.pack(references, caller.identity, None)),
+                )
         except BaseException as error:
             error, name = _about_result(error), user_name(function)
             self._note_failure(call, error, name)
@@ -80,7 +83,7 @@ class Answers:
         flags, body = 0, describe(error, self._name, name)
         if call.destination is not None:
             call.destination.fail(body)
-            flags, body = CARRIES, load(body, call.destination.receipt())
+            flags, body = HAS_REFERENCES, append(body, call.destination.receipt())
         return Message(FAILURE, call.message.id, flags, body=body)
 
     def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
@@ -99,7 +102,7 @@ class Answers:
             if later and isinstance(link, Link):
                 self._reactor.sent_later(link)
         except PeerError as error:  # the caller has gone: nobody waits for the answer
-            if answer.flags & CARRIES:
+            if answer.flags & HAS_REFERENCES:
                 self._undelivered(call.caller.identity, error)
         except Exception as error:
             link.fail(error)

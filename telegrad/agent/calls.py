@@ -41,7 +41,7 @@ _NEXT = {
 }
 
 
-class Step(Enum):
+class Instruction(Enum):
     """What to do with a message."""
 
     SEND = "send it over the connection that is open"
@@ -95,23 +95,23 @@ class Calls(Generic[C, M]):
         self._weight += call.weight
         return timed and self._deadlines.add(call, call.timeout, call.deadline)
 
-    def send(self, call: C | None, message: M, is_apart: bool = False) -> Step:
+    def send(self, call: C | None, message: M, is_apart: bool = False) -> Instruction:
         """A message shall leave: of a call that has begun, or one that has no answer."""
         state = self.state
         if state is State.CLOSED or (call is not None and call.id not in self.in_flight):
-            return Step.DROP
+            return Instruction.DROP
         if state is State.OPEN:
             if call is not None:
                 call.connection = self.connection
-            return Step.SEND
+            return Instruction.SEND
         if not is_apart:
-            return Step.SET_APART
+            return Instruction.SET_APART
         self._backlog.append((call, message))
         if state is State.BEING_MADE:
-            return Step.WAIT
+            return Instruction.WAIT
         self._go("wanted")
         self.connection += 1
-        return Step.CONNECT
+        return Instruction.CONNECT
 
     def leaves_with_others(self, call: C) -> bool:
         """Whether a call for which nobody waits in place may be left to leave with the next ones."""
@@ -189,7 +189,7 @@ class Calls(Generic[C, M]):
     def _take_all(self, which: Callable[[C], bool]) -> list[C]:
         return [call for call in list(self.in_flight.values()) if which(call) and self.take(call.id) is not None]
 
-    # Room
+    # How full it is
 
     @property
     def crowded(self) -> bool:

@@ -12,20 +12,20 @@ from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 
-from telegrad.agent.cargo import Layers
+from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller
 from telegrad.agent.outgoing import AnyLink, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import Reactor
-from telegrad.devices.ferry import Ferry
 from telegrad.devices.maps import Devices, faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
+from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import DeviceError, PeerError, PeerLost, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
-from telegrad.transport.connect import Wish, connect
-from telegrad.transport.freight import Stores
-from telegrad.transport.handshake import Claim, Strand
+from telegrad.transport.blobs import MemorySources
+from telegrad.transport.connect import Target, connect
+from telegrad.transport.handshake import Claim, StreamId
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
 from telegrad.transport.listener import Listener
@@ -83,7 +83,7 @@ class Connections:
         self._complete = complete
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
-        self.ferry = Ferry(streams)
+        self.staging = Staging(streams)
         self._lock = threading.Lock()  # guards _peers, _accepted, _warned and closed
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
@@ -136,7 +136,7 @@ class Connections:
                     lambda peer, number: self._connect(peer, number, member),
                     self._complete,
                     self._peer_lost,
-                    self._layers.take_cargo,
+                    self._layers.take_attachments,
                 )
         return peer
 
@@ -150,14 +150,14 @@ class Connections:
     def _connect(self, peer: OutgoingCalls, number: int, member: Member) -> AnyLink:
         if member.incarnation == self._me.incarnation:
             return self._loop(peer, number)
-        wish = Wish(
+        target = Target(
             member.name,
             member.incarnation,
             member.unix if member.host == self._me.host else "",
             member.tcp,
-            Strand(secrets.token_hex(8)),
+            StreamId(secrets.token_hex(8)),
         )
-        sock, shared, leftover = self._reach(wish)
+        sock, shared, leftover = self._reach(target)
         link = Link(
             sock,
             member.name,
@@ -167,39 +167,41 @@ class Connections:
             partial(peer.ended, number),
             prompt=False,
             expected=peer.expects,
-            widen=None if shared else partial(self._begin_widen, wish),
+            widen=None if shared else partial(self._begin_widen, target),
         )
         link.feed(leftover)
         return link
 
-    def _reach(self, wish: Wish) -> tuple[socket.socket, bool, bytes]:
+    def _reach(self, target: Target) -> tuple[socket.socket, bool, bytes]:
         settings = self._settings
         return connect(
-            wish,
+            target,
             self._key,
-            self._claim_to(wish.name),
+            self._claim_to(target.name),
             settings.tls,
             settings.transport,
             settings.connect_timeout,
             settings.silence,
         )
 
-    def _begin_widen(self, wish: Wish, link: Link, sends: bool) -> None:
+    def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: one stream does, too
-            threading.Thread(target=self._widen, args=(wish, link, sends), name="telegrad-connect", daemon=True).start()
+            threading.Thread(
+                target=self._widen, args=(target, link, sends), name="telegrad-connect", daemon=True
+            ).start()
 
-    def _widen(self, wish: Wish, link: Link, sends: bool) -> None:
+    def _widen(self, target: Target, link: Link, sends: bool) -> None:
         """Make further streams for one direction of a connection."""
-        strand = Strand(wish.strand.connection, 1 if sends else -1)
+        stream_id = StreamId(target.stream_id.connection, 1 if sends else -1)
         try:
             for _ in range(LANES):
-                sock, _, heard = self._reach(wish._replace(unix="", strand=strand))
+                sock, _, heard = self._reach(target._replace(unix="", stream_id=stream_id))
                 link.join(sends, sock, heard)
         except Exception as error:
-            log.info("telegrad: worker %r and this one have one stream for large tensors: %s", wish.name, error)
+            log.info("telegrad: worker %r and this one have one stream for large tensors: %s", target.name, error)
 
-    def _stores(self, shared: bool) -> Stores:
-        return Stores(self._arena, self._pool if shared else None, self.ferry)
+    def _stores(self, shared: bool) -> MemorySources:
+        return MemorySources(self._arena, self._pool if shared else None, self.staging)
 
     def _claim_to(self, name: str) -> Claim:
         return self._claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
@@ -214,10 +216,10 @@ class Connections:
 
     # To here
 
-    def _accept(self, sock: socket.socket, claim: Claim, strand: Strand, shared: bool, leftover: bytes) -> None:
+    def _accept(self, sock: socket.socket, claim: Claim, stream_id: StreamId, shared: bool, leftover: bytes) -> None:
         """A worker has connected and has proved who it is."""
-        if strand.lane:
-            self._join(sock, claim, strand, leftover)
+        if stream_id.lane:
+            self._join(sock, claim, stream_id, leftover)
             return
         who = Identity(claim.name, claim.id, claim.incarnation)
         caller = Caller(who, claim.program == self._me.program != "", claim.map)
@@ -232,22 +234,22 @@ class Connections:
         )
         with self._lock:
             closed = self.closed
-            self._accepted[link] = who.incarnation, strand.connection
+            self._accepted[link] = who.incarnation, stream_id.connection
         if closed:
             link.close(ShutDown(f"worker {self._me.name!r} shut down"))
             return
         link.feed(leftover)
         link.reading.watch()
 
-    def _join(self, sock: socket.socket, claim: Claim, strand: Strand, heard: bytes) -> None:
+    def _join(self, sock: socket.socket, claim: Claim, stream_id: StreamId, heard: bytes) -> None:
         """A further stream of a connection has come."""
         with self._lock:
-            wanted = claim.incarnation, strand.connection
+            wanted = claim.incarnation, stream_id.connection
             link = next((link for link, connection in self._accepted.items() if connection == wanted), None)
         if link is None:
             sock.close()  # it has ended
         else:
-            link.join(strand.lane < 0, sock, heard)
+            link.join(stream_id.lane < 0, sock, heard)
 
     def accepted_from(self, names: Iterable[str]) -> list[Link]:
         """The connections that these workers have made."""
@@ -317,7 +319,7 @@ class Connections:
     def release_memory(self) -> None:
         """Once nothing uses it any more."""
         self._pool.close()
-        self.ferry.close()
+        self.staging.close()
 
     def abandon(self) -> None:
         """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""

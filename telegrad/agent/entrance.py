@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from telegrad.agent.cargo import Cargo, Context, Destination
+from telegrad.agent.attachments import Attachments, Destination, GraphContext
 from telegrad.agent.scene import Hops, Scene, hops_of, setting
 from telegrad.devices.routes import for_answers
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
-from telegrad.wire.messages import SCENE, Message, unload
+from telegrad.wire.messages import SCENE, Message, split
 
 Opened = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # the function and the arguments of a call
 
@@ -68,24 +68,24 @@ class Caller:
 class Incoming:
     """A message that has come, mostly a call."""
 
-    __slots__ = ("caller", "cargo", "context", "link", "message")
+    __slots__ = ("attachments", "caller", "context", "link", "message")
 
-    def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message, cargo: Cargo | None) -> None:
+    def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         self.caller = caller
         self.link = link
         self.message = message
-        self.cargo = cargo  # what came along with it
-        self.context: Context | None = None  # in which it runs; known once its tensors were taken
+        self.attachments: Attachments | None = None  # what came along with it
+        self.context: GraphContext | None = None  # in which it runs; known once its tensors were taken
 
     @property
     def destination(self) -> Destination | None:
         """Where its value goes, if that stays here."""
-        return self.cargo.destination if self.cargo is not None else None
+        return self.attachments.destination if self.attachments is not None else None
 
     @property
     def scene(self) -> bytes | memoryview:
         """What was told of the caller's."""
-        return unload(self.message.body)[1] if self.message.flags & SCENE else b""
+        return split(self.message.body)[1] if self.message.flags & SCENE else b""
 
     def setting(self) -> AbstractContextManager[None]:
         """Inside, the caller's grad mode, context and scene hold."""
@@ -141,7 +141,7 @@ class Arrival:
 
 
 class Doorkeeper(Protocol):
-    """The room above that says when calls run whose order counts."""
+    """The layer above that says when calls run whose order counts."""
 
     def heeds(self, name: bytes) -> bool:
         """Whether a function is one of those."""

@@ -29,7 +29,7 @@ def may_lie_on(device: torch.device) -> None:
 
 
 class Outcome(Protocol):
-    """What becomes of a call: a future, or what keeps the books of the room above."""
+    """What becomes of a call: a future, or what keeps the books of the layer above."""
 
     quick: bool  # telling it runs nobody else's code, so that the thread that reads the answer does it
     call: Any

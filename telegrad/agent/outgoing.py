@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic, perf_counter
 from typing import Any
 
-from telegrad.agent.calls import Calls, State, Step
+from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.naming import user_name
 from telegrad.agent.pending import Pending
@@ -25,7 +25,7 @@ from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import BYE, CARRIES, Message
+from telegrad.wire.messages import BYE, HAS_REFERENCES, Message
 
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
@@ -47,7 +47,7 @@ class OutgoingCalls:
         connect: Callable[[OutgoingCalls, int], AnyLink],
         complete: Callable[[Pending], None],
         on_lost: Callable[[Identity, PeerError], None],
-        take_cargo: Callable[[Message, Identity], Any],
+        take_attachments: Callable[[Message, Identity], Any],
     ) -> None:
         """`limits`: calls in flight and bytes in them. `complete` is called once for each call that has an outcome."""
         self.identity = identity
@@ -58,7 +58,7 @@ class OutgoingCalls:
         self._connect = connect
         self.complete = complete
         self._on_lost = on_lost
-        self._take_cargo = take_cargo
+        self._take_attachments = take_attachments
         self._lock = new_lock()  # guards all below, and who completes a call that several threads may
         self._calls: Calls[Pending, Message] = guarded(Calls(*limits), self._lock, ("crowded", "in_flight"))
         self._link: AnyLink | None = None  # while the calls are connected; peeked at by who waits, who looks again
@@ -83,9 +83,9 @@ class OutgoingCalls:
             nearer = self._calls.begin(pending, outcome is not None and pending.timeout > 0)
             message.id = pending.id
             later = outcome is not None and self._calls.leaves_with_others(pending)
-            step = self._calls.send(pending, message)
+            instruction = self._calls.send(pending, message)
             link = self._link
-        self._follow(step, link, pending, message, later)
+        self._follow(instruction, link, pending, message, later)
         if outcome is not None and not outcome.quick:
             self.expect()
         return later, nearer
@@ -93,25 +93,30 @@ class OutgoingCalls:
     def notify(self, message: Message, patient: bool) -> None:
         """Send a control message; where it cannot be delivered, `on_lost` is told. A patient one waits for company."""
         with self._lock:
-            step = self._calls.send(None, message)
+            instruction = self._calls.send(None, message)
             link = self._link
-        self._follow(step, link, None, message, patient)
+        self._follow(instruction, link, None, message, patient)
 
     def _follow(
-        self, step: Step, link: AnyLink | None, pending: Pending | None, message: Message, later: bool = False
+        self,
+        instruction: Instruction,
+        link: AnyLink | None,
+        pending: Pending | None,
+        message: Message,
+        later: bool = False,
     ) -> None:
         """Do what the calls' machine has answered, until the message is on its way, or somebody else's."""
-        while step is Step.SEND or step is Step.SET_APART:
-            if step is Step.SET_APART:
+        while instruction is Instruction.SEND or instruction is Instruction.SET_APART:
+            if instruction is Instruction.SET_APART:
                 message.blobs = set_apart(list(message.blobs))
             else:
                 assert link is not None
                 if self._sent(link, pending, message, later):
                     return
             with self._lock:
-                step = self._calls.send(pending, message, is_apart=step is Step.SET_APART)
+                instruction = self._calls.send(pending, message, is_apart=instruction is Instruction.SET_APART)
                 link = self._link
-        if step is Step.CONNECT:
+        if instruction is Instruction.CONNECT:
             self._begin_link()
 
     def _sent(self, link: AnyLink, pending: Pending | None, message: Message, later: bool) -> bool:
@@ -127,7 +132,7 @@ class OutgoingCalls:
         except Exception as error:  # where it is more than a call that fails, the other side must hear of it
             with self._lock:
                 call = self._take(pending.id) if pending is not None else None
-            if call is None or message.flags & CARRIES:
+            if call is None or message.flags & HAS_REFERENCES:
                 link.fail(error)
             raise
         if later and isinstance(link, Link):
@@ -282,14 +287,14 @@ class OutgoingCalls:
 
     def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
         for message in messages:
-            cargo = None
-            if message.flags & CARRIES:  # also where the caller gave up
-                cargo = self._take_cargo(message, self.identity)
+            attachments = None
+            if message.flags & HAS_REFERENCES:  # also where the caller gave up
+                attachments = self._take_attachments(message, self.identity)
             with self._lock:
                 pending = self._take(message.id)
             if pending is not None:  # else its caller gave up
                 pending.answer = message
-                pending.cargo = cargo
+                pending.attachments = attachments
                 pending.waiter_completes = pending.awaited
                 self._done(pending)
 

@@ -7,7 +7,7 @@ from math import inf
 from time import monotonic
 from typing import Any, Protocol
 
-from telegrad.agent.cargo import Cargo
+from telegrad.agent.attachments import Attachments
 from telegrad.agent.futures import Future, Outcome
 from telegrad.agent.naming import user_name
 from telegrad.agent.scene import InTurn
@@ -39,8 +39,8 @@ class Pending:
     __slots__ = (
         "answer",
         "asked",
+        "attachments",
         "awaited",
-        "cargo",
         "connection",
         "deadline",
         "done",
@@ -76,7 +76,7 @@ class Pending:
         self.underway: Underway | None = None  # where it sends tensors from their own memory
         self.connection = 0  # the number of the one over which it was sent
         self.answer: Message | None = None
-        self.cargo: Cargo | None = None  # which came with the answer
+        self.attachments: Attachments | None = None  # which came with the answer
         self.error: BaseException | None = None
         self.done = False
         self.awaited = False  # the thread that reads the connection waits for this very call

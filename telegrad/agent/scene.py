@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from telegrad.agent.cargo import Context
+from telegrad.agent.attachments import GraphContext
 from telegrad.devices import streams
 from telegrad.devices.streams import Streams
 from telegrad.wire.messages import INFERENCE, NO_GRAD
@@ -135,7 +135,7 @@ def hops_of(description: bytes | memoryview) -> Hops:
 
 
 @contextmanager
-def setting(flags: int, scene: bytes | memoryview, context: Context | None) -> Generator[None, None, None]:
+def setting(flags: int, scene: bytes | memoryview, context: GraphContext | None) -> Generator[None, None, None]:
     """The grad mode, the context and the scene that the caller was in."""
     with ExitStack() as stack:
         if flags:

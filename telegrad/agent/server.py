@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad.agent import errands
+from telegrad.agent import helping
 from telegrad.agent.answers import Answers, its_future
-from telegrad.agent.cargo import Layers
+from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Arrival, Caller, Doorkeeper, Incoming
 from telegrad.agent.futures import Signal
 from telegrad.agent.loop import EventLoop
@@ -27,7 +27,7 @@ from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.functions import resolve
-from telegrad.wire.messages import CALL, CARRIES, NOTICE, PATIENT, SCENE, Message, unload
+from telegrad.wire.messages import CALL, HAS_REFERENCES, NOTICE, PATIENT, SCENE, Message, split
 from telegrad.wire.pickling import decode
 
 SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
@@ -79,8 +79,9 @@ class Server:
 
     def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
         for message in messages:
-            cargo = self._layers.take_cargo(message, caller.identity) if message.flags & CARRIES else None
-            come = Incoming(caller, link, message, cargo)
+            come = Incoming(caller, link, message)
+            if message.flags & HAS_REFERENCES:
+                come.attachments = self._layers.take_attachments(message, caller.identity)
             if message.kind == CALL:
                 short = message.head and self._short.get(message.head)
                 if (not short or self.orders) and self._heeds(message.head):
@@ -92,7 +93,7 @@ class Server:
                 if message.flags & PATIENT:
                     self._reactor.submit(Work(self._notice, come, IDLE))
                 else:
-                    errands.submit(self._reactor, Work(self._notice, come, INSTANT))
+                    helping.submit(self._reactor, Work(self._notice, come, INSTANT))
 
     def _notice(self, come: Incoming) -> None:
         sender = come.caller.identity
@@ -143,13 +144,13 @@ class Server:
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and the arguments of a call."""
-        message, cargo = call.message, call.cargo
+        message, attachments = call.message, call.attachments
         call.context, tensors = self._layers.take_tensors(message, call.caller.identity)
-        body = unload(message.body)[0] if message.flags & SCENE else message.body
-        value = decode(body, tensors, cargo.references if cargo is not None else ())
+        body = split(message.body)[0] if message.flags & SCENE else message.body
+        value = decode(body, tensors, attachments.references if attachments is not None else ())
         message.blobs = ()  # the tensors keep what they need
-        if cargo is not None:
-            cargo.references.clear()  # as do their handles
+        if attachments is not None:
+            attachments.references.clear()  # as do their handles
         if message.head:
             args, kwargs = value
             return resolve(message.head.decode()), args, kwargs

@@ -35,7 +35,7 @@ _find: Callable[[], Conductor] = _nobody
 
 
 def speak_for(find: Callable[[], Conductor]) -> None:
-    """Have `find` tell which worker the calls of a thread are for. The room above does."""
+    """Have `find` tell which worker the calls of a thread are for. The layer above does."""
     global _find
     _find = find
 

@@ -1,6 +1,6 @@
 """One worker's backward passes: those that it drives, and the assembly of the rest.
 
-The agent knows the conductor as its recorder: what leaves and comes in a context is recorded there.
+The agent knows the conductor as the layer of graphs: what leaves and comes in a context is recorded there.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Conductor:
         self._closed = False
         agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
         agent.on(Failed, lambda sender, message: self._on_failed(message))
-        agent.record(self)
+        agent.layers.graphs = self
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
 

@@ -82,7 +82,7 @@ class LocalParts:
         context = self._contexts.join(task.spec.context)
         if context is not None:
             context.meet(sender)
-            self._post(context, task, errand=True)
+            self._post(context, task, by_who_waits=True)
             return
         try:
             self._contexts.check_kept(task.spec.context)
@@ -95,7 +95,7 @@ class LocalParts:
         if report is not None:
             self._reported(sender.name, report)
 
-    def _post(self, context: AutogradContext, task: Task, here: bool = False, errand: bool = False) -> None:
+    def _post(self, context: AutogradContext, task: Task, here: bool = False, by_who_waits: bool = False) -> None:
         """Something is to be done: by whoever is at it, or by this thread or one that begins now."""
         mailbox = self._mailboxes.get(context.id) or self._open(context)
         if not mailbox.put(task, here):
@@ -103,7 +103,7 @@ class LocalParts:
         if here:
             self._work(mailbox)
         else:
-            self._agent.run(self._work, mailbox, self._short, errand)
+            self._agent.run(self._work, mailbox, self._short, by_who_waits)
 
     def _open(self, context: AutogradContext) -> Mailbox:
         """The mailbox of a context; one that has ended keeps none, whichever of the two came first."""

@@ -2,7 +2,7 @@
 
     options -> store -> worker listens -> rendezvous -> the group's directory and key -> worker joins -> farewell
 
-Everything below is told what it needs here; nothing below knows of this room.
+Everything below is told what it needs here; nothing below knows of this layer.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def convert(function: Any, args: Any, kwargs: Any) -> Call:
     args, kwargs = args or (), kwargs or {}
     wanted = plan.positional + [plan.rest] * (len(args) - len(plan.positional))
     lent: list[RRef[Any]] = []
-    new_args = tuple(_convert(wish, each, lent) for wish, each in zip(wanted, args, strict=False))
+    new_args = tuple(_convert(target, each, lent) for target, each in zip(wanted, args, strict=False))
     new_kwargs = {name: _convert(plan.named.get(name, plan.others), each, lent) for name, each in kwargs.items()}
     if lent:
         return Call(with_values, (function, *new_args), new_kwargs, lent, function)
@@ -111,10 +111,10 @@ def _shown(value: Any) -> str:
     return f"{text} ({kind})" if 0 < len(text) <= 40 else f"a {kind}"
 
 
-def _convert(wish: str, given: Any, lent: list[RRef[Any]]) -> Any:
-    if wish == _REFERENCE and not isinstance(given, RRef) and given is not None:
+def _convert(target: str, given: Any, lent: list[RRef[Any]]) -> Any:
+    if target == _REFERENCE and not isinstance(given, RRef) and given is not None:
         return RRef(given)
-    if wish == _VALUE and isinstance(given, RRef):
+    if target == _VALUE and isinstance(given, RRef):
         if given.is_owner():
             return given.local_value()
         lent.append(given)
@@ -152,10 +152,10 @@ def _make_plan(function: Callable[..., Any], bound: bool) -> _Plan | None:
     both = by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, [])
     positional = by_kind.get(inspect.Parameter.POSITIONAL_ONLY, []) + both
     plan = _Plan(
-        [wish for _, wish in positional],
-        next((wish for _, wish in by_kind.get(inspect.Parameter.VAR_POSITIONAL, [])), ""),
+        [target for _, target in positional],
+        next((target for _, target in by_kind.get(inspect.Parameter.VAR_POSITIONAL, [])), ""),
         dict(both + by_kind.get(inspect.Parameter.KEYWORD_ONLY, [])),
-        next((wish for _, wish in by_kind.get(inspect.Parameter.VAR_KEYWORD, [])), ""),
+        next((target for _, target in by_kind.get(inspect.Parameter.VAR_KEYWORD, [])), ""),
     )
     return plan if any((*plan.positional, plan.rest, *plan.named.values(), plan.others)) else None
 

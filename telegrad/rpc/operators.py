@@ -14,7 +14,7 @@ _UNARY = ("neg", "pos", "abs", "invert")
 
 
 def is_tensor_method(name: str) -> bool:
-    """Whether a reference offers it as if it were the tensor itself; gradients are another room's subject."""
+    """Whether a reference offers it as if it were the tensor itself; gradients are another layer's subject."""
     return not name.startswith("_") and name != "backward" and callable(getattr(torch.Tensor, name, None))
 
 

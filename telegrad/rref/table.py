@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.cargo import Cargo
+from telegrad.agent.attachments import Attachments
 from telegrad.agent.futures import Future
 from telegrad.errors import PeerError, PeerLost, RRefLost, TelegradError, UnknownWorker, UsageError
 from telegrad.group.members import Identity
@@ -66,7 +66,7 @@ class ReferenceTable:
         self._expected: set[str] = set()  # whose answers to creating calls nobody may be reading
         self._woken = False  # since the thread last looked
         self._closed = False
-        agent.carry(self)
+        agent.layers.references = self
         agent.on(Batch, self._on_batch)
         agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
 
@@ -104,9 +104,9 @@ class ReferenceTable:
         creation = Creation(handle.id, fork, key_of(owner), self._on_created)
         with self._lock:
             self._creations[handle.id] = creation
-        wish = kind, handle.id, fork
+        target = kind, handle.id, fork
         try:
-            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, wish, asked)
+            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, target, asked)
         except BaseException:
             handle.fault = "never made"
             with self._lock:
@@ -241,7 +241,7 @@ class ReferenceTable:
                 self._wake()
             raise
 
-    def receive(self, data: bytes, sender: Identity) -> Cargo:
+    def receive(self, data: bytes, sender: Identity) -> Attachments:
         """References have come, and perhaps a call that creates one, or the answer to such."""
         forks, creation = pickle.loads(data)
         key = key_of(sender)
@@ -251,7 +251,7 @@ class ReferenceTable:
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
             landing = self._take_creation(key, *creation) if creation is not None else None
             self._wake()
-        return Cargo([self._wrap(self, handle) for handle in handles], landing)
+        return Attachments([self._wrap(self, handle) for handle in handles], landing)
 
     def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
         owner_key = key_of(owner)

@@ -9,23 +9,23 @@ from time import monotonic
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation
-from telegrad.transport.handshake import ITSELF, Claim, Initiator, Strand
+from telegrad.transport.handshake import ITSELF, Claim, Initiator, StreamId
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, client_context
 
 
-class Wish(NamedTuple):
+class Target(NamedTuple):
     """Whom to reach, and where: `unix` is empty where it lives on another host."""
 
     name: str
     incarnation: str
     unix: str
     tcp: tuple[str, int]
-    strand: Strand = ITSELF
+    stream_id: StreamId = ITSELF
 
 
 def connect(
-    wish: Wish,
+    target: Target,
     key: bytes,
     mine: Claim,
     tls: TlsFiles | None,
@@ -39,46 +39,46 @@ def connect(
         PeerUnreachable: nobody answers there, or another worker does.
         HandshakeError: who answers is not of this group.
     """
-    sock, shared = _reach(wish, tls, transport, timeout, silence)
+    sock, shared = _reach(target, tls, transport, timeout, silence)
     try:
-        end = Initiator(key, mine, wish.incarnation, strand=wish.strand)
+        end = Initiator(key, mine, target.incarnation, stream_id=target.stream_id)
         return sock, shared, _shake_hands(sock, end, monotonic() + timeout)
     except (HandshakeError, PeerUnreachable) as error:
         sock.close()
-        raise type(error)(f"worker {wish.name!r}: {error}") from error.__cause__
+        raise type(error)(f"worker {target.name!r}: {error}") from error.__cause__
     except OSError as error:
         sock.close()
         raise PeerUnreachable(
-            f"worker {wish.name!r} broke off the handshake ({error}); the call has not run"
+            f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
         ) from error
 
 
 def _reach(
-    wish: Wish, tls: TlsFiles | None, transport: str, timeout: float, silence: float
+    target: Target, tls: TlsFiles | None, transport: str, timeout: float, silence: float
 ) -> tuple[socket.socket, bool]:
-    if wish.unix and HAS_UNIX and transport != "tcp":
+    if target.unix and HAS_UNIX and transport != "tcp":
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.settimeout(timeout)
-            sock.connect(unix_address(wish.unix))
+            sock.connect(unix_address(target.unix))
         except OSError as error:
             sock.close()
             if isinstance(error, ConnectionRefusedError) or transport == "unix":
                 raise PeerUnreachable(
-                    f"worker {wish.name!r} does not answer on this host ({error}): it has ended, maybe without "
+                    f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without "
                     "calling shutdown(); the call has not run"
                 ) from error
         else:
             tune_unix(sock)
             return sock, True
     elif transport == "unix":
-        raise PeerUnreachable(f'worker {wish.name!r} lives on another host; transport="unix" does not reach it')
+        raise PeerUnreachable(f'worker {target.name!r} lives on another host; transport="unix" does not reach it')
     try:
-        sock = socket.create_connection(wish.tcp, timeout)
+        sock = socket.create_connection(target.tcp, timeout)
     except OSError as error:
-        host, port = wish.tcp
+        host, port = target.tcp
         raise PeerUnreachable(
-            f"worker {wish.name!r} does not answer at {host}:{port} ({error}): it has ended, maybe without calling "
+            f"worker {target.name!r} does not answer at {host}:{port} ({error}): it has ended, maybe without calling "
             "shutdown(), or cannot be reached from here; the call has not run"
         ) from error
     tune_tcp(sock, silence)
@@ -88,12 +88,12 @@ def _reach(
         except ssl.SSLError as error:
             sock.close()
             raise AuthenticationFailed(
-                f"worker {wish.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
+                f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
             ) from error
         except OSError as error:
             sock.close()
             raise PeerUnreachable(
-                f"worker {wish.name!r} broke off the handshake ({error}); the call has not run"
+                f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
             ) from error
     return sock, False
 

@@ -3,7 +3,7 @@
     initiator                                   acceptor
       | -- HELLO  version, nonce ----------------> |
       | <- CHALLENGE version, nonce -------------- |
-      | -- PROOF  claim, whom, strand, mac ------> |      the mac covers all that was said, and the role
+      | -- PROOF  claim, whom, stream_id, mac ------> |      the mac covers all that was said, and the role
       | <- PROOF  claim, mac --------------------- |
 
 A claim (who I am) is believed only with its mac. Fresh nonces from both sides make a recording worthless, the roles in
@@ -51,14 +51,14 @@ class Claim(NamedTuple):
     map: tuple[tuple[str, str], ...] = ()  # from its devices to those of the worker to whom it says this
 
 
-class Strand(NamedTuple):
+class StreamId(NamedTuple):
     """Which stream of which connection this is."""
 
     connection: str = ""
     lane: int = 0  # 0: the connection itself; a further stream for what the initiator sends, 1, or receives, -1
 
 
-ITSELF = Strand()
+ITSELF = StreamId()
 
 
 class _End:
@@ -162,11 +162,11 @@ class Initiator(_End):
     """The end that connected, to reach the worker of this incarnation."""
 
     def __init__(
-        self, key: bytes, mine: Claim, wanted: str, nonce: bytes | None = None, strand: Strand = ITSELF
+        self, key: bytes, mine: Claim, wanted: str, nonce: bytes | None = None, stream_id: StreamId = ITSELF
     ) -> None:
         super().__init__(key, mine, nonce)
         self._wanted = wanted
-        self._strand = strand
+        self._stream_id = stream_id
         self._state = _CHALLENGE
 
     def start(self) -> bytes:
@@ -180,7 +180,7 @@ class Initiator(_End):
         if kind == _CHALLENGE:
             self._open(kind, body)
             self._state = _PROOF
-            return self._prove(b"initiator", [*self._mine, self._wanted, *self._strand])
+            return self._prove(b"initiator", [*self._mine, self._wanted, *self._stream_id])
         self.peer, _ = self._check(b"acceptor", body)
         self.done = True
         return b""
@@ -191,7 +191,7 @@ class Acceptor(_End):
 
     def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None) -> None:
         super().__init__(key, mine, nonce)
-        self.strand = ITSELF
+        self.stream_id = ITSELF
         self._state = _HELLO
 
     def _awaits(self) -> bytes:
@@ -205,7 +205,7 @@ class Acceptor(_End):
         claim, more = self._check(b"initiator", body)
         match more:
             case [str() as wanted, str() as connection, -1 | 0 | 1 as lane]:
-                self.strand = Strand(connection, lane)
+                self.stream_id = StreamId(connection, lane)
             case _:
                 raise self._refuse("stranger", "it holds the key, but does not say what it wants")
         if wanted != self._mine.incarnation:

@@ -3,7 +3,7 @@
 Sending never blocks: what the socket does not take stays in the outbox, and the poller sends it on. Who has the right
 to read (`reading`) may read; everything else is for any thread.
 
-How the memory of tensors crosses is the subject of `freight`.
+How the memory of tensors crosses is the subject of `blobs`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from telegrad.errors import LeftEarly, PeerError, PeerLost, ShutDown
-from telegrad.transport.freight import Chunk, Incoming, Outgoing, Placed, Stores
+from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
 from telegrad.transport.reading import Reading
@@ -51,7 +51,7 @@ class Link:
         sock: socket.socket,
         peer: str,
         poller: Poller,
-        stores: Stores,
+        stores: MemorySources,
         on_messages: Callable[[Link, Iterable[Message]], None],
         on_closed: Callable[[Link, PeerError], None],
         prompt: bool,
@@ -83,7 +83,7 @@ class Link:
         self._lock = threading.Lock()  # guards all below, and writing to the socket
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
         self._writer = Writer(
-            sock, self._tls_lock, stores.ferry, lambda write: poller.watch(self, write=write), self._resume
+            sock, self._tls_lock, stores.staging, lambda write: poller.watch(self, write=write), self._resume
         )
         self._outbox = self._writer.outbox
 
@@ -129,23 +129,23 @@ class Link:
                 self._flush()
 
     def _send_with_blobs(self, message: Message) -> None:
-        placed: list[Placed] = []
+        prepared: list[Prepared] = []
         try:
-            placed.extend(map(self._outgoing.place, message.blobs))
-            self._send_placed(message, placed)
+            prepared.extend(map(self._outgoing.prepare, message.blobs))
+            self._send_prepared(message, prepared)
         except BaseException as error:
-            self._outgoing.unload(placed)
-            if placed and not isinstance(error, PeerError):
+            self._outgoing.rollback(prepared)
+            if prepared and not isinstance(error, PeerError):
                 self.fail(error)  # half of it may be in the outbox
             raise
 
-    def _send_placed(self, message: Message, placed: list[Placed]) -> None:
+    def _send_prepared(self, message: Message, prepared: list[Prepared]) -> None:
         with self._lock:
             if self.closed is not None:
                 raise fresh(self.closed)
             if self._maps.released:
                 self._queue_release()
-            table, fds, before, behind = self._outgoing.load(placed)
+            table, fds, before, behind = self._outgoing.commit(prepared)
             self._outbox.extend(before)
             data = encode(message, table)
             for at in range(FDS_AT_ONCE, len(fds), FDS_AT_ONCE):  # more than one write may carry go ahead

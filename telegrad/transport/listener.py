@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation
-from telegrad.transport.handshake import Acceptor, Claim, Strand
+from telegrad.transport.handshake import Acceptor, Claim, StreamId
 from telegrad.transport.poller import Poller
 from telegrad.transport.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, server_context
@@ -21,7 +21,7 @@ PATIENCE = 5.0  # seconds that a handshake may take
 MOST_STRANGERS = 256  # connections in their handshake at once; for a further one the oldest must go
 BACKLOG = 512
 
-Accepted = Callable[[socket.socket, Claim, Strand, bool, bytes], None]
+Accepted = Callable[[socket.socket, Claim, StreamId, bool, bytes], None]
 
 log = logging.getLogger("telegrad")
 
@@ -89,7 +89,7 @@ class Listener:
         end = stranger.end
         assert end.peer is not None
         if self._dismiss(stranger):
-            self._accepted(stranger.sock, end.peer, end.strand, stranger.shared, end.leftover)
+            self._accepted(stranger.sock, end.peer, end.stream_id, stranger.shared, end.leftover)
 
     def turn_away(self, stranger: _Stranger, why: Exception) -> None:
         """It is not of the group: one line in the log, and the door."""

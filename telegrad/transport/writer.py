@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from telegrad.devices.ferry import Departure, Ferry
-from telegrad.transport.freight import Chunk
+from telegrad.devices.staging import StagedCopy, Staging
+from telegrad.transport.blobs import Chunk
 from telegrad.transport.sockets import NOT_NOW, shut
 
 BUFFERS_AT_ONCE = 32
@@ -25,20 +25,20 @@ class Writer:
         self,
         sock: socket.socket,
         tls_lock: AbstractContextManager[object],
-        ferry: Ferry,
+        staging: Staging,
         watch: Callable[[bool], None],
         resume: Callable[[], None],
     ) -> None:
         """`watch`: whether to be called again when the socket can be written. `resume` must lead to a flush, too."""
-        self.outbox: deque[Chunk | Departure] = deque()
+        self.outbox: deque[Chunk | StagedCopy] = deque()
         self.waits = False  # for the socket
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tls_lock = tls_lock
-        self._ferry = ferry
+        self._staging = staging
         self._watch = watch
         self._resume = resume
-        self._watched: Departure | None = None  # what is to be sent next, while its device still copies
+        self._watched: StagedCopy | None = None  # what is to be sent next, while its device still copies
 
     def flush(self) -> None:
         """Write what the socket takes; leave the rest to the poller, or to who watches devices."""
@@ -67,7 +67,7 @@ class Writer:
     def _has_next(self) -> bool:
         """Whether the first in the outbox can be sent; of what a device copies, its next piece becomes the first."""
         first = self.outbox[0]
-        if not isinstance(first, Departure):
+        if not isinstance(first, StagedCopy):
             return True
         if first is self._watched and not first.ready:
             return False
@@ -79,7 +79,7 @@ class Writer:
             self.outbox.popleft()
             return bool(self.outbox) and self._has_next()
         self._watched = first
-        self._ferry.watch(first, self._resume)
+        self._staging.watch(first, self._resume)
         return False
 
     def resume(self) -> None:
@@ -98,7 +98,7 @@ class Writer:
             return self._sock.send(first.data)
         buffers = [first.data]
         for chunk in itertools.islice(self.outbox, 1, BUFFERS_AT_ONCE):
-            if isinstance(chunk, Departure) or chunk.fds:
+            if isinstance(chunk, StagedCopy) or chunk.fds:
                 break
             buffers.append(chunk.data)
         if first.fds:

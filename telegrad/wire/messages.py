@@ -7,7 +7,7 @@ tensors), `table` (one entry per blob), `body` (a pickle), and the memory of tho
     RESULT    the value that call `id` returned
     FAILURE   call `id` raised: `body` is a description of the exception
     REFUSAL   call `id` was not run: `head` says why
-    NOTICE    a control message of an upper room; no answer of its own
+    NOTICE    a control message of an upper layer; no answer of its own
     RELEASE   `body` lists lent blocks that the other end may use again
     RETIRE    `body` lists lent blocks that will not be used again: forget their mappings
     BYE       an orderly end: nothing more follows
@@ -30,9 +30,9 @@ INFERENCE = 2
 SCENE = 16  # more that surrounds the caller stands behind the body, before what else stands there
 # Of a NOTICE: it is of no use to anybody who waits, so that whatever came with it goes first.
 PATIENT = 1
-# Of any frame: behind the body stands something for the rooms above, and its size; first what recorded its tensors.
-CARRIES = 4
-RECORDED = 8
+# Of any frame: behind the body stands something for the layers above, and its size; first what recorded its tensors.
+HAS_REFERENCES = 4
+HAS_GRAPH = 8
 
 PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
 ENTRY = struct.Struct("<QQi")  # of the table: number of the lent block, or one of the two below, bytes, on which device
@@ -56,12 +56,12 @@ class Message:
 _SIZE = struct.Struct("<I")
 
 
-def load(body: bytes, cargo: bytes) -> bytes:
-    """A body with something for the rooms above behind it."""
-    return b"".join((body, cargo, _SIZE.pack(len(cargo))))
+def append(body: bytes, attachments: bytes) -> bytes:
+    """A body with something for the layers above behind it."""
+    return b"".join((body, attachments, _SIZE.pack(len(attachments))))
 
 
-def unload(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
+def split(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
     """The body, and what stands behind it."""
     end = len(body) - _SIZE.size
     start = end - _SIZE.unpack_from(body, end)[0]

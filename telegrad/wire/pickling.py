@@ -1,6 +1,6 @@
-"""Values as a pickle with their tensors, and references of the rooms above, lifted out.
+"""Values as a pickle with their tensors, and references of the layers above, lifted out.
 
-Every tensor of a value gets a numbered slot, in order of appearance; the pickle holds the numbers only. So the rooms
+Every tensor of a value gets a numbered slot, in order of appearance; the pickle holds the numbers only. So the layers
 above can look at the tensors, or put others in their places, before they are packed and after they are unpacked, and
 reading a pickle does nothing but build the value.
 

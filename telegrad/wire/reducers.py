@@ -106,7 +106,7 @@ def _unflatten(
     return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
 
 
-# References of the rooms above, which enter their own types in REDUCERS
+# References of the layers above, which enter their own types in REDUCERS
 
 
 def reduce_reference(pickler: Pickler, reference: Any) -> Any:

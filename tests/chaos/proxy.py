@@ -32,7 +32,7 @@ Address = tuple[str, int]
 HOST = "127.0.0.1"
 CHUNK = 1 << 18
 FULL = 1 << 22  # bytes that a direction keeps at most before it reads no more
-RECORDED = 4096  # first bytes of each connection, to be sent again by a stranger
+HAS_GRAPH = 4096  # first bytes of each connection, to be sent again by a stranger
 PATIENCE = 30.0
 
 
@@ -231,8 +231,8 @@ class Pipe:
         except OSError:
             self._connection.end(reset=True)
             return
-        if self._first and len(self._connection.opening) < RECORDED:
-            self._connection.opening += data[: RECORDED - len(self._connection.opening)]
+        if self._first and len(self._connection.opening) < HAS_GRAPH:
+            self._connection.opening += data[: HAS_GRAPH - len(self._connection.opening)]
         if not data:
             self._ended = True
         elif not self._weather.silent:

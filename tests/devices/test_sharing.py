@@ -14,7 +14,7 @@ from torch.storage import UntypedStorage
 from benchmarks.cuda import bandwidth
 from telegrad import errors, rpc
 from telegrad.devices import sharing
-from telegrad.devices.ferry import Ferry
+from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.transport.memory import KEEP, MOST_LENT, SharedPool
 from telegrad.wire.tensors import Bound
@@ -115,13 +115,13 @@ def test_a_block_is_filled_anew_only_once_it_was_emptied(kind: str) -> None:
 @apart
 def test_what_is_on_its_way_to_the_host_when_its_connection_ends(kind: str) -> None:
     """Its memory is not used anew while the device still copies it."""
-    ferry = Ferry(Streams())
-    departure = ferry.depart(Bound(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
+    staging = Staging(Streams())
+    departure = staging.depart(Bound(torch.ones(9 << 20, dtype=torch.uint8, device="sim:0"), 0))
     assert not departure.over
     del departure
     gc.collect()
     assert accelerator.violations() == []
-    assert not ferry.depart(Bound(torch.ones(5, dtype=torch.uint8, device="sim:0"), 0)).ready
+    assert not staging.depart(Bound(torch.ones(5, dtype=torch.uint8, device="sim:0"), 0)).ready
 
 
 @pytest.mark.parametrize("kind", [SIM])

@@ -67,7 +67,7 @@ def test_it_holds_in_every_kind_of_call(dtype: torch.dtype, cached: bool) -> Non
 
 
 class Block(nn.Module):
-    """Recomputed in the backward pass, on wish."""
+    """Recomputed in the backward pass, on target."""
 
     def __init__(self, again: bool = False) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from telegrad.agent.calls import Calls, State, Step
+from telegrad.agent.calls import Calls, Instruction, State
 
 MOST = 40  # of everything
 
@@ -85,11 +85,11 @@ class World:
             yield
         self.busy -= 1
 
-    def deliver(self, call: Call, step: Step, link: Connection | None) -> Iterator[None]:
+    def deliver(self, call: Call, instruction: Instruction, link: Connection | None) -> Iterator[None]:
         """As `OutgoingCalls._follow`."""
-        while step in (Step.SEND, Step.SET_APART):
+        while instruction in (Instruction.SEND, Instruction.SET_APART):
             yield
-            if step is Step.SEND:
+            if instruction is Instruction.SEND:
                 assert link is not None, "there is no connection to send it over"
                 if self.write(link, call):
                     return
@@ -98,9 +98,9 @@ class World:
                     self.open = None
                     self.calls.missed(self.calls.connection)
                 yield
-            step = self.calls.send(call, call, is_apart=step is Step.SET_APART)
+            instruction = self.calls.send(call, call, is_apart=instruction is Instruction.SET_APART)
             link = self.open
-        if step is Step.CONNECT:
+        if instruction is Instruction.CONNECT:
             self.busy += 1
             self.actors.append(self.connector(self.calls.connection))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from telegrad.agent.calls import COMPANY, Calls, State, Step
+from telegrad.agent.calls import COMPANY, Calls, Instruction, State
 from tests.sim.calls_world import Call, World
 
 SEEDS = 3000
@@ -104,7 +104,7 @@ def begin(calls: Calls[Call, Call]) -> Callable[..., Call]:
 
 
 def connect(calls: Calls[Call, Call]) -> None:
-    assert calls.send(None, Call(0, 0), is_apart=True) is Step.CONNECT
+    assert calls.send(None, Call(0, 0), is_apart=True) is Instruction.CONNECT
     while calls.drain():
         pass
     assert calls.state is State.OPEN
@@ -112,13 +112,13 @@ def connect(calls: Calls[Call, Call]) -> None:
 
 def test_what_another_thread_will_send_is_set_apart_first(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     call = begin()
-    assert calls.send(call, call) is Step.SET_APART
+    assert calls.send(call, call) is Instruction.SET_APART
     assert calls.state is State.NONE
-    assert calls.send(call, call, is_apart=True) is Step.CONNECT
-    assert calls.send(None, call, is_apart=True) is Step.WAIT
+    assert calls.send(call, call, is_apart=True) is Instruction.CONNECT
+    assert calls.send(None, call, is_apart=True) is Instruction.WAIT
     assert calls.drain() == [(call, call), (None, call)]
     assert calls.drain() == []
-    assert calls.send(begin(), call) is Step.SEND
+    assert calls.send(begin(), call) is Instruction.SEND
 
 
 def test_messages_without_answer_may_wait_for_the_next_one(
@@ -129,7 +129,7 @@ def test_messages_without_answer_may_wait_for_the_next_one(
     calls.send(None, notice, is_apart=True)
     assert calls.refused(keeps_messages=True) == [call]
     other = begin()
-    assert calls.send(other, other, is_apart=True) is Step.CONNECT
+    assert calls.send(other, other, is_apart=True) is Instruction.CONNECT
     assert calls.drain() == [(None, notice), (other, other)]
 
 
@@ -138,7 +138,7 @@ def test_who_gave_up_sends_nothing(calls: Calls[Call, Call], begin: Callable[...
     call = begin()
     assert calls.take(call.id) is call
     assert calls.take(call.id) is None
-    assert calls.send(call, call) is Step.DROP
+    assert calls.send(call, call) is Instruction.DROP
 
 
 def test_a_connection_that_was_missed_is_made_again(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
@@ -147,7 +147,7 @@ def test_a_connection_that_was_missed_is_made_again(calls: Calls[Call, Call], be
     assert calls.state is State.OPEN  # an older one
     calls.missed(calls.connection)
     call = begin()
-    assert calls.send(call, call, is_apart=True) is Step.CONNECT
+    assert calls.send(call, call, is_apart=True) is Instruction.CONNECT
     assert calls.connection == 2
     assert calls.ended(1) == []
 
@@ -157,7 +157,7 @@ def test_nothing_leaves_once_all_is_closed(calls: Calls[Call, Call], begin: Call
     calls.send(call, call, is_apart=True)
     assert calls.close() == [call]
     assert calls.close() == []
-    assert calls.send(None, call) is Step.DROP
+    assert calls.send(None, call) is Instruction.DROP
     assert calls.drain() == []
     assert calls.refused() == []
     assert calls.state is State.CLOSED

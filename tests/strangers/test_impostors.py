@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch
-from telegrad.transport.connect import Wish, connect
+from telegrad.transport.connect import Target, connect
 from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim
 from telegrad.transport.tls import TlsFiles
 from tests.transport.test_tls import Authority
@@ -43,8 +43,8 @@ def reach(behave: Callable[..., Any], tls: TlsFiles | None = None) -> None:
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            wish = Wish(OTHER.name, OTHER.incarnation, "", door.getsockname())
-            connect(wish, KEY, ME, tls, "tcp", TIMEOUT, 10.0)[0].close()
+            target = Target(OTHER.name, OTHER.incarnation, "", door.getsockname())
+            connect(target, KEY, ME, tls, "tcp", TIMEOUT, 10.0)[0].close()
         finally:
             over.set()
             thread.join()

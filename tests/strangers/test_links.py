@@ -14,16 +14,27 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad.devices.ferry import Ferry
+from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerLost
 from telegrad.rpc.worker import Worker
-from telegrad.transport.freight import Stores
+from telegrad.transport.blobs import MemorySources
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.link import Link
 from telegrad.transport.memory import Arena
 from telegrad.transport.poller import Poller
-from telegrad.wire.messages import CALL, CARRIES, ENTRY, IN_STREAM, PREFIX, RELEASE, RETIRE, STRIPED, Message, encode
+from telegrad.wire.messages import (
+    CALL,
+    ENTRY,
+    HAS_REFERENCES,
+    IN_STREAM,
+    PREFIX,
+    RELEASE,
+    RETIRE,
+    STRIPED,
+    Message,
+    encode,
+)
 from telegrad.wire.tensors import HOST
 from tests.cluster import agents
 from tests.strangers.door import knock, wait_closed
@@ -43,7 +54,7 @@ def hear(stream: bytes, at_once: bool = False) -> tuple[Any, ...]:
             ours,
             "w1",
             poller,
-            Stores(Arena(0), None, Ferry(Streams())),
+            MemorySources(Arena(0), None, Staging(Streams())),
             lambda _, found: frames.extend(found),
             lambda *_: None,
             prompt=False,
@@ -97,7 +108,7 @@ def worker() -> Iterator[list[Worker]]:
 @pytest.mark.parametrize("behind", [True, False], ids=["with the proof", "later"])
 @pytest.mark.parametrize(
     "said",
-    [NO_FRAME, encode(Message(RELEASE, body=b"123")), encode(Message(CALL, flags=CARRIES, body=b"1"))],
+    [NO_FRAME, encode(Message(RELEASE, body=b"123")), encode(Message(CALL, flags=HAS_REFERENCES, body=b"1"))],
     ids=["length", "list", "cargo"],
 )
 def test_a_worker_closes_a_connection_that_makes_no_sense(worker: list[Worker], said: bytes, behind: bool) -> None:

@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.wire.messages import CALL, ENTRY, PREFIX, Message, encode, load, pack_numbers, unload, unpack_numbers
+from telegrad.wire.messages import CALL, ENTRY, PREFIX, Message, append, encode, pack_numbers, split, unpack_numbers
 
 
 @given(st.binary(), st.binary())
-def test_what_stands_behind_a_body_is_found_again(body: bytes, cargo: bytes) -> None:
-    loaded = load(body, cargo)
+def test_what_stands_behind_a_body_is_found_again(body: bytes, attachments: bytes) -> None:
+    loaded = append(body, attachments)
     for received in (loaded, memoryview(loaded)):
-        found, behind = unload(received)
-        assert (bytes(found), bytes(behind)) == (body, cargo)
+        found, behind = split(received)
+        assert (bytes(found), bytes(behind)) == (body, attachments)
 
 
 def test_bodies_can_be_loaded_twice() -> None:
-    inner, outer = unload(load(load(b"body", b"first"), b"second"))
+    inner, outer = split(append(append(b"body", b"first"), b"second"))
     assert bytes(outer) == b"second"
-    assert [bytes(part) for part in unload(inner)] == [b"body", b"first"]
+    assert [bytes(part) for part in split(inner)] == [b"body", b"first"]
 
 
 def test_a_frame_begins_with_the_lengths_of_its_parts() -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from telegrad.agent import errands
+from telegrad.agent import helping
 from telegrad.agent.futures import Future
 from telegrad.agent.reactor import INSTANT, Work
 from telegrad.transport.reading import Owner, Reading
@@ -51,14 +51,14 @@ def errand(reactor, done, name, then=lambda: None):
         done.append(argument)
         then()
 
-    return lambda: errands.submit(reactor, Work(act, name, INSTANT))
+    return lambda: helping.submit(reactor, Work(act, name, INSTANT))
 
 
 def test_does_what_it_reads_and_what_follows_from_that(reactor):
     done, future = [], Future()
     second = errand(reactor, done, "second", lambda: future.set_result(None))
     link = Link(lambda: None, errand(reactor, done, "first", second))
-    errands.run_for(future, [link], reactor)
+    helping.run_for(future, [link], reactor)
     assert done == ["first", "second"]
     assert reactor.given == []
     assert link.watched
@@ -68,14 +68,14 @@ def test_does_what_it_reads_and_what_follows_from_that(reactor):
 def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor):
     done, future = [], Future()
     several = [errand(reactor, done, name) for name in "abc"]
-    errands.run_for(future, [Link(lambda: [each() for each in several])], reactor)
+    helping.run_for(future, [Link(lambda: [each() for each in several])], reactor)
     assert done == ["a"]
     assert reactor.given == ["b", "c"]
 
 
 def test_only_for_a_moment(reactor):
     done = []
-    errands.run_for(Future(), [Link()], reactor)
+    helping.run_for(Future(), [Link()], reactor)
     errand(reactor, done, "later")()
     assert done == []
     assert reactor.given == ["later"]
@@ -84,13 +84,13 @@ def test_only_for_a_moment(reactor):
 def test_does_not_take_a_connection_from_one_who_reads_it(reactor):
     link = Link(lambda: pytest.fail("read by two"))
     assert link.reading.take()
-    errands.run_for(Future(), [link], reactor)
+    helping.run_for(Future(), [link], reactor)
     assert link.reading.owner is Owner.WAITER
 
 
 def test_a_connection_that_ends_is_forgotten(reactor):
     link = Link(lambda: link.reading.end())
-    errands.run_for(Future(), [link], reactor)
+    helping.run_for(Future(), [link], reactor)
     assert not link.watched
 
 
@@ -98,6 +98,6 @@ def test_an_error_in_an_errand_is_not_that_of_the_wait(reactor, caplog):
     def fail(_):
         raise KeyError("inside")
 
-    link = Link(lambda: errands.submit(reactor, Work(fail, None, INSTANT)))
-    errands.run_for(Future(), [link], reactor)
+    link = Link(lambda: helping.submit(reactor, Work(fail, None, INSTANT)))
+    helping.run_for(Future(), [link], reactor)
     assert "inside" in caplog.text

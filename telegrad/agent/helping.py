@@ -24,7 +24,7 @@ _here = threading.local()  # .own: what this thread has read and not seen to
 
 
 def submit(reactor: Reactor, work: Work) -> None:
-    """Have the thread that read this do it, if it does such errands, and else the reactor."""
+    """Have the thread that read this do it, if it helps so, and else the reactor."""
     own: deque[Work] | None = getattr(_here, "own", None)
     if own is None:
         reactor.submit(work)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad.devices.ferry import Departure, Ferry
 from telegrad.devices.sharing import DeviceBlock
+from telegrad.devices.staging import StagedCopy, Staging
 from telegrad.devices.streams import Arrived
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.lanes import Lanes
@@ -32,12 +32,12 @@ SHARE_FROM = 1 << 16  # smaller blobs go through the socket even where memory is
 log = logging.getLogger("telegrad")
 
 
-class Stores(NamedTuple):
+class MemorySources(NamedTuple):
     """Where memory for blobs comes from."""
 
     arena: Arena
     pool: SharedPool | None  # where both ends share a host
-    ferry: Ferry
+    staging: Staging
 
 
 class Chunk(NamedTuple):
@@ -48,49 +48,49 @@ class Chunk(NamedTuple):
     keeper: Any = None
 
 
-class Placed(NamedTuple):
+class Prepared(NamedTuple):
     """A blob that is to be sent: a lent block that has it, or what goes through the stream."""
 
     size: int
     device: int
     block: AnyBlock | None
-    streamed: Tensor | Departure | None
+    streamed: Tensor | StagedCopy | None
 
 
 class Outgoing:
-    """What leaves. `place` is for any thread, all else for one that holds the connection's lock."""
+    """What leaves. `prepare` is for any thread, all else for one that holds the connection's lock."""
 
-    def __init__(self, peer: str, stores: Stores, lanes: Lanes) -> None:
+    def __init__(self, peer: str, stores: MemorySources, lanes: Lanes) -> None:
         self._peer = peer
         self._lanes = lanes
         self._pool = stores.pool
-        self._ferry = stores.ferry
+        self._staging = stores.staging
         self._known: set[int] = set()  # blocks that the peer can find
         self._lent: set[int] = set()  # blocks that the peer uses
         self._trial: DeviceBlock | None = None
         self._shares_devices: bool | None = None if stores.pool is not None else False  # None: not known yet
 
-    def place(self, blob: Blob) -> Placed:
+    def prepare(self, blob: Blob) -> Prepared:
         """Decide how a blob travels, and copy it into a block where it is by that."""
         if isinstance(blob, Bound):
-            return self._place_bound(blob)
+            return self._prepare_bound(blob)
         size = blob.numel()
         block = self._pool.take(size) if self._pool is not None and size >= SHARE_FROM else None
         if block is None:
-            return Placed(size, HOST, None, blob)
+            return Prepared(size, HOST, None, blob)
         self._fill(block, lambda: block.fill(blob))
-        return Placed(size, HOST, block, None)
+        return Prepared(size, HOST, block, None)
 
-    def _place_bound(self, bound: Bound) -> Placed:
+    def _prepare_bound(self, bound: Bound) -> Prepared:
         blob, size = bound.blob, bound.numel()
         if blob.is_cpu:
-            return self.place(blob)._replace(device=bound.device)
+            return self.prepare(blob)._replace(device=bound.device)
         shares = bound.device != HOST and self._shares_devices
         block = self._pool.take_on(blob.device.index, size) if self._pool is not None and shares and size else None
         if block is None:
-            return Placed(size, bound.device, None, self._ferry.depart(bound) if size else None)
+            return Prepared(size, bound.device, None, self._staging.depart(bound) if size else None)
         self._fill(block, lambda: block.fill(bound))
-        return Placed(size, bound.device, block, None)
+        return Prepared(size, bound.device, block, None)
 
     def _fill(self, block: AnyBlock, fill: Callable[[], None]) -> None:
         try:
@@ -99,10 +99,10 @@ class Outgoing:
             self.reclaim([block.number])
             raise
 
-    def load(self, placed: list[Placed]) -> tuple[bytes, list[int], list[Chunk], list[Chunk | Departure]]:
+    def commit(self, prepared: list[Prepared]) -> tuple[bytes, list[int], list[Chunk], list[Chunk | StagedCopy]]:
         """The table of a frame, the descriptors that go with it, and what must go before and behind it."""
         table, fds, before, behind = b"", [], [], []
-        for size, device, block, streamed in placed:
+        for size, device, block, streamed in prepared:
             striped = device == HOST and block is None and self._lanes.serve(size)
             table += ENTRY.pack(STRIPED if striped else IN_STREAM if block is None else block.number, size, device)
             if size and streamed is not None:
@@ -115,13 +115,13 @@ class Outgoing:
                         fds.append(block.fd)
                     else:
                         before.append(Chunk(encode(Message(LEND, block.number, body=block.handle()))))
-            elif isinstance(streamed, Departure) and self._shares_devices is None:
+            elif isinstance(streamed, StagedCopy) and self._shares_devices is None:
                 before.extend(self._offer(streamed.source))
         return table, fds, before, behind
 
-    def _stream(self, streamed: Tensor | Departure, striped: bool) -> Chunk | Departure:
+    def _stream(self, streamed: Tensor | StagedCopy, striped: bool) -> Chunk | StagedCopy:
         """What goes into the outbox."""
-        if isinstance(streamed, Departure):
+        if isinstance(streamed, StagedCopy):
             return streamed
         whole = memory(streamed)
         return Chunk(self._lanes.carry(whole, streamed) if striped else whole, (), streamed)
@@ -149,9 +149,9 @@ class Outgoing:
         way = f"through the host ({fault})" if fault else "from device to device"
         log.info("telegrad: tensors on accelerators go to worker %r %s", self._peer, way)
 
-    def unload(self, placed: Iterable[Placed]) -> None:
-        """What was placed was not sent."""
-        self.reclaim([each.block.number for each in placed if each.block and each.block.number not in self._lent])
+    def rollback(self, prepared: Iterable[Prepared]) -> None:
+        """What was prepared was not sent."""
+        self.reclaim([each.block.number for each in prepared if each.block and each.block.number not in self._lent])
 
     def returned(self, numbers: Iterable[int]) -> list[int]:
         """The peer gives blocks back; those that were lent to it, which `reclaim` is for."""
@@ -178,25 +178,25 @@ class Outgoing:
 class Incoming:
     """What comes; for the thread that reads."""
 
-    def __init__(self, stores: Stores, lanes: Lanes) -> None:
+    def __init__(self, stores: MemorySources, lanes: Lanes) -> None:
         self._arena = stores.arena
-        self._ferry = stores.ferry
+        self._staging = stores.staging
         self._lanes = lanes
-        self.maps = SharedMaps(stores.ferry.streams)
+        self.maps = SharedMaps(stores.staging.streams)
         self._tried = False
 
     def allocate(self, size: int, device: int, striped: bool) -> tuple[Tensor | Arrived, Iterator[memoryview]]:
         """Where a blob in the stream shall land."""
         if device != HOST and not striped:
-            return self._ferry.land(size, device)
-        blob, room = self._arena.allocate(size)
+            return self._staging.receive_into(size, device)
+        blob, place = self._arena.allocate(size)
         if striped:
-            room = self._lanes.carry(room, blob)
+            place = self._lanes.carry(place, blob)
         else:
             self._lanes.serve(size)
             if self._lanes.wanted:
                 self._lanes.make_wanted()
-        return blob, iter((room,))
+        return blob, iter((place,))
 
     def attach(self, number: int, size: int, device: int) -> Tensor | Arrived:
         """A blob that lies in a block that the peer lent."""
@@ -204,7 +204,7 @@ class Incoming:
         if arrived is not None:
             return arrived
         blob = self.maps.attach(number, size)
-        return blob if device == HOST else self._ferry.put(blob, device)
+        return blob if device == HOST else self._staging.put(blob, device)
 
     def open(self, number: int, handle: bytes) -> str | None:
         """Open a block of the peer's accelerator. What to say of the first: why it cannot be opened, if so."""

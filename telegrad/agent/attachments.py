@@ -1,4 +1,4 @@
-"""What the rooms above send along with calls and answers, behind their bodies."""
+"""What the layers above send along with calls and answers, behind their bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad.devices.streams import settle
 from telegrad.errors import PeerError
 from telegrad.group.members import Identity
-from telegrad.wire.messages import CARRIES, RECORDED, Message, unload
+from telegrad.wire.messages import HAS_GRAPH, HAS_REFERENCES, Message, split
 from telegrad.wire.unpacking import unpack
 
 
@@ -27,26 +27,26 @@ class Destination(Protocol):
         """What the answer carries."""
 
 
-class Cargo(NamedTuple):
-    """What came along with a frame."""
+class Attachments(NamedTuple):
+    """What came along with a message."""
 
     references: list[Any]  # for the slots of its body
     destination: Destination | None
 
 
-class Rider(Protocol):
-    """The room above that uses frames so. What one connection brings is received in the order of sending."""
+class ReferenceLayer(Protocol):
+    """That of references, which uses messages so. What one connection brings is received in the order of sending."""
 
     def pack(self, references: Sequence[Any], to: Identity, creation: Any) -> bytes:
         """References are about to leave, and perhaps a call that creates one."""
 
-    def receive(self, data: bytes, sender: Identity) -> Cargo: ...
+    def receive(self, data: bytes, sender: Identity) -> Attachments: ...
 
     def close(self) -> None:
         """The worker leaves."""
 
 
-class Context(Protocol):
+class GraphContext(Protocol):
     """In which calls run and tensors cross."""
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
@@ -56,13 +56,15 @@ class Context(Protocol):
         """What runs inside of it belongs to this context."""
 
 
-class Recorder(Protocol):
-    """The room above that follows tensors from worker to worker."""
+class GraphLayer(Protocol):
+    """That of gradients, which follows tensors from worker to worker."""
 
-    def current(self) -> Context | None:
+    def current(self) -> GraphContext | None:
         """The context in which this thread's code runs."""
 
-    def received(self, data: bytes, tensors: list[Tensor], sender: Identity) -> tuple[Context | None, Sequence[Tensor]]:
+    def received(
+        self, data: bytes, tensors: list[Tensor], sender: Identity
+    ) -> tuple[GraphContext | None, Sequence[Tensor]]:
         """Tensors have come: their context, if it has not ended, and what to put in their places."""
 
     def close(self, reason: PeerError) -> None:
@@ -70,25 +72,25 @@ class Recorder(Protocol):
 
 
 class Layers:
-    """The rooms above that send something along, as far as there are such, by which it is packed and received."""
+    """The layers above that send something along, as far as there are such, by which it is packed and received."""
 
     def __init__(self) -> None:
-        self.rider: Rider | None = None
-        self.recorder: Recorder | None = None
+        self.references: ReferenceLayer | None = None
+        self.graphs: GraphLayer | None = None
 
-    def take_tensors(self, message: Message, sender: Identity) -> tuple[Context | None, Sequence[Tensor]]:
+    def take_tensors(self, message: Message, sender: Identity) -> tuple[GraphContext | None, Sequence[Tensor]]:
         """The tensors of a message; what recorded them is taken from behind its body, and its context, too."""
         tensors: Sequence[Tensor] = unpack(message.meta, settle(list(message.blobs))) if message.meta else []
-        if not message.flags & RECORDED:
+        if not message.flags & HAS_GRAPH:
             return None, tensors
-        assert self.recorder is not None
-        message.flags &= ~RECORDED
-        message.body, data = unload(message.body)
-        return self.recorder.received(bytes(data), list(tensors), sender)
+        assert self.graphs is not None
+        message.flags &= ~HAS_GRAPH
+        message.body, data = split(message.body)
+        return self.graphs.received(bytes(data), list(tensors), sender)
 
-    def take_cargo(self, message: Message, sender: Identity) -> Cargo:
+    def take_attachments(self, message: Message, sender: Identity) -> Attachments:
         """What a message carries, taken from behind its body."""
-        assert self.rider is not None
-        message.flags &= ~CARRIES
-        message.body, data = unload(message.body)
-        return self.rider.receive(bytes(data), sender)
+        assert self.references is not None
+        message.flags &= ~HAS_REFERENCES
+        message.body, data = split(message.body)
+        return self.references.receive(bytes(data), sender)

@@ -25,7 +25,7 @@ FIRST_LOOK, LAST_LOOK = 2e-5, 1e-3  # seconds between looks whether a device has
 log = logging.getLogger("telegrad")
 
 
-class Departure:
+class StagedCopy:
     """A blob on its way from an accelerator into a connection."""
 
     def __init__(self, pinned: Pinned, stream: torch.Stream, bound: Bound) -> None:
@@ -76,27 +76,27 @@ class Departure:
         return memory(piece.memory)[:count], piece
 
 
-class Ferry:
+class Staging:
     """Of one worker."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._pinned = Pinned()
         self._lock = threading.Condition()  # guards _watched and changes of _closed
-        self._watched: list[tuple[Departure, Callable[[], None]]] = []
+        self._watched: list[tuple[StagedCopy, Callable[[], None]]] = []
         self._closed = False
         self._thread = Background("telegrad-devices", self._look)
 
     # Out
 
-    def depart(self, bound: Bound) -> Departure:
+    def depart(self, bound: Bound) -> StagedCopy:
         """Begin to copy a blob of an accelerator to the host; after what this thread has asked for until now."""
         index = bound.blob.device.index
         self.streams.use(index)
         self._thread.want()
-        return Departure(self._pinned, self.streams.departures(index), bound)
+        return StagedCopy(self._pinned, self.streams.departures(index), bound)
 
-    def watch(self, departure: Departure, resume: Callable[[], None]) -> None:
+    def watch(self, departure: StagedCopy, resume: Callable[[], None]) -> None:
         """Call `resume` once the next piece of `departure` is there."""
         with self._lock:
             self._watched.append((departure, resume))
@@ -117,7 +117,7 @@ class Ferry:
                 pause = FIRST_LOOK if len(late) < len(watched) else min(1.5 * pause, LAST_LOOK)
                 self._lock.wait(pause)
 
-    def _resumed(self, departure: Departure, resume: Callable[[], None]) -> bool:
+    def _resumed(self, departure: StagedCopy, resume: Callable[[], None]) -> bool:
         with contextlib.suppress(Exception):  # a device that failed: the connection meets it again
             if not departure.ready:
                 return False
@@ -129,7 +129,7 @@ class Ferry:
 
     # In
 
-    def land(self, size: int, index: int) -> tuple[Arrived, Iterator[memoryview]]:
+    def receive_into(self, size: int, index: int) -> tuple[Arrived, Iterator[memoryview]]:
         """Memory of an accelerator for what will be received, and one by one the places to receive it into.
 
         Whoever asks for the next place has filled the one before.
