@@ -1,0 +1,91 @@
+"""The right to read goes from owner to owner; see also tests/sim/test_reading.py."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from telegrad.transport.reading import Owner, Reading
+
+
+class Connection:
+    """Notes what the poller is told, and its end."""
+
+    def __init__(self, expects: bool = False) -> None:
+        self.armed: list[bool] = []
+        self.expects = expects
+        self.finished = 0
+        self.reading = Reading(threading.Lock(), self.armed.append, lambda: self.expects, self.finish)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.mark.parametrize(("expects", "owner"), [(True, Owner.LEADER), (False, Owner.NOBODY)])
+def test_a_waiter_leaves_it_to_the_leader_where_more_is_expected(expects: bool, owner: Owner) -> None:
+    connection = Connection(expects)
+    assert connection.reading.take()
+    assert not connection.reading.take()
+    assert not connection.reading.begin()
+    connection.reading.give_back()
+    assert connection.reading.owner is owner
+    assert connection.armed == [True] * expects
+
+
+def test_a_waiter_takes_it_from_a_leader_who_does_not_read() -> None:
+    connection = Connection()
+    connection.reading.watch()
+    connection.reading.watch()
+    assert connection.reading.begin()
+    assert not connection.reading.begin()  # a second leader
+    assert not connection.reading.take()
+    connection.reading.give_back()
+    assert connection.reading.take()
+    assert connection.armed == [True, False]
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_lane_goes_on_where_its_part_is_awaited(leads: bool) -> None:
+    connection = Connection(expects=True)
+    if leads:
+        connection.reading.watch()
+        assert connection.reading.begin()
+    else:
+        assert connection.reading.take()
+    connection.reading.pass_on()
+    assert connection.reading.owner is Owner.LANE
+    assert not connection.reading.take()
+    assert not connection.reading.begin()
+    connection.reading.give_back()
+    assert connection.armed == [True, False, True][not leads and 2 :]
+
+
+@pytest.mark.parametrize("owner", Owner)
+def test_who_reads_finishes_and_else_who_ends_it(owner: Owner) -> None:
+    connection = Connection()
+    reading = connection.reading
+    if owner is Owner.LEADER:
+        reading.watch()
+    elif owner is not Owner.NOBODY:
+        assert reading.take()
+        if owner is Owner.LANE:
+            reading.pass_on()
+    reading.end()
+    reads = owner in (Owner.WAITER, Owner.LANE)
+    assert connection.finished == (not reads)
+    if reads:
+        reading.give_back()
+    assert connection.finished == 1
+    assert not reading.take()
+    reading.watch()
+    assert reading.owner is Owner.NOBODY
+    assert connection.armed in ([], [True, False])
+
+
+def test_its_state_can_be_seen() -> None:
+    connection = Connection()
+    connection.reading.watch()
+    connection.reading.begin()
+    connection.reading.end()
+    assert repr(connection.reading) == "<Reading: the leader, at it, ended>"
