@@ -37,6 +37,8 @@ class Listener:
         silence: float,
         poller: Poller,
         accepted: Accepted,
+        patience: float = PATIENCE,
+        most_strangers: int = MOST_STRANGERS,
     ) -> None:
         self._poller = poller
         self._accepted = accepted
@@ -44,6 +46,8 @@ class Listener:
         self._tls = server_context(tls) if tls is not None else None
         self._lock = threading.Lock()  # guards _strangers and that the poller watches these
         self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self.patience = patience
+        self.most_strangers = most_strangers
         self._shut = False  # no descriptor is left for those who knock
         self._doors: list[_Door] = []
         self.unix = ""
@@ -77,7 +81,7 @@ class Listener:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         stranger = _Stranger(sock, self, Acceptor(self._key, self._mine), origin, shared)
         with self._lock:
-            crowded = len(self._strangers) >= MOST_STRANGERS
+            crowded = len(self._strangers) >= self.most_strangers
             oldest = next(iter(self._strangers)) if crowded else None
             self._strangers[stranger] = None
             self._poller.watch(stranger, read=True)
@@ -125,9 +129,9 @@ class Listener:
             for door in self._doors:
                 self._poller.watch(door, read=True)
         with self._lock:
-            late = [stranger for stranger in self._strangers if now - stranger.since > PATIENCE]
+            late = [stranger for stranger in self._strangers if now - stranger.since > self.patience]
         for stranger in late:
-            self.turn_away(stranger, ProtocolViolation(f"it has not introduced itself within {PATIENCE:g} s"))
+            self.turn_away(stranger, ProtocolViolation(f"it has not introduced itself within {self.patience:g} s"))
 
     def close(self) -> None:
         for door in self._doors:

@@ -14,7 +14,6 @@ import torch
 
 from telegrad import errors
 from telegrad.rpc.worker import Worker
-from telegrad.transport import listener
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.tls import TlsFiles
 from tests.cluster import agents
@@ -88,9 +87,9 @@ def test_who_only_looks_whether_somebody_is_there_costs_no_line(
     assert not [r for r in caplog.records if r.levelno >= logging.INFO]
 
 
-def test_who_is_silent_is_turned_away(worker: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PATIENCE", 0.2)
+def test_who_is_silent_is_turned_away(worker: tuple[Worker, Worker]) -> None:
     _, b = worker
+    b.agent._connections.listener.patience = 0.2
     with knock(b) as sock:
         assert closed(sock)
 

@@ -111,8 +111,7 @@ def lines() -> Iterator[list[Any]]:
 
 def test_doors_that_are_shut_open_again(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock turns away a crowd at the very moment when the leader finds that it is one."""
-    monkeypatch.setattr(listener, "MOST_STRANGERS", 2)
-    monkeypatch.setattr(listener, "PATIENCE", -1.0)
+    doors.listener.most_strangers, doors.listener.patience = 2, -1.0
     watch = doors.poller.watch
     ticks: list[threading.Thread] = []
 
@@ -136,11 +135,11 @@ def test_doors_that_are_shut_open_again(doors: Doors, monkeypatch: pytest.Monkey
     assert doors.failures == []
 
 
-def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(
-    doors: Doors, lines: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listener, "MOST_STRANGERS", 2)
-    monkeypatch.setattr(listener, "PATIENCE", -1.0)  # the clock turns away at once whom the leader lets in
+def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(doors: Doors, lines: list[Any]) -> None:
+    doors.listener.most_strangers, doors.listener.patience = (
+        2,
+        -1.0,
+    )  # the clock turns away at once whom the leader lets in
     with repeated(lambda: doors.look(0.1), doors.tick):
         for _ in range(50):
             with contextlib.ExitStack() as stack:
@@ -151,7 +150,7 @@ def test_a_crowd_that_comes_and_goes_leaves_the_doors_open(
     assert doors.failures == []
 
 
-def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors: Doors) -> None:
     """One of two late ones ends its handshake while the clock turns away the other."""
     socks = {sock.getsockname()[1]: sock for sock in (doors.knock(), doors.knock())}
     ends = {port: Initiator(KEY, ME, ME.incarnation) for port in socks}
@@ -174,7 +173,7 @@ def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors: Doors, m
 
     handler = logging.Handler()
     handler.emit = emit
-    monkeypatch.setattr(listener, "PATIENCE", -1.0)
+    doors.listener.patience = -1.0
     logging.getLogger("telegrad").addHandler(handler)
     try:
         doors.tick()

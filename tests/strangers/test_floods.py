@@ -140,11 +140,9 @@ def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.Lo
     greet(b)
 
 
-def test_who_is_slow_is_turned_away_though_never_silent(
-    worker: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Worker]) -> None:
     a, b = worker
-    monkeypatch.setattr(listener, "PATIENCE", 0.4)
+    b.agent._connections.listener.patience = 0.4
     hello = Initiator(b"another key", Claim("w0", 0, "x", ""), "x").start()
     with given_back(), contextlib.ExitStack() as stack:
         slow = [stack.enter_context(knock(b)) for _ in range(20)]
