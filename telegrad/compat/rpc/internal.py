@@ -10,6 +10,7 @@ from torch import Tensor
 
 from telegrad.agent.profiling import event_name
 from telegrad.compat.missing import missing_from
+from telegrad.compat.rpc.references import not_by_hand
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.reducers import REDUCERS
 
@@ -46,7 +47,7 @@ class _InternalRPCPickler:
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         body, tensors, references, _ = encode(obj, False)
         for reference in references:
-            reference.__reduce_ex__(5)  # tells why not
+            raise not_by_hand(reference)
         return bytes(body), list(tensors)
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:

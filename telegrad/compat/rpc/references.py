@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 CONFIRMATION = 5.0  # seconds for an owner to hear of a reference that was sent on
 LOOK = 1e-3
+FORK = "Cannot call fork an UserRRef after deletion."
 
 
 class RRef(references.RRef[T]):
@@ -122,12 +123,9 @@ class RRef(references.RRef[T]):
             raise RRefError(f"{self!r} was deleted when its group ended. {what}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._check_alive("Cannot call fork an UserRRef after deletion.")
+        self._check_alive(FORK)
         self._table.check(self._handle)
-        raise UsageError(
-            f"Can not pickle rref in python pickler, {self!r} can only be pickled when using RPC. To save the value, "
-            "pickle rref.to_here()"
-        )
+        raise not_by_hand(self)
 
     def __str__(self) -> str:
         if self._handle.box is not None:
@@ -156,7 +154,20 @@ class RRefProxy(Proxy):
         return lambda *args, **kwargs: self._call(method, self._timeout, args, kwargs)
 
 
-REDUCERS[RRef] = REDUCERS[references.RRef]
+def not_by_hand(what: Any) -> UsageError:
+    """The error of who pickles a reference otherwise than by calling."""
+    return UsageError(
+        f"Can not pickle rref in python pickler, {what!r} can only be pickled when using RPC. To save the value, "
+        "pickle rref.to_here()"
+    )
+
+
+def _reduce(pickler: Any, reference: RRef[Any]) -> Any:
+    reference._check_alive(FORK)
+    return REDUCERS[references.RRef](pickler, reference)
+
+
+REDUCERS[RRef] = _reduce
 
 
 def _text(worker: Any) -> str:
