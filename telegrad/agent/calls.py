@@ -48,7 +48,7 @@ class Instruction(Enum):
     SET_APART = "make it one that another thread may send later, and ask again"
     CONNECT = "have a connection made, over which it leaves"
     WAIT = "nothing: it leaves with the connection that is being made"
-    DROP = "nothing: nobody waits for it any more"
+    DROP = "nothing: all is closed"
 
 
 class Call(Protocol):
@@ -96,9 +96,12 @@ class Calls(Generic[C, M]):
         return timed and self._deadlines.add(call, call.timeout, call.deadline)
 
     def send(self, call: C | None, message: M, is_apart: bool = False) -> Instruction:
-        """A message shall leave: of a call that has begun, or one that has no answer."""
+        """A message shall leave: of a call that has begun, or one that has no answer.
+
+        Also that of a call that is over, since it may carry what the other side must hear of.
+        """
         state = self.state
-        if state is State.CLOSED or (call is not None and call.id not in self.in_flight):
+        if state is State.CLOSED:
             return Instruction.DROP
         if state is State.OPEN:
             if call is not None:
@@ -127,8 +130,7 @@ class Calls(Generic[C, M]):
         """There is a connection: what to send over it next of the backlog; nothing once it is open, or closed."""
         if self.state is State.CLOSED:
             return []
-        backlog = [(call, message) for call, message in self._backlog if call is None or call.id in self.in_flight]
-        self._backlog = []
+        backlog, self._backlog = self._backlog, []
         if not backlog:
             self._go("made")
         for call, _ in backlog:

@@ -47,6 +47,7 @@ class World:
         self.arrivals: dict[int, list[int]] = {}  # by caller: the numbers of its calls, as they came
         self.connections: dict[int, Connection] = {}
         self.open: Connection | None = None  # as the rim holds it
+        self.losses = 0  # that the layers above are told of
         self.actors: list[Iterator[None]] = [self.caller(number) for number in range(self.chance.randint(1, 4))]
         self.actors += [self.network(), self.callee(), self.clock()]
         self.busy = len(self.actors) - 3  # the callers and connectors that have not ended
@@ -121,6 +122,7 @@ class World:
         """As `OutgoingCalls._make_link`."""
         yield
         if self.chance.random() < 0.3:
+            self.losses += 1
             self.fail(self.calls.refused(keeps_messages=self.chance.random() < 0.3), 0)
             self.busy -= 1
             return
@@ -137,6 +139,7 @@ class World:
                 assert call is not None
                 if not self.write(link, call):
                     yield
+                    self.losses += 1
                     self.fail(self.calls.refused(backlog[at:]), 0)
                     self.busy -= 1
                     return
@@ -158,6 +161,7 @@ class World:
                 self.end(broken)
 
     def end(self, link: Connection) -> None:
+        self.losses += 1
         if self.open is link:
             self.open = None
         self.fail(self.calls.ended(link.number), link.number)
@@ -187,6 +191,7 @@ class World:
     def closer(self) -> Iterator[None]:
         for _ in range(self.chance.randint(0, 300)):
             yield
+        self.losses += 1
         link, self.open = self.open, None
         failed = self.calls.close()
         for call in failed:
@@ -205,6 +210,7 @@ class World:
     def check_end(self) -> None:
         for call in self.all:
             assert len(call.fates) == 1, f"{call} ended {len(call.fates)} times: {call.fates}"
+            assert call.runs or self.losses, f"{call} was never sent, and nobody hears of that"
         assert not self.calls.in_flight
         assert self.calls._weight == 0, "what was taken was not given back"
         assert self.calls.next_deadline() == inf

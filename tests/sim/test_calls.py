@@ -76,7 +76,15 @@ class SendsAgain(Calls[Call, Call]):
         return super().ended(connection)
 
 
-WRONG = [FailsWithAnyConnection, OpensTooEarly, ForgetsTheBacklog, KeepsTheWeight, SendsAgain]
+class DropsWhatIsOver(Calls[Call, Call]):
+    """Of a call that ran out of time before there was a connection, the other side never hears."""
+
+    def drain(self) -> list[tuple[Call | None, Call]]:
+        self._backlog = [(call, message) for call, message in self._backlog if message.id in self.in_flight]
+        return super().drain()
+
+
+WRONG = [FailsWithAnyConnection, OpensTooEarly, ForgetsTheBacklog, KeepsTheWeight, SendsAgain, DropsWhatIsOver]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -133,12 +141,12 @@ def test_messages_without_answer_may_wait_for_the_next_one(
     assert calls.drain() == [(None, notice), (other, other)]
 
 
-def test_who_gave_up_sends_nothing(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
-    connect(calls)
+def test_what_a_call_carries_is_sent_though_it_is_over(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
     call = begin()
     assert calls.take(call.id) is call
     assert calls.take(call.id) is None
-    assert calls.send(call, call) is Instruction.DROP
+    assert calls.send(call, call, is_apart=True) is Instruction.CONNECT
+    assert calls.drain() == [(call, call)]
 
 
 def test_a_connection_that_was_missed_is_made_again(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
