@@ -49,6 +49,8 @@ class Work(NamedTuple):
 
 
 class _Worker:
+    """A thread of the reactor; only it changes its fields. Others look at `since` and `counted`."""
+
     __slots__ = ("counted", "since", "waited", "wakeup")
 
     def __init__(self) -> None:
@@ -68,7 +70,7 @@ class Reactor:
         self._entered = entered
         self._start_watch = watch
         self._most_waiting = most_waiting
-        self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed and _Worker.since
+        self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed, ends of _Worker.since
         self._slots: Slots[Work] = guarded(Slots(slots), self._lock, ("busy", "waiting"))
         self._leader: _Worker | None = None  # peeked at by who asks whether it leads: what it finds, only it changes
         self._standby: list[_Worker] = []

@@ -58,7 +58,7 @@ class Placed(NamedTuple):
 
 
 class Outgoing:
-    """What leaves. `place` is for any thread, all else for one that holds the connection's lock."""
+    """What leaves. `place`, `unload` and `reclaim` are for any thread, all else for who holds the connection's lock."""
 
     def __init__(self, peer: str, stores: Stores, lanes: Lanes) -> None:
         self._peer = peer
