@@ -79,7 +79,7 @@ class _Guarded:
 
 
 def new_lock() -> Any:
-    """A lock; in debug runs one that `guarded` and `assert_held` can ask."""
+    """A lock; in debug runs one that `guarded` can ask."""
     return CheckedLock() if CHECKED else threading.Lock()
 
 

@@ -73,7 +73,7 @@ class Agent:
         self.layers = Layers()
         self.streams = Streams(may_lie_on)
         self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
-        self._started = 0
+        self._started = 0  # counted without a lock: the interpreter changes no thread between its load and store
         self._clock = Clock(self._tick)
         self._reactor = Reactor(settings.threads, settings.most_calls, lambda: entered(self), self._clock.wake)
         self._server = Server(

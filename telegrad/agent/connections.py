@@ -84,12 +84,12 @@ class Connections:
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
         self.staging = Staging(streams)
-        self._lock = threading.Lock()  # guards _peers, _accepted, _warned and closed
+        self._lock = threading.Lock()  # guards _peers, _accepted, _warned, `closed`; single looks go without
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self._warned: set[str] = set()  # the incarnations of those whose loss was told
         self.closed = False
-        self._names: dict[str | int, OutgoingCalls] = {}  # found before; cleared when one is lost
+        self._names: dict[str | int, OutgoingCalls] = {}  # found before; cleared when one is lost; no lock
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )

@@ -184,9 +184,9 @@ class Signal:
     __slots__ = ("_callbacks", "_error", "_happened", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards _callbacks, and that _happened is set, which is loaded without it
         self._happened = False
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # stored before it happens
         self._callbacks: list[Callable[[Any], None]] = []
 
     def done(self) -> bool:

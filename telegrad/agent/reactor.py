@@ -48,7 +48,9 @@ class Work(NamedTuple):
     cost: int
 
 
-class _Worker:
+class _Runner:
+    """A thread of the reactor; only it changes its fields. Others look at `since` and `counted`."""
+
     __slots__ = ("counted", "since", "waited", "wakeup")
 
     def __init__(self) -> None:
@@ -68,11 +70,11 @@ class Reactor:
         self._entered = entered
         self._start_watch = watch
         self._most_waiting = most_waiting
-        self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed and _Worker.since
+        self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed, ends of _Runner.since
         self._slots: Slots[Work] = guarded(Slots(slots), self._lock, ("busy", "waiting"))
-        self._leader: _Worker | None = None  # peeked at by who asks whether it leads: what it finds, only it changes
-        self._standby: list[_Worker] = []
-        self._threads: dict[_Worker, threading.Thread] = {}
+        self._leader: _Runner | None = None  # peeked at by who asks whether it leads: what it finds, only it changes
+        self._standby: list[_Runner] = []
+        self._threads: dict[_Runner, threading.Thread] = {}
         self._ready: deque[Work] = deque()
         self._idle_work: deque[Work] = deque()
         self._asleep = False  # the leader waits in the poller
@@ -88,7 +90,7 @@ class Reactor:
 
     def start(self) -> None:
         with self._lock:
-            leader = self._leader = _Worker()
+            leader = self._leader = _Runner()
         self._spawn(leader)
 
     def submit(self, work: Work) -> None:
@@ -120,7 +122,7 @@ class Reactor:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Around every wait: the thread gives up the lead and its slot meanwhile."""
-        worker: _Worker | None = getattr(self._local, "worker", None)
+        worker: _Runner | None = getattr(self._local, "worker", None)
         if worker is None:
             yield
             return
@@ -147,7 +149,7 @@ class Reactor:
 
     def worked_until(self) -> float:
         """When the work of this thread first waited, or now."""
-        worker: _Worker | None = getattr(self._local, "worker", None)
+        worker: _Runner | None = getattr(self._local, "worker", None)
         return worker.waited if worker is not None and worker.waited else perf_counter()
 
     @property
@@ -221,7 +223,7 @@ class Reactor:
 
     # The threads
 
-    def _spawn(self, worker: _Worker) -> None:
+    def _spawn(self, worker: _Runner) -> None:
         thread = threading.Thread(target=self._main, args=(worker,), name="telegrad-worker", daemon=True)
         with self._lock:
             self._threads[worker] = thread
@@ -232,7 +234,7 @@ class Reactor:
                 del self._threads[worker]
             raise
 
-    def _main(self, worker: _Worker) -> None:
+    def _main(self, worker: _Runner) -> None:
         self._local.worker = worker
         try:
             self._entered()
@@ -248,7 +250,7 @@ class Reactor:
             if last:
                 self.poller.close()
 
-    def _recover(self, worker: _Worker) -> None:
+    def _recover(self, worker: _Runner) -> None:
         """There was no memory, even to tell: who leads must not end for that. What it had begun is lost."""
         time.sleep(NO_MEMORY_PAUSE)
         with self._lock:
@@ -256,7 +258,7 @@ class Reactor:
             if worker.counted:
                 self._end_call(worker)
 
-    def _stand_by(self, worker: _Worker) -> bool:
+    def _stand_by(self, worker: _Runner) -> bool:
         """Wait to be given the lead; False where the thread shall end."""
         with self._lock:
             if self._leader is worker:
@@ -267,7 +269,7 @@ class Reactor:
         worker.wakeup.acquire()
         return not self._closed
 
-    def _pass_lead(self, worker: _Worker, since: float | None = None) -> None:
+    def _pass_lead(self, worker: _Runner, since: float | None = None) -> None:
         """Make another thread lead, if `worker` does still (and is still in the work it began at `since`)."""
         with self._lock:
             if self._leader is not worker or self._closed or (since is not None and worker.since != since):
@@ -277,7 +279,7 @@ class Reactor:
                 self._leader = self._standby.pop()
                 self._leader.wakeup.release()
             else:
-                new = self._leader = _Worker()
+                new = self._leader = _Runner()
         if new is None:
             return
         try:
@@ -288,7 +290,7 @@ class Reactor:
                     self._leader = worker
             log.warning("telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
 
-    def _lead(self, worker: _Worker) -> None:
+    def _lead(self, worker: _Runner) -> None:
         ready = self._ready
         self.send_unsent()
         while self._leader is worker and not self._closed:
@@ -312,12 +314,12 @@ class Reactor:
                 self._run_leading(worker, work)
             del work  # and what it holds, before waiting for more
 
-    def _take_slot(self, worker: _Worker, work: Work) -> bool:
+    def _take_slot(self, worker: _Runner, work: Work) -> bool:
         with self._lock:
             worker.counted = self._slots.take(work)
         return worker.counted
 
-    def _run_leading(self, worker: _Worker, work: Work) -> None:
+    def _run_leading(self, worker: _Runner, work: Work) -> None:
         """Run short work without giving the lead away, watched."""
         worker.since = perf_counter()
         worker.waited = 0.0
@@ -335,12 +337,12 @@ class Reactor:
         if not still:
             self._run_waiting(worker)
 
-    def _run(self, worker: _Worker, work: Work) -> None:
+    def _run(self, worker: _Runner, work: Work) -> None:
         worker.waited = 0.0
         self._do(work)
         self._run_waiting(worker)
 
-    def _run_waiting(self, worker: _Worker) -> None:
+    def _run_waiting(self, worker: _Runner) -> None:
         """A thread that does not lead has ended a call: its slot goes to the calls that wait for one."""
         while worker.counted:
             with self._lock:
@@ -359,7 +361,7 @@ class Reactor:
         except Exception:
             log.exception("telegrad: work of the agent failed")
 
-    def _end_call(self, worker: _Worker) -> None:
+    def _end_call(self, worker: _Runner) -> None:
         """With the lock held: a call has ended."""
         self._slots.end()
         worker.counted = False

@@ -29,7 +29,7 @@ VARIABLE = "PYTHONPATH"
 
 log = logging.getLogger("telegrad")
 
-_lock = threading.RLock()  # guards what follows, and the environment variable
+_lock = threading.RLock()  # guards what follows, and the environment variable; `installed` loads _on without
 _on = False
 _substitution: Substitution | None = None  # what the mode stands for; none before torch is imported
 

@@ -37,7 +37,7 @@ class StagedCopy:
         self._blob = blob
         self._copied = 0  # or about to be
         self._pieces: deque[tuple[Piece, int, torch.Event]] = deque()
-        self._lock = threading.RLock()  # guards the two
+        self._lock = threading.RLock()  # guards the two; who sends asks `over` without, while nobody else copies
         self._copy()
 
     def _copy(self) -> None:

@@ -57,7 +57,7 @@ class Streams:
         """`begin` is called with each device that comes into use."""
         self.used: tuple[int, ...] = ()  # the devices that calls can touch
         self._begin = begin
-        self._lock = threading.Lock()  # guards all below, and changes of `used`
+        self._lock = threading.Lock()  # guards _made, and changes of `used` and of _defaults, which has a device first
         self._made: dict[tuple[str, int], torch.Stream] = {}
         self._defaults: dict[int, torch.Stream] = {}
 

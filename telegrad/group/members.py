@@ -8,7 +8,7 @@ A worker goes by several names, after what is wanted of it:
     WorkerInfo  what users see: a name and a rank, which another may have later
 
 Others are no names of a worker, but of what one has with it: a `Claim` is what it says at the door, before it is
-believed; a `Peer` the calls from here to it; a `Caller` the calls from it to here.
+believed; a peer the calls from here to it (`OutgoingCalls`); a `Caller` who makes those from it to here.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Arrivals:
     """Hands out what has ended, in the order in which it does."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards what follows; `next` loads _wanted without, since only it changes that
         self._ended: deque[tuple[Step, Future[Any]]] = deque()
         self._wanted: Future[None] = Future()  # done once something has ended
 

@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
 
 
 class Outgoing:
-    """What leaves. `prepare` is for any thread, all else for one that holds the connection's lock."""
+    """What leaves. `prepare`, `rollback` and `reclaim` are for any thread, all else under the connection's lock."""
 
     def __init__(self, peer: str, stores: MemorySources, lanes: Lanes) -> None:
         self._peer = peer

@@ -37,7 +37,9 @@ class Lanes:
         self._sends = sends
         self._failed = failed
         self._make = make
-        self._lock = threading.Lock()  # guards all below, that `_make` is taken once, and the order of stripes
+        # Guards all below, that `_make` is taken once, and the order of stripes. `is_idle` peeks, and `close` looks at
+        # both lists without, since nothing is added to them any more.
+        self._lock = threading.Lock()
         self._socks: list[socket.socket] = []
         self._stripes: list[SimpleQueue[tuple[memoryview, Any] | None]] = []
         self._greeted = 0

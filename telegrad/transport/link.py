@@ -80,7 +80,7 @@ class Link:
         self._incoming = Incoming(stores, self.lanes_in)
         self._maps = self._incoming.maps
         self._reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
-        self._lock = threading.Lock()  # guards all below, and writing to the socket
+        self._lock = threading.Lock()  # guards all below, that `closed` is set, and writing to the socket
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
         self._writer = Writer(
             sock, self._tls_lock, stores.staging, lambda write: poller.watch(self, write=write), self._resume

@@ -170,7 +170,7 @@ class SharedPool:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit if SHARING else 0
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all below; how many blocks are lent is also asked without
         self._made = 0
         self._bytes: Counter[int] = Counter()  # by device
         self._free: dict[tuple[int, int], list[AnyBlock]] = {}  # by device and capacity
