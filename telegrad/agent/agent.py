@@ -73,7 +73,6 @@ class Agent:
         self.layers = Layers()
         self.streams = Streams(may_lie_on)
         self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
-        self._started = 0  # counted without a lock: the interpreter changes no thread between its load and store
         self._clock = Clock(self._tick)
         self._reactor = Reactor(settings.threads, settings.most_calls, lambda: entered(self), self._clock.wake)
         self._server = Server(
@@ -144,7 +143,7 @@ class Agent:
     @property
     def started(self) -> int:
         """How many calls this worker has begun."""
-        return self._started
+        return self._connections.begun
 
     # Calls
 
@@ -247,7 +246,6 @@ class Agent:
         self, peer: OutgoingCalls, pending: Pending, function: Any, args: Any, kwargs: Any, creation: Any = None
     ) -> tuple[Message, int]:
         """What a call says, and the bytes of its tensors."""
-        self._started += 1
         layers = self.layers
         same = peer.program == self.program != ""
         name = name_of(function, same)

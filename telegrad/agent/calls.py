@@ -76,7 +76,7 @@ class Calls(Generic[C, M]):
         self.in_flight: dict[int, C] = {}
         self._most_calls = most_calls
         self._most_bytes = most_bytes
-        self._ids = 0
+        self.begun = 0  # calls, so far: the number of each is its id
         self._weight = 0  # of those in flight
         self._backlog: list[tuple[C | None, M]] = []
         self._deadlines: Deadlines[C] = Deadlines()
@@ -89,8 +89,8 @@ class Calls(Generic[C, M]):
         Not once all is closed.
         """
         assert self.state is not State.CLOSED
-        self._ids += 1
-        call.id = self._ids
+        self.begun += 1
+        call.id = self.begun
         self.in_flight[call.id] = call
         self._weight += call.weight
         return timed and self._deadlines.add(call, call.timeout, call.deadline)

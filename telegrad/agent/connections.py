@@ -89,7 +89,7 @@ class Connections:
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self._warned: set[str] = set()  # the incarnations of those whose loss was told
         self.closed = False
-        self._names: dict[str | int, OutgoingCalls] = {}  # found before; cleared when one is lost; no lock
+        self._names: dict[str | int, OutgoingCalls] = {}  # found before; replaced as one is lost; no lock
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
@@ -107,6 +107,11 @@ class Connections:
         """Whether a call to another worker was not answered yet."""
         return any(peer.outstanding for peer in list(self._peers.values()))
 
+    @property
+    def begun(self) -> int:
+        """How many calls were begun from here."""
+        return sum(peer.begun for peer in list(self._peers.values()))
+
     # From here
 
     def peer(self, to: str | int | Identity) -> OutgoingCalls:
@@ -116,9 +121,10 @@ class Connections:
             if found.identity != to:
                 raise UnknownWorker(f"the worker named {to.name!r} is not the one that it was")
             return found
-        peer = self._names.get(to)
+        names = self._names
+        peer = names.get(to)
         if peer is None:
-            peer = self._names[to] = self._peer_of(self._directory.find(to))
+            peer = names[to] = self._peer_of(self._directory.find(to))
         return peer
 
     def _peer_of(self, member: Member) -> OutgoingCalls:
@@ -211,7 +217,7 @@ class Connections:
         return LoopEnd(self._me.name, partial(self._on_messages, caller), peer.on_messages, partial(peer.ended, number))
 
     def _peer_lost(self, who: Identity, reason: PeerError) -> None:
-        self._names.clear()  # in a dynamic group its name may now be another's
+        self._names = {}  # in a dynamic group its name may now be another's
         self.tell_lost(who, reason)
 
     # To here

@@ -60,7 +60,7 @@ class OutgoingCalls:
         self._on_lost = on_lost
         self._take_attachments = take_attachments
         self._lock = new_lock()  # guards all below, and who completes a call that several threads may
-        self._calls: Calls[Pending, Message] = guarded(Calls(*limits), self._lock, ("crowded", "in_flight"))
+        self._calls: Calls[Pending, Message] = guarded(Calls(*limits), self._lock, ("begun", "crowded", "in_flight"))
         self._link: AnyLink | None = None  # while the calls are connected; peeked at by who waits, who looks again
         self._closed: PeerError | None = None  # never taken back; peeked at by who waits for room
         self._room = threading.Condition(self._lock)  # there are fewer calls in flight
@@ -170,6 +170,10 @@ class OutgoingCalls:
     @property
     def outstanding(self) -> int:
         return len(self._calls.in_flight)
+
+    @property
+    def begun(self) -> int:
+        return self._calls.begun
 
     def expects(self) -> bool:
         """Whether a call was not answered yet."""

@@ -82,7 +82,7 @@ class Staging:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._pinned = Pinned()
-        self._lock = threading.Condition()  # guards _watched and changes of _closed
+        self._lock = threading.Condition()  # guards _watched and _closed
         self._watched: list[tuple[StagedCopy, Callable[[], None]]] = []
         self._closed = False
         self._thread = Background("telegrad-devices", self._look)
@@ -104,8 +104,10 @@ class Staging:
 
     def _look(self) -> None:
         pause = FIRST_LOOK
-        while not self._closed:
+        while True:
             with self._lock:
+                if self._closed:
+                    return
                 if not self._watched:
                     self._lock.wait()
                     pause = FIRST_LOOK
