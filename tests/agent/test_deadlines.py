@@ -7,8 +7,8 @@ from math import inf
 from telegrad.agent.deadlines import Deadlines
 
 
-def test_deadlines_expire_in_time_and_once():
-    table = Deadlines()
+def test_deadlines_expire_in_time_and_once() -> None:
+    table: Deadlines[str] = Deadlines()
     assert table.add("slow", 60, when=60)
     assert table.add("quick", 1, when=1)
     assert not table.add("later", 1, when=1.5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,17 +17,17 @@ from telegrad.transport.reading import Owner, Reading
 class Reactor:
     """Only notes what it is asked."""
 
-    def __init__(self):
-        self.given = []
+    def __init__(self) -> None:
+        self.given: list[str] = []
 
-    def submit(self, work):
+    def submit(self, work: Work) -> None:
         self.given.append(work.argument)
 
 
 class Link:
     """Brings something at each read, as long as there is any."""
 
-    def __init__(self, *reads):
+    def __init__(self, *reads: Callable[[], object]) -> None:
         self.watched = False
         self.reading = Reading(
             threading.Lock(), lambda read: setattr(self, "watched", read), lambda: True, lambda: None
@@ -33,71 +35,84 @@ class Link:
         self.reading.watch()
         self._reads = list(reads)
 
-    def read(self):
+    def read(self) -> None:
         if self._reads:
             self._reads.pop(0)()
 
-    def stop_reading(self):
+    def stop_reading(self) -> None:
         self.reading.give_back()
 
 
 @pytest.fixture
-def reactor():
+def reactor() -> Reactor:
     return Reactor()
 
 
-def errand(reactor, done, name, then=lambda: None):
-    def act(argument):
+# `helping`, with these in place of the agent's own
+
+
+def submit(reactor: Any, work: Work) -> None:
+    helping.submit(reactor, work)
+
+
+def run_for(future: Future[None], links: Any, reactor: Any) -> None:
+    helping.run_for(future, links, reactor)
+
+
+def errand(reactor: Reactor, done: list[str], name: str, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    def act(argument: str) -> None:
         done.append(argument)
         then()
 
-    return lambda: helping.submit(reactor, Work(act, name, INSTANT))
+    return lambda: submit(reactor, Work(act, name, INSTANT))
 
 
-def test_does_what_it_reads_and_what_follows_from_that(reactor):
-    done, future = [], Future()
+def test_does_what_it_reads_and_what_follows_from_that(reactor: Reactor) -> None:
+    done: list[str] = []
+    future: Future[None] = Future()
     second = errand(reactor, done, "second", lambda: future.set_result(None))
     link = Link(lambda: None, errand(reactor, done, "first", second))
-    helping.run_for(future, [link], reactor)
+    run_for(future, [link], reactor)
     assert done == ["first", "second"]
     assert reactor.given == []
     assert link.watched
     assert link.reading.owner is Owner.LEADER
 
 
-def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor):
-    done, future = [], Future()
+def test_leaves_the_rest_to_others_since_it_may_wait_for_it(reactor: Reactor) -> None:
+    done: list[str] = []
+    future: Future[None] = Future()
     several = [errand(reactor, done, name) for name in "abc"]
-    helping.run_for(future, [Link(lambda: [each() for each in several])], reactor)
+    run_for(future, [Link(lambda: [each() for each in several])], reactor)
     assert done == ["a"]
     assert reactor.given == ["b", "c"]
 
 
-def test_only_for_a_moment(reactor):
-    done = []
-    helping.run_for(Future(), [Link()], reactor)
+def test_only_for_a_moment(reactor: Reactor) -> None:
+    done: list[str] = []
+    run_for(Future(), [Link()], reactor)
     errand(reactor, done, "later")()
     assert done == []
     assert reactor.given == ["later"]
 
 
-def test_does_not_take_a_connection_from_one_who_reads_it(reactor):
+def test_does_not_take_a_connection_from_one_who_reads_it(reactor: Reactor) -> None:
     link = Link(lambda: pytest.fail("read by two"))
     assert link.reading.take()
-    helping.run_for(Future(), [link], reactor)
+    run_for(Future(), [link], reactor)
     assert link.reading.owner is Owner.WAITER
 
 
-def test_a_connection_that_ends_is_forgotten(reactor):
-    link = Link(lambda: link.reading.end())
-    helping.run_for(Future(), [link], reactor)
+def test_a_connection_that_ends_is_forgotten(reactor: Reactor) -> None:
+    link: Link = Link(lambda: link.reading.end())
+    run_for(Future(), [link], reactor)
     assert not link.watched
 
 
-def test_an_error_in_an_errand_is_not_that_of_the_wait(reactor, caplog):
-    def fail(_):
+def test_an_error_in_an_errand_is_not_that_of_the_wait(reactor: Reactor, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: None) -> NoReturn:
         raise KeyError("inside")
 
-    link = Link(lambda: helping.submit(reactor, Work(fail, None, INSTANT)))
-    helping.run_for(Future(), [link], reactor)
+    link = Link(lambda: submit(reactor, Work(fail, None, INSTANT)))
+    run_for(Future(), [link], reactor)
     assert "inside" in caplog.text

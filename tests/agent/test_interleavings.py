@@ -13,7 +13,8 @@ import pytest
 
 from telegrad.contracts import CheckedLock
 from telegrad.errors import PeerError, PeerLost
-from tests.cluster import Worker, agents, in_threads
+from telegrad.rpc.worker import Worker
+from tests.cluster import agents, in_threads
 
 SEEDS = 3
 CALLS = 60  # of each thread

@@ -79,7 +79,7 @@ def ran(number: int) -> None:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[list[Watched]]:
+def watching() -> Iterator[Iterable[Watched]]:
     """Note what every worker of this process does in passes."""
     all_: dict[EngineRunner, Watched] = {}
     originals = {name: getattr(EngineRunner, name) for name in ("start", "arrive", "bury")}

@@ -7,7 +7,7 @@ place it is a copy. Nothing else may differ: gradients, which hooks were called 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -26,7 +26,7 @@ SIZE = 3
 BOUND = 0.3
 
 device = "cpu"  # where the leaves are, and so all else
-stages: dict[int, Stage] = {}  # of the programs that run at this moment
+stages: dict[tuple[int, str], Stage] = {}  # of the programs that run at this moment
 
 
 class Stage:
@@ -213,8 +213,18 @@ def take_from(key: int, worker: str, reference: RRef[Any]) -> None:
     take(key, worker, reference.to_here())
 
 
-WRAPS = {"list": list, "tuple": tuple, "dict": lambda ts: dict(enumerate(ts)), "box": Box}
-UNWRAPS = {list: list, tuple: list, dict: lambda wrapped: list(wrapped.values()), Box: lambda box: box.tensors}
+WRAPS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "dict": lambda ts: dict(enumerate(ts)),
+    "box": Box,
+}
+UNWRAPS: dict[type, Callable[[Any], list[torch.Tensor]]] = {
+    list: list,
+    tuple: list,
+    dict: lambda wrapped: list(wrapped.values()),
+    Box: lambda box: box.tensors,
+}
 
 
 # Programs
@@ -264,8 +274,8 @@ def run_in_one_place(seed: int) -> Outcome | None:
     if variant in TWICE:
         torch.autograd.backward(found)
     if variant == "second order":
-        penalties = [penalty(leaf.grad for leaf in place.leaves) for place in places]
-        penalties = [each for each in penalties if each is not None and each.requires_grad]
+        squares = [penalty(leaf.grad for leaf in place.leaves) for place in places]
+        penalties = [each for each in squares if each is not None and each.requires_grad]
         if penalties:
             torch.autograd.backward(penalties)
     return Outcome(places, [{leaf: leaf.grad for leaf in place.leaves if leaf.grad is not None} for place in places])
@@ -283,7 +293,7 @@ TWICE = ("twice", "at once")
 def penalty(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     """Of gradients that have a graph of their own."""
     squares = [gradient.pow(2).sum() for gradient in gradients if gradient is not None]
-    return sum(squares) if squares else None
+    return sum(squares[1:], squares[0]) if squares else None
 
 
 def run_on_workers(seed: int) -> Outcome:
@@ -297,7 +307,7 @@ def run_on_workers(seed: int) -> Outcome:
         for worker, (kind, *what) in program:
             name = names[worker]
             if kind in ("fetch", "push"):
-                function = fetch if kind == "fetch" else push
+                function: Callable[..., None] = fetch if kind == "fetch" else push
                 args = (seed, name, names[what[0]], *what[1:])
             else:
                 function, args = perform, (seed, name, (kind, *what))
@@ -381,16 +391,16 @@ def compare(seed: int, expected: Outcome, found: Outcome) -> None:
                 assert torch.allclose(one.to_dense(), other.to_dense()), f"{what}: {one} and {other}"
     assert expected.ran == found.ran, f"nodes ran {expected.ran} and {found.ran}"
     for number in expected.took.keys() | found.took.keys():
-        one, other = expected.took.get(number, []), found.took.get(number, [])
-        assert len(one) == len(other), f"node {number} ran {len(one)} and {len(other)} times"
-        for a, b in zip(chain(*one), chain(*other), strict=True):
+        runs, others = expected.took.get(number, []), found.took.get(number, [])
+        assert len(runs) == len(others), f"node {number} ran {len(runs)} and {len(others)} times"
+        for a, b in zip(chain(*runs), chain(*others), strict=True):
             same = a is b is None or (a is not None and b is not None and torch.allclose(a, b))
             assert same, f"node {number} took {a} and {b}"
     for number in expected.hooked.keys() | found.hooked.keys():
-        one, other = expected.hooked.get(number, []), found.hooked.get(number, [])
-        assert len(one) == len(other), f"hook {number} was called {len(one)} and {len(other)} times"
-        for a, b in zip(one, other, strict=True):
-            assert torch.allclose(a, b), f"hook {number} saw {a} and {b}"
+        calls, made = expected.hooked.get(number, []), found.hooked.get(number, [])
+        assert len(calls) == len(made), f"hook {number} was called {len(calls)} and {len(made)} times"
+        for x, y in zip(calls, made, strict=True):
+            assert torch.allclose(x, y), f"hook {number} saw {x} and {y}"
 
 
 def check(seed: int) -> bool:

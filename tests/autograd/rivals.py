@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Rival:
@@ -12,6 +13,12 @@ class Rival:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.act: Callable[[], object] = lambda: None
+
+    @classmethod
+    def at(cls, owner: Any) -> Rival:
+        """One in place of the owner's lock."""
+        rival = owner._lock = cls()
+        return rival
 
     def __enter__(self) -> None:
         act, self.act = self.act, lambda: None

@@ -5,45 +5,51 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import copy_context
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
 
 import telegrad.autograd as autograd
-from telegrad.autograd.schedule import GraphSchedule
+from telegrad.autograd.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, UnusedSends, UsageError
-from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
+from telegrad.rpc import Future, RRef, current, functions, remote, rpc_async, rpc_sync
+from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, in_threads
+
+Call = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def trio():
+def trio() -> Iterator[list[Worker]]:
     with agents(4) as workers:
         current.enter(workers[0])
         yield workers
 
 
 @pytest.fixture(autouse=True)
-def here(trio):
+def here(trio: list[Worker]) -> Iterator[None]:
     current.enter(trio[0])
     yield
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in trio))
 
 
-def wait_until(condition):
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def leaf(*shape):
+def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (3, 3)), dtype=torch.float64, requires_grad=True)
 
 
-def same_as_local(program, leaves, **options):
+def same_as_local(program: Callable[[Call], torch.Tensor], leaves: list[torch.Tensor], **options: Any) -> None:
     """Gradients of `program(call)`, where a call is remote, and as the program gives them without workers."""
     expected = torch.autograd.grad(program(lambda to, function, *args: function(*args)), leaves, allow_unused=True)
     with autograd.context() as context:
@@ -60,10 +66,10 @@ def same_as_local(program, leaves, **options):
 # The documents' examples
 
 
-def test_an_unused_result():
+def test_an_unused_result() -> None:
     a, b, c = leaf(), leaf(), leaf()
 
-    def program(call):
+    def program(call: Call) -> torch.Tensor:
         d = call("w1", torch.add, a, b)
         call("w1", torch.mul, b, c)
         return d.sum()
@@ -71,7 +77,7 @@ def test_an_unused_result():
     same_as_local(program, [a, b, c])
 
 
-def produce(numbers):
+def produce(numbers: list[int]) -> torch.Tensor:
     a, b = (parameters["w1"][number] for number in numbers)
     return a + b
 
@@ -79,20 +85,20 @@ def produce(numbers):
 parameters: dict[str, list[torch.Tensor]] = {}
 
 
-def worker0_part(c):
+def worker0_part(c: torch.Tensor) -> torch.Tensor:
     return parameters["w0"][0] * c
 
 
-def worker2_part(c):
+def worker2_part(c: torch.Tensor) -> torch.Tensor:
     return (c + parameters["w2"][0]).tanh()
 
 
-def worker1_part(c, e):
+def worker1_part(c: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
     return c * e
 
 
 @pytest.mark.parametrize("root", ["f1", "i"])
-def test_five_sends_of_which_some_are_unused(root):
+def test_five_sends_of_which_some_are_unused(root: str) -> None:
     """Hidden paths and a circle between workers."""
     parameters.update({"w0": [leaf()], "w1": [leaf(), leaf()], "w2": [leaf()]})
     everything = [each for several in parameters.values() for each in several]
@@ -116,19 +122,19 @@ def test_five_sends_of_which_some_are_unused(root):
             assert torch.allclose(found[number], gradient)
 
 
-WORKERS: list = []
+WORKERS: list[Worker] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def known_agents(trio):
+def known_agents(trio: list[Worker]) -> None:
     WORKERS[:] = trio
 
 
-def with_value(function, *references):
+def with_value(function: Callable[..., torch.Tensor], *references: RRef[torch.Tensor]) -> torch.Tensor:
     return function(*(reference.to_here() for reference in references))
 
 
-def gradients_of_parameters(name, context):
+def gradients_of_parameters(name: str, context: int) -> list[tuple[int, torch.Tensor | None]]:
     everything = [each for several in parameters.values() for each in several]
     found = autograd.get_gradients(context)
     return [
@@ -141,12 +147,12 @@ def gradients_of_parameters(name, context):
 # Contexts
 
 
-def test_nested_contexts_are_an_error():
+def test_nested_contexts_are_an_error() -> None:
     with autograd.context() as context, pytest.raises(UsageError, match=str(context)), autograd.context():
         pass
 
 
-def test_unknown_contexts():
+def test_unknown_contexts() -> None:
     with autograd.context() as context:
         pass
     with pytest.raises(ContextEnded, match="Could not find autograd context"):
@@ -164,21 +170,21 @@ def test_unknown_contexts():
         (3, "must be a tensor"),
     ],
 )
-def test_bad_roots(roots, said):
+def test_bad_roots(roots: Any, said: str) -> None:
     with autograd.context() as context, pytest.raises(UsageError, match=said):
         autograd.backward(context, roots)
 
 
-def test_a_mode_that_is_none():
+def test_a_mode_that_is_none() -> None:
     with autograd.context() as context, pytest.raises(UsageError, match="smart"):
         autograd.backward(context, leaf().sum(), mode="quick")
 
 
-def test_two_contexts_over_the_same_parameters_at_once():
+def test_two_contexts_over_the_same_parameters_at_once() -> None:
     weight = leaf()
     inputs = [leaf(), leaf()]
 
-    def step(value):
+    def step(value: torch.Tensor) -> None:
         current.enter(WORKERS[0])
         for _ in range(20):
             with autograd.context() as context:
@@ -189,7 +195,7 @@ def test_two_contexts_over_the_same_parameters_at_once():
     assert weight.grad is None
 
 
-def test_a_second_pass():
+def test_a_second_pass() -> None:
     a, b = leaf(), leaf()
     with autograd.context() as context:
         loss = rpc_sync("w1", torch.mul, (a, b)).sum()
@@ -200,7 +206,7 @@ def test_a_second_pass():
             autograd.backward(context, loss)
 
 
-def test_a_context_that_ends_under_its_pass():
+def test_a_context_that_ends_under_its_pass() -> None:
     gate = threading.Event()
     with autograd.context() as context:
         future = autograd.backward_async(context, rpc_sync("w1", slow_backward, (leaf(), Holder(gate))).sum())
@@ -215,33 +221,33 @@ GATE = threading.Event()
 class Holder:
     """Stands for the gate on all agents of this process."""
 
-    def __init__(self, gate):
+    def __init__(self, gate: threading.Event | None) -> None:
         GATE.clear()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Waiter], tuple[()]]:
         return Waiter, ()
 
 
 class Waiter:
     """What a holder arrives as."""
 
-    def wait(self):
+    def wait(self) -> None:
         assert GATE.wait(PATIENCE)
 
 
 class Slow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, waiter):
+    def forward(ctx: Any, x: torch.Tensor, waiter: Waiter) -> torch.Tensor:
         ctx.waiter = waiter
         return x * 1
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.waiter.wait()
         return gradient, None
 
 
-def slow_backward(x, waiter):
+def slow_backward(x: torch.Tensor, waiter: Waiter) -> torch.Tensor:
     return Slow.apply(x, waiter)
 
 
@@ -254,22 +260,22 @@ PROBES: list[weakref.ref[Probe]] = []
 
 class Probed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.probe = Probe()
         PROBES.append(weakref.ref(ctx.probe))
         return x * 2
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * 2
 
 
-def probed(x):
+def probed(x: torch.Tensor) -> torch.Tensor:
     return Probed.apply(x)
 
 
 @pytest.mark.parametrize("run", [True, False])
-def test_the_end_of_a_context_frees_its_graphs_everywhere(run):
+def test_the_end_of_a_context_frees_its_graphs_everywhere(run: bool) -> None:
     x = leaf()
     PROBES.clear()
     with autograd.context() as context:
@@ -285,33 +291,33 @@ def test_the_end_of_a_context_frees_its_graphs_everywhere(run):
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3, dtype=torch.float64)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
 
     @functions.async_execution
-    def later(self, x):
+    def later(self, x: torch.Tensor) -> Future[torch.Tensor]:
         return rpc_async("w2", torch.mul, (x, 2)).then(lambda done: self.layer(done.wait()))
 
 
-async def in_steps(x):
+async def in_steps(x: torch.Tensor) -> torch.Tensor:
     y = await rpc_async("w2", torch.sin, (x,))
     return y + await rpc_async("w3", torch.cos, (x,))
 
 
 @functions.async_execution
-def by_callback(x):
+def by_callback(x: torch.Tensor) -> Future[torch.Tensor]:
     return rpc_async("w2", torch.sin, (x,)).then(lambda done: rpc_sync("w3", torch.mul, (done.wait(), x)))
 
 
-def nested(x, left):
+def nested(x: torch.Tensor, left: int) -> torch.Tensor:
     return x.sin() if not left else rpc_sync(f"w{left % 3 + 1}", nested, (x * 2, left - 1))
 
 
-def third_party(x):
+def third_party(x: torch.Tensor) -> RRef[torch.Tensor]:
     return remote("w3", torch.exp, (x,))
 
 
@@ -323,16 +329,16 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 compiled = torch.compile(lambda x: x.cos() * 3, backend="eager")
 
 
-def in_parts(values):
+def in_parts(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"sum": values["a"] + values["b"][0], "count": torch.tensor(3)}
 
 
-def in_a_thread(x):
+def in_a_thread(x: torch.Tensor) -> torch.Tensor:
     made = []
     run = copy_context().run
     worker = current.here()
 
-    def work():
+    def work() -> None:
         current.enter(worker)
         made.append(rpc_sync("w2", torch.sin, (x,)))
 
@@ -340,6 +346,11 @@ def in_a_thread(x):
     thread.start()
     thread.join()
     return made[0]
+
+
+def with_operators(x: torch.Tensor) -> torch.Tensor:
+    reference: Any = remote("w1", torch.sin, (x,))  # types do not know of its operators
+    return (reference * 2 + 1).to_here()
 
 
 CALLS = {
@@ -353,7 +364,7 @@ CALLS = {
     "nested": lambda x: rpc_sync("w1", nested, (x, 7)),
     "third party": lambda x: rpc_sync("w1", third_party, (x,)).to_here(),
     "shared": lambda x: rpc_sync("w2", with_value, (torch.sin, RRef(x))),
-    "operator": lambda x: (remote("w1", torch.sin, (x,)) * 2 + 1).to_here(),
+    "operator": with_operators,
     "script": lambda x: rpc_sync("w1", scripted, (x,)),
     "compiled": lambda x: rpc_sync("w1", compiled, (x,)),
     "container": lambda x: rpc_sync("w1", in_parts, ({"a": x, "b": [x.exp(), 3]},))["sum"],
@@ -380,7 +391,7 @@ LOCALLY = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("start", ["leaf", "inner"])
-def test_every_call_records(call, start):
+def test_every_call_records(call: str, start: str) -> None:
     x = leaf()
     prepare = (lambda: x) if start == "leaf" else (lambda: x * 0.5)
     (expected,) = torch.autograd.grad(LOCALLY.get(call, torch.sin)(prepare()).sum(), [x])
@@ -391,7 +402,7 @@ def test_every_call_records(call, start):
 
 @pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
 @pytest.mark.parametrize("method", ["forward", "later", "__call__"])
-def test_proxies_record(how, method):
+def test_proxies_record(how: str, method: str) -> None:
     x = leaf()
     with autograd.context() as context:
         reference = remote("w1", Model)
@@ -406,12 +417,12 @@ def test_proxies_record(how, method):
         assert torch.allclose(found[0], factor * x.sum(0).expand(3, 3))
 
 
-def model_gradients(reference, context):
+def model_gradients(reference: RRef[Model], context: int) -> list[torch.Tensor]:
     found = autograd.get_gradients(context)
     return [found[parameter] for parameter in reference.local_value().parameters()]
 
 
-def test_parameters_are_sent_with_their_history():
+def test_parameters_are_sent_with_their_history() -> None:
     parameter = nn.Parameter(torch.randn(3, 3))
     with autograd.context() as context:
         kind, result = rpc_sync("w1", look_at, (parameter,))
@@ -420,11 +431,11 @@ def test_parameters_are_sent_with_their_history():
         assert torch.equal(autograd.get_gradients(context)[parameter], torch.full((3, 3), 2.0))
 
 
-def look_at(parameter):
+def look_at(parameter: nn.Parameter) -> tuple[tuple[bool, bool], torch.Tensor]:
     return (isinstance(parameter, nn.Parameter), parameter.is_leaf), parameter * 2
 
 
-def test_modules_sent_whole_have_gradients_where_they_came_from():
+def test_modules_sent_whole_have_gradients_where_they_came_from() -> None:
     model, x = Model(), torch.randn(2, 3, dtype=torch.float64)
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", apply, (model, x)).sum())
@@ -434,18 +445,20 @@ def test_modules_sent_whole_have_gradients_where_they_came_from():
         assert torch.allclose(found[parameter], gradient)
 
 
-def apply(function, *args):
+def apply(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def test_what_has_no_gradient_crosses_as_it_is():
+def test_what_has_no_gradient_crosses_as_it_is() -> None:
     with autograd.context():
         whole = rpc_sync("w1", apply, (list, [torch.arange(3), torch.ones(2), 7]))
         assert [getattr(each, "requires_grad", False) for each in whole] == [False] * 3
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_nothing_is_recorded_without_grad(mode, trio):
+def test_nothing_is_recorded_without_grad(
+    mode: Callable[[], AbstractContextManager[object]], trio: list[Worker]
+) -> None:
     x = leaf()
     with autograd.context() as context, mode():
         y = rpc_sync("w1", torch.mul, (x, 2))
@@ -455,21 +468,21 @@ def test_nothing_is_recorded_without_grad(mode, trio):
         assert rpc_sync("w1", torch.mul, (x, 2)).grad_fn is not None
 
 
-def test_outside_of_a_context_nothing_is_recorded():
+def test_outside_of_a_context_nothing_is_recorded() -> None:
     assert rpc_sync("w1", torch.mul, (leaf(), 2)).grad_fn is None
 
 
 # Graphs as local autograd runs them
 
 
-def test_a_plain_backward_says_what_to_use():
+def test_a_plain_backward_says_what_to_use() -> None:
     with autograd.context():
         loss = rpc_sync("w1", torch.sin, (leaf(),)).sum()
         with pytest.raises(UsageError, match=r"telegrad\.autograd\.backward"):
             loss.backward()
 
 
-def test_a_graph_of_another_context():
+def test_a_graph_of_another_context() -> None:
     x = leaf()
     with autograd.context():
         y = rpc_sync("w1", torch.sin, (x,))
@@ -477,10 +490,10 @@ def test_a_graph_of_another_context():
         autograd.backward(context, y.sum())
 
 
-def test_in_place_after_sending():
+def test_in_place_after_sending() -> None:
     x = leaf()
 
-    def program(call):
+    def program(call: Call) -> torch.Tensor:
         y = x * 2
         z = call("w1", torch.sin, y)
         y.mul_(3)
@@ -492,7 +505,7 @@ def test_in_place_after_sending():
     assert torch.allclose(found, 2 * torch.cos(2 * x) - 6 * torch.sin(6 * x))
 
 
-def test_sparse_gradients_cross_sparse():
+def test_sparse_gradients_cross_sparse() -> None:
     table = leaf(5, 3)
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", look_up, (table, torch.tensor([0, 2, 2]))).sum())
@@ -501,11 +514,11 @@ def test_sparse_gradients_cross_sparse():
     assert found.to_dense()[2].tolist() == [2, 2, 2]
 
 
-def look_up(table, indices):
+def look_up(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return nn.functional.embedding(indices, table, sparse=True)
 
 
-def test_hooks_after_accumulation_see_the_whole_gradient():
+def test_hooks_after_accumulation_see_the_whole_gradient() -> None:
     x = leaf()
     seen = []
     x.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.clone()))
@@ -517,7 +530,7 @@ def test_hooks_after_accumulation_see_the_whole_gradient():
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_anomaly_mode_finds_the_nan():
+def test_anomaly_mode_finds_the_nan() -> None:
     x = torch.zeros(3, requires_grad=True)
     with torch.autograd.detect_anomaly(), autograd.context() as context:
         y = rpc_sync("w1", torch.mul, (x, 0.0))
@@ -525,7 +538,7 @@ def test_anomaly_mode_finds_the_nan():
             autograd.backward(context, (y.sqrt() * 0).sum())
 
 
-def test_autocast_in_forward():
+def test_autocast_in_forward() -> None:
     x = torch.randn(3, 3, requires_grad=True)
     with autograd.context() as context:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -535,10 +548,10 @@ def test_autocast_in_forward():
         assert autograd.get_gradients(context)[x].dtype == torch.float32
 
 
-def test_gradients_of_gradients():
+def test_gradients_of_gradients() -> None:
     x = leaf()
 
-    def penalty(gradient):
+    def penalty(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.pow(2).sum()
 
     y = (x**3).sin().sum()
@@ -555,14 +568,14 @@ def test_gradients_of_gradients():
 # Roots that live elsewhere
 
 
-def test_a_reference_as_root():
+def test_a_reference_as_root() -> None:
     x = leaf()
     with autograd.context() as context:
         remote("w1", torch.sum, (remote("w1", torch.sin, (x,)).to_here(),)).backward(context)
         assert torch.allclose(autograd.get_gradients(context)[x], x.cos())
 
 
-def test_roots_on_several_workers():
+def test_roots_on_several_workers() -> None:
     x = leaf()
     with autograd.context() as context:
         roots = [remote(f"w{number}", scaled_sum, (x, number)) for number in (0, 1, 2, 3)]
@@ -570,16 +583,16 @@ def test_roots_on_several_workers():
         assert autograd.get_gradients(context)[x].tolist() == [[7.0] * 3] * 3
 
 
-def scaled_sum(x, factor):
+def scaled_sum(x: torch.Tensor, factor: int) -> torch.Tensor:
     return (x * factor).sum()
 
 
-def test_a_reference_to_no_tensor_as_root():
+def test_a_reference_to_no_tensor_as_root() -> None:
     with autograd.context() as context, pytest.raises(UsageError, match="should contain a tensor"):
         remote("w1", int).backward(context)
 
 
-def test_a_reference_backward_without_context():
+def test_a_reference_backward_without_context() -> None:
     x = leaf()
     RRef(x.sum()).backward()
     assert x.grad is not None
@@ -587,7 +600,7 @@ def test_a_reference_backward_without_context():
         remote("w1", torch.ones, ((),), {"requires_grad": True}).backward()
 
 
-def test_the_asynchronous_form():
+def test_the_asynchronous_form() -> None:
     x = leaf()
     with autograd.context() as context:
         future = autograd.backward_async(context, rpc_sync("w1", torch.sin, (x,)).sum())
@@ -600,19 +613,19 @@ def test_the_asynchronous_form():
 
 class Failing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 1
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
         raise ValueError("no gradient today")
 
 
-def failing(x, left):
+def failing(x: torch.Tensor, left: int) -> torch.Tensor:
     return Failing.apply(x) if not left else rpc_sync(f"w{left}", failing, (x, left - 1))
 
 
-def test_an_error_in_a_backward_function_far_away(trio):
+def test_an_error_in_a_backward_function_far_away(trio: list[Worker]) -> None:
     x = leaf()
     with autograd.context() as context:
         loss = rpc_sync("w3", failing, (x, 2)).sum()
@@ -623,7 +636,7 @@ def test_an_error_in_a_backward_function_far_away(trio):
         autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
 
 
-def test_a_pass_that_takes_too_long():
+def test_a_pass_that_takes_too_long() -> None:
     with autograd.context() as context:
         loss = rpc_sync("w1", slow_backward, (leaf(), Holder(None))).sum()
         with pytest.raises(CallTimeout, match="'w1'"):
@@ -631,7 +644,7 @@ def test_a_pass_that_takes_too_long():
         GATE.set()
 
 
-def test_a_pass_tells_for_whom_it_waits(trio):
+def test_a_pass_tells_for_whom_it_waits(trio: list[Worker]) -> None:
     with autograd.context() as context:
         future = autograd.backward_async(context, rpc_sync("w1", slow_backward, (leaf(), Holder(None))).sum())
         wait_until(lambda: "running, waits for w1" in repr(trio[0].conductor))
@@ -641,12 +654,12 @@ def test_a_pass_tells_for_whom_it_waits(trio):
     assert "drives []" in repr(trio[0].conductor)
 
 
-def test_fast_mode_where_all_takes_part():
+def test_fast_mode_where_all_takes_part() -> None:
     a, b = leaf(), leaf()
     same_as_local(lambda call: call("w1", torch.mul, call("w2", torch.sin, a), b).sum(), [a, b], mode="fast")
 
 
-def test_fast_mode_names_what_took_no_part():
+def test_fast_mode_names_what_took_no_part() -> None:
     a = leaf()
     with autograd.context() as context:
         used = rpc_sync("w1", torch.sin, (a,))
@@ -657,7 +670,7 @@ def test_fast_mode_names_what_took_no_part():
         autograd.backward(context, rpc_sync("w1", torch.sin, (a,)).sum(), mode="fast")
 
 
-def test_what_leaves_early_does_not_wait_for_the_rest():
+def test_what_leaves_early_does_not_wait_for_the_rest() -> None:
     """While one branch on w1 still runs, the gradients of the other are at work on w0 already."""
     x = leaf()
     x.register_hook(lambda gradient: GATE.set())
@@ -666,7 +679,7 @@ def test_what_leaves_early_does_not_wait_for_the_rest():
         assert x in autograd.get_gradients(context)
 
 
-def two_branches(x, waiter):
+def two_branches(x: torch.Tensor, waiter: Waiter) -> torch.Tensor:
     slow = Slow.apply(torch.ones(3, 3, dtype=torch.float64, requires_grad=True), waiter)
     return x * 2 + slow  # of what is ready the engine runs first what was made last
 
@@ -674,12 +687,12 @@ def two_branches(x, waiter):
 # What it costs
 
 
-def notices(worker, monkeypatch):
+def notices(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The classes of the control messages that a worker sends."""
     sent = []
     original = worker.agent.notify
 
-    def notify(to, message, *rest, **more):
+    def notify(to: str | int, message: tuple[Any, ...], *rest: Any, **more: Any) -> None:
         sent.append(type(message).__name__)
         original(to, message, *rest, **more)
 
@@ -690,17 +703,17 @@ def notices(worker, monkeypatch):
 KEPT: list[torch.Tensor] = []
 
 
-def keep(x):
+def keep(x: torch.Tensor) -> None:
     KEPT.append(x * 2)
 
 
-def sum_of_kept():
+def sum_of_kept() -> torch.Tensor:
     total = torch.stack(KEPT).sum()
     KEPT.clear()
     return total
 
 
-def test_what_is_ready_together_leaves_together(trio, monkeypatch):
+def test_what_is_ready_together_leaves_together(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     sent = notices(trio[1], monkeypatch)
     leaves = [leaf() for _ in range(16)]
     with autograd.context() as context:
@@ -711,11 +724,18 @@ def test_what_is_ready_together_leaves_together(trio, monkeypatch):
     assert sent.count("PackedShipment") <= 4, "sixteen messages, but one step of one pass"
 
 
-def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(trio, monkeypatch):
+def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each enters the engine once, as soon as it is there, and nothing is counted: the work is linear."""
     steps = []
     original = GraphSchedule.step
-    monkeypatch.setattr(GraphSchedule, "step", lambda *given: steps.append(original(*given)) or steps[-1])
+
+    def step(schedule: GraphSchedule, *given: Any) -> GraphStep | None:
+        steps.append(original(schedule, *given))
+        return steps[-1]
+
+    monkeypatch.setattr(GraphSchedule, "step", step)
     monkeypatch.setattr(GraphSchedule, "_ordered_step", None)
     stage = remote("w1", Model)
     with autograd.context() as context:
@@ -726,7 +746,7 @@ def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(trio, mo
     assert sum(len(call.recvs) for call in calls) == 64
 
 
-def test_nothing_is_asked_where_everything_takes_part(trio, monkeypatch):
+def test_nothing_is_asked_where_everything_takes_part(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [notices(worker, monkeypatch) for worker in trio]
     x = leaf()
     with autograd.context() as context:
@@ -735,7 +755,7 @@ def test_nothing_is_asked_where_everything_takes_part(trio, monkeypatch):
     assert kinds <= {"PackedShipment", "Report", "Release"}
 
 
-def test_a_circle_of_any_depth():
+def test_a_circle_of_any_depth() -> None:
     x = leaf()
     with autograd.context() as context:
         value = x
@@ -745,11 +765,11 @@ def test_a_circle_of_any_depth():
         assert torch.allclose(autograd.get_gradients(context)[x], torch.ones(3, 3, dtype=torch.float64))
 
 
-def graph_of_its_own():
+def graph_of_its_own() -> torch.Tensor:
     return leaf().sin().sum()
 
 
-def test_a_reference_from_before_the_context_as_root():
+def test_a_reference_from_before_the_context_as_root() -> None:
     """Its owner hears of the context through the pass alone, and of its end all the same."""
     reference = remote("w1", graph_of_its_own)
     with autograd.context() as context:
@@ -757,11 +777,11 @@ def test_a_reference_from_before_the_context_as_root():
         assert len(rpc_sync("w1", gradients_here, (context,))) == 1
 
 
-def gradients_here(context):
+def gradients_here(context: int) -> list[torch.Tensor]:
     return list(autograd.get_gradients(context).values())
 
 
-def test_the_owner_of_a_root_that_nobody_asks_again():
+def test_the_owner_of_a_root_that_nobody_asks_again() -> None:
     reference = remote("w2", graph_of_its_own)
     with autograd.context() as context:
         autograd.backward(context, reference)
@@ -770,15 +790,16 @@ def test_the_owner_of_a_root_that_nobody_asks_again():
 # What arrives and what is given out
 
 
-def sparse(*values):
-    return torch.sparse_coo_tensor([[0, 2], [1, 0]], list(values), (3, 3), dtype=torch.float64, requires_grad=True)
+def sparse(*values: float) -> torch.Tensor:
+    places = torch.tensor([[0, 2], [1, 0]])
+    return torch.sparse_coo_tensor(places, list(values), (3, 3), dtype=torch.float64, requires_grad=True)
 
 
-def pass_on(to, x):
+def pass_on(to: str, x: torch.Tensor) -> torch.Tensor:
     return rpc_sync(to, torch.add, (x, x))
 
 
-def test_sparse_tensors_that_are_passed_on():
+def test_sparse_tensors_that_are_passed_on() -> None:
     x = sparse(1.0, 2.0)
     with autograd.context() as context:
         loss = torch.sparse.sum(rpc_sync("w1", pass_on, ("w2", x)))
@@ -789,21 +810,21 @@ def test_sparse_tensors_that_are_passed_on():
 class Keeping(torch.autograd.Function):
     """Gives one gradient to two leaves, or keeps it for itself."""
 
-    kept = None
+    kept: torch.Tensor
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
         return inputs[0] + inputs[-1]
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         Keeping.kept = gradient
         return (gradient,) * len(ctx.needs_input_grad)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("layout", ["dense", "sparse"])
-def test_gradients_have_memory_of_their_own(count, layout):
+def test_gradients_have_memory_of_their_own(count: int, layout: str) -> None:
     leaves = [leaf() if layout == "dense" else sparse(1.0, 2.0) for _ in range(count)]
     with autograd.context() as context:
         made = Keeping.apply(*leaves)
@@ -823,17 +844,17 @@ class Telling(torch.autograd.Function):
     given = 0
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         given = gradient.contiguous()
         Telling.given = given.data_ptr()
         return given
 
 
-def test_a_gradient_that_nobody_else_has_is_not_copied():
+def test_a_gradient_that_nobody_else_has_is_not_copied() -> None:
     x = leaf()
     with autograd.context() as context:
         autograd.backward(context, Telling.apply(x).sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,40 +21,42 @@ FOREIGN = OWNER.id << OWNER_SHIFT | 7
 class Agent:
     """Takes note of what is sent."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.name = ME.name
         self.me = SimpleNamespace(id=ME.id, identity=ME)
-        self.lost, self.ticking, self.sent = [], [], []
+        self.lost: list[object] = []
+        self.ticking: list[object] = []
+        self.sent: list[tuple[str, object]] = []
 
-    def on(self, message, handler):
+    def on(self, message: type, handler: object) -> None:
         pass
 
-    def identify(self, rank):
+    def identify(self, rank: int) -> Identity:
         assert rank == OWNER.id
         return OWNER
 
-    def notify(self, to, message, incarnation="", patient=False):
+    def notify(self, to: str, message: object, incarnation: str = "", patient: bool = False) -> None:
         self.sent.append((to, message))
 
 
 @pytest.fixture
-def agent():
+def agent() -> Agent:
     return Agent()
 
 
 @pytest.fixture
-def contexts(agent):
+def contexts(agent: Any) -> Contexts:
     return Contexts(agent, lambda _: None)
 
 
-def test_a_context_that_ends_as_somebody_speaks_of_it_does_not_begin_anew(contexts):
-    contexts._lock = Rival()
-    contexts._lock.act = lambda: contexts.release(FOREIGN)
+def test_a_context_that_ends_as_somebody_speaks_of_it_does_not_begin_anew(contexts: Contexts) -> None:
+    rival = Rival.at(contexts)
+    rival.act = lambda: contexts.release(FOREIGN)
     assert contexts.join(FOREIGN) is None
     assert not len(contexts)
 
 
-def test_owners_are_asked_ever_more_rarely_and_not_at_the_first_look(contexts, agent):
+def test_owners_are_asked_ever_more_rarely_and_not_at_the_first_look(contexts: Contexts, agent: Agent) -> None:
     contexts.join(FOREIGN)
     contexts.begin()
     asked = []
@@ -66,7 +69,7 @@ def test_owners_are_asked_ever_more_rarely_and_not_at_the_first_look(contexts, a
     assert asked == [1, 3, 7, 15, 25, 35, 45, 55]
 
 
-def test_nothing_is_remembered_of_when_to_ask_once_a_context_has_ended(contexts):
+def test_nothing_is_remembered_of_when_to_ask_once_a_context_has_ended(contexts: Contexts) -> None:
     contexts.join(FOREIGN)
     contexts._tick(0.0)
     contexts._tick(1.0)
@@ -75,7 +78,7 @@ def test_nothing_is_remembered_of_when_to_ask_once_a_context_has_ended(contexts)
     assert not contexts._asked
 
 
-def test_the_end_is_told_to_those_who_take_part_but_not_to_who_told_of_it(contexts, agent):
+def test_the_end_is_told_to_those_who_take_part_but_not_to_who_told_of_it(contexts: Contexts, agent: Agent) -> None:
     context = contexts.join(FOREIGN)
     other = Identity("other", 2, "c")
     for who in (OWNER, ME, other):
@@ -85,7 +88,7 @@ def test_the_end_is_told_to_those_who_take_part_but_not_to_who_told_of_it(contex
     assert context.ended
 
 
-def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts):
+def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts: Contexts) -> None:
     contexts.join(FOREIGN)
     contexts._on_lost(OWNER, PeerUnreachable("it only seems so"))
     assert contexts.join(FOREIGN) is None
@@ -93,7 +96,7 @@ def test_a_context_whose_owner_is_taken_for_dead_is_lost(contexts):
         contexts.check_kept(FOREIGN)
 
 
-def test_what_leaves_after_the_end_is_not_kept(contexts):
+def test_what_leaves_after_the_end_is_not_kept(contexts: Contexts) -> None:
     context = contexts.begin()
     tensors = [torch.ones(1, requires_grad=True)]
     context.sent(tensors, OWNER, torch.add, True)
@@ -103,7 +106,7 @@ def test_what_leaves_after_the_end_is_not_kept(contexts):
     assert not context.sends
 
 
-def test_a_context_tells_its_state(contexts):
+def test_a_context_tells_its_state(contexts: Contexts) -> None:
     context = contexts.begin()
     context.meet(OWNER)
     assert "0 sends" in repr(context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,11 @@ TASK, OTHER = Bury(SPEC, ("", 1)), Bury(SPEC, ("", 2))
 
 
 @pytest.fixture
-def mailbox():
+def mailbox() -> Mailbox:
     return Mailbox(AutogradContext(1, count(1)))
 
 
-def test_one_thread_is_at_it_until_it_finds_nothing(mailbox):
+def test_one_thread_is_at_it_until_it_finds_nothing(mailbox: Mailbox) -> None:
     assert mailbox.put(TASK, False)
     assert not mailbox.put(OTHER, False)
     assert mailbox.take() == [TASK, OTHER]
@@ -32,8 +33,8 @@ def test_one_thread_is_at_it_until_it_finds_nothing(mailbox):
     assert mailbox.put(TASK, False)
 
 
-def test_a_thread_that_waits_to_be_called_is_called_where_nobody_is_at_it(mailbox):
-    calls = queue.SimpleQueue()
+def test_a_thread_that_waits_to_be_called_is_called_where_nobody_is_at_it(mailbox: Mailbox) -> None:
+    calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
     mailbox.call(calls)
     assert not mailbox.put(TASK, False)
     assert not mailbox.put(OTHER, False)
@@ -45,20 +46,22 @@ def test_a_thread_that_waits_to_be_called_is_called_where_nobody_is_at_it(mailbo
     assert mailbox.put(TASK, False)
 
 
-def test_who_does_it_here_needs_no_call(mailbox):
-    calls = queue.SimpleQueue()
+def test_who_does_it_here_needs_no_call(mailbox: Mailbox) -> None:
+    calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
     mailbox.call(calls)
     assert mailbox.put(TASK, True)
     assert calls.empty()
 
 
-def test_a_mailbox_tells_its_state(mailbox):
+def test_a_mailbox_tells_its_state(mailbox: Mailbox) -> None:
     mailbox.put(TASK, False)
     assert "1 tasks, a thread is at it" in repr(mailbox)
 
 
-def test_a_context_that_ends_as_a_task_comes_leaves_no_mailbox():
-    parts = LocalParts(SimpleNamespace(name="me", on=lambda *_: None), None, None, None, None)
+def test_a_context_that_ends_as_a_task_comes_leaves_no_mailbox() -> None:
+    agent: Any = SimpleNamespace(name="me", on=lambda *_: None)
+    unused: Any = None
+    parts = LocalParts(agent, unused, unused, unused, unused)
     context = AutogradContext(1, count(1))
     context.close()
     parts.end(context.id)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed
@@ -10,21 +13,18 @@ from torch import nn
 import telegrad.autograd as autograd
 from telegrad.autograd import byhand
 from telegrad.rpc import current, rpc_sync
+from telegrad.rpc.worker import Worker
 from tests.autograd.functions import Join, recomputed
-from tests.cluster import agents, free_port, group
+from tests.cluster import Process, free_port, group
+
+End = Callable[[torch.Tensor], torch.Tensor | int]  # what a loss ends with
 
 ran: list[str] = []
 took: list[tuple[torch.Tensor | None, ...]] = []
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with agents(2) as workers:
-        yield workers
-
-
 @pytest.fixture(autouse=True)
-def here(request):
+def here(request: pytest.FixtureRequest) -> None:
     if "pair" in request.fixturenames:
         current.enter(request.getfixturevalue("pair")[0])
     ran.clear()
@@ -35,12 +35,12 @@ class Named(torch.autograd.Function):
     """Tells that it runs."""
 
     @staticmethod
-    def forward(ctx, name, *xs):
+    def forward(ctx: Any, name: str, *xs: torch.Tensor) -> torch.Tensor | int:
         ctx.name, ctx.count = name, len(xs)
         return sum(xs)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ran.append(ctx.name)
         return None, *[gradient] * ctx.count
 
@@ -51,12 +51,12 @@ class Two(torch.autograd.Function):
     boxed_grads_call = False
 
     @staticmethod
-    def forward(ctx, x, materialize=True):
+    def forward(ctx: Any, x: torch.Tensor, materialize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(materialize)
         return x * 2, x * 3
 
     @staticmethod
-    def backward(ctx, first, second):
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor | int, None]:
         took.append((first, second))
         return (0 if first is None else first * 2) + (0 if second is None else second * 3), None
 
@@ -67,7 +67,7 @@ class Boxed(Two):
     boxed_grads_call = True
 
     @staticmethod
-    def backward(ctx, gradients):
+    def backward(ctx: Any, gradients: list[Any]) -> Any:  # type: ignore[override]
         return Two.backward(ctx, *gradients)
 
 
@@ -75,27 +75,27 @@ class Aside(torch.autograd.Function):
     """Gives nothing back."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
         ran.append("aside")
         took.append((gradient,))
         return None  # noqa: RET501 - as users write it
 
 
-def double(x):
+def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def call(x, hops=1):
+def call(x: torch.Tensor, hops: int = 1) -> torch.Tensor:
     for _ in range(hops):
         x = rpc_sync("w1", double, (x,))
     return x
 
 
-def late(x):
+def late(x: torch.Tensor) -> torch.Tensor:
     """Whatever `x` comes from has to wait for what comes back from here."""
     return call(x, 3).sum()
 
@@ -104,7 +104,7 @@ LATE = pytest.mark.parametrize("end", [lambda x: 0, late], ids=["at once", "late
 
 
 @LATE
-def test_of_the_nodes_that_are_ready_the_newest_runs_first(pair, end):
+def test_of_the_nodes_that_are_ready_the_newest_runs_first(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         old = Named.apply("old", base)
@@ -113,7 +113,7 @@ def test_of_the_nodes_that_are_ready_the_newest_runs_first(pair, end):
     assert ran == ["join", "new", "old"]
 
 
-def test_what_comes_together_runs_in_one_order(pair):
+def test_what_comes_together_runs_in_one_order(pair: list[Worker]) -> None:
     """Two chains that meet nowhere, whose gradients come in one message: newest first across both."""
     with autograd.context() as context:
         a, b = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
@@ -124,11 +124,11 @@ def test_what_comes_together_runs_in_one_order(pair):
     assert ran == ["4", "3", "2", "1"]
 
 
-def both(a, b):
+def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a * 2, b * 2
 
 
-def test_what_other_workers_sent_apart_and_gets_back_together_runs_in_one_order(pair):
+def test_what_other_workers_sent_apart_and_gets_back_together_runs_in_one_order(pair: list[Worker]) -> None:
     """On the worker that is called, too, where the tensors of two calls are two regions of the graph."""
     with autograd.context() as context:
         a, b = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
@@ -142,23 +142,23 @@ BEGUN: list[torch.Tensor] = []
 AGES = iter(range(1 << 40, 1 << 41))  # torch counts for each thread, and calls run on several
 
 
-def aged(tensor):
+def aged(tensor: torch.Tensor) -> torch.Tensor:
     tensor.grad_fn._set_sequence_nr(next(AGES))
     return tensor
 
 
-def begin(x, name):
+def begin(x: torch.Tensor, name: str) -> int:
     BEGUN.append(aged(Named.apply(name, x)))
     return len(BEGUN) - 1
 
 
-def go_on(key, name):
+def go_on(key: int, name: str) -> torch.Tensor:
     return aged(Named.apply(name, BEGUN[key]))
 
 
 @LATE
 @pytest.mark.parametrize("function", [Two, Boxed])
-def test_an_output_without_gradient_has_one_of_zeros(pair, end, function):
+def test_an_output_without_gradient_has_one_of_zeros(pair: list[Worker], end: End, function: type[Two]) -> None:
     with autograd.context() as context:
         leaf = torch.ones(2, requires_grad=True)
         base = leaf * 1
@@ -171,7 +171,7 @@ def test_an_output_without_gradient_has_one_of_zeros(pair, end, function):
 
 
 @LATE
-def test_an_output_without_gradient_has_none_where_the_function_says_so(pair, end):
+def test_an_output_without_gradient_has_none_where_the_function_says_so(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         autograd.backward(context, call(Two.apply(base, False)[0]).sum() + end(base))
@@ -179,7 +179,7 @@ def test_an_output_without_gradient_has_none_where_the_function_says_so(pair, en
 
 
 @LATE
-def test_a_node_runs_that_is_reached_but_has_no_gradient(pair, end):
+def test_a_node_runs_that_is_reached_but_has_no_gradient(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         autograd.backward(context, call(Join.apply(base, Aside.apply(base))).sum() + end(base))
@@ -188,7 +188,7 @@ def test_a_node_runs_that_is_reached_but_has_no_gradient(pair, end):
 
 
 @LATE
-def test_a_node_runs_that_is_reached_from_another_worker_without_gradient(pair, end):
+def test_a_node_runs_that_is_reached_from_another_worker_without_gradient(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         leaf, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         base, apart = leaf * 1, Named.apply("apart", unused)
@@ -197,19 +197,19 @@ def test_a_node_runs_that_is_reached_from_another_worker_without_gradient(pair, 
     assert ran == ["aside"], "and what the function did not use does not run"
 
 
-def joined(x, aside, apart):
+def joined(x: torch.Tensor, aside: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
     return Join.apply(x, aside) * 1
 
 
 @LATE
-def test_an_argument_that_is_not_used_has_no_gradient(pair, end):
+def test_an_argument_that_is_not_used_has_no_gradient(pair: list[Worker], end: End) -> None:
     with autograd.context() as context:
         used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         autograd.backward(context, rpc_sync("w1", joined, (used, used, unused)).sum() + end(used))
         assert set(autograd.get_gradients(context)) == {used}
 
 
-def test_hooks_of_a_function_that_runs_by_hand_see_what_they_see_in_one_process(pair):
+def test_hooks_of_a_function_that_runs_by_hand_see_what_they_see_in_one_process(pair: list[Worker]) -> None:
     seen = []
     for remote in (lambda x, hops=1: x.clone(), call):
         with autograd.context() as context:
@@ -223,7 +223,7 @@ def test_hooks_of_a_function_that_runs_by_hand_see_what_they_see_in_one_process(
     assert seen[:2] == seen[2:]
 
 
-def test_anomaly_mode_does_not_warn_of_what_is_no_error(pair, recwarn):
+def test_anomaly_mode_does_not_warn_of_what_is_no_error(pair: list[Worker], recwarn: pytest.WarningsRecorder) -> None:
     with torch.autograd.detect_anomaly(), autograd.context() as context:
         recwarn.clear()
         base = torch.ones(2, requires_grad=True) * 1
@@ -232,11 +232,18 @@ def test_anomaly_mode_does_not_warn_of_what_is_no_error(pair, recwarn):
     assert not [each for each in recwarn if "Error detected" in str(each.message)]
 
 
-def test_where_all_gradients_are_there_the_engine_runs_the_rest_by_itself(pair, monkeypatch):
+def test_where_all_gradients_are_there_the_engine_runs_the_rest_by_itself(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By hand runs only what gives to a node that waits, and what is in Python behind it."""
     by_hand = []
     original = byhand.run
-    monkeypatch.setattr(byhand, "run", lambda node, *rest: by_hand.append(type(node).__name__) or original(node, *rest))
+
+    def run(node: Any, *rest: Any) -> Any:
+        by_hand.append(type(node).__name__)
+        return original(node, *rest)
+
+    monkeypatch.setattr(byhand, "run", run)
     with autograd.context() as context:
         base = torch.ones(2, requires_grad=True) * 1
         side = base.sin().cos().exp().tanh()
@@ -252,16 +259,16 @@ def test_where_all_gradients_are_there_the_engine_runs_the_rest_by_itself(pair, 
 class Part(nn.Module):
     """A layer whose random numbers must be the same when it is run anew."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout(0.5)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.drop(x).sin() * x
 
 
 @LATE
-def test_what_is_recomputed_is_there_before_it_is_needed(pair, end):
+def test_what_is_recomputed_is_there_before_it_is_needed(pair: list[Worker], end: End) -> None:
     """Recomputation in two nodes, as pipelines have it, with its random numbers."""
     leaf, part = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), Part()
     found = []
@@ -272,19 +279,19 @@ def test_what_is_recomputed_is_there_before_it_is_needed(pair, end):
             one, other = function(part, base), function(part, base.cos())
             autograd.backward(context, call(one * other).sum() + end(base))
             found.append(autograd.get_gradients(context)[leaf])
-    assert torch.allclose(*found)
+    assert torch.allclose(found[0], found[1])
 
 
 class Shared(torch.autograd.Function):
     """Adds up its gradient among the replicas, as a normalisation does that is synchronised."""
 
     @staticmethod
-    def forward(ctx, x, factor):
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
         return x * 1
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient * ctx.factor
         torch.distributed.all_reduce(total)
         took.append((total,))
@@ -292,7 +299,7 @@ class Shared(torch.autograd.Function):
 
 
 @pytest.fixture(scope="module")
-def replicas():
+def replicas() -> Iterator[list[Process]]:
     """Two that have a process group of their own, and one that both call."""
     with group(3) as made:
         port = free_port()
@@ -303,11 +310,11 @@ def replicas():
         yield made[:2]
 
 
-def join(rank, port):
+def join(rank: int, port: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
-def step(rank, far):
+def step(rank: int, far: int) -> list[list[float]]:
     """Two collectives that do not depend on each other; what comes before them may have to wait for `far` hops."""
     took.clear()
     with autograd.context() as context:
@@ -322,7 +329,7 @@ def step(rank, far):
 
 
 @pytest.mark.parametrize("far", [(0, 0), (3, 3), (0, 3)], ids=["at once", "late", "late on one"])
-def test_collectives_in_backward_meet_their_like(replicas, far):
+def test_collectives_in_backward_meet_their_like(replicas: list[Process], far: tuple[int, int]) -> None:
     for rank, replica in enumerate(replicas):
         replica.begin(step, rank, far[rank])
     for replica in replicas:

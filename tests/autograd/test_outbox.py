@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from telegrad.autograd.outbox import Outbox, unpacked
-from telegrad.autograd.passes import Ledger, PassSpec, Report
+from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
+from telegrad.autograd.passes import Key, Ledger, PassSpec, Report, Shipment
+from telegrad.autograd.record import AutogradContext
 from telegrad.group.members import Identity
 from tests.autograd.rivals import Rival
 
@@ -21,34 +25,39 @@ class Agent:
     """Takes note of what is sent."""
 
     def __init__(self) -> None:
-        self.sent = []
+        self.sent: list[tuple[str, tuple[Shipment, Report | None]]] = []
         self.streams = SimpleNamespace(used=(), publish=lambda: None)
 
-    def notify(self, to, message, incarnation="", tensors=(), context=None):
+    def notify(
+        self,
+        to: str,
+        message: PackedShipment,
+        incarnation: str = "",
+        tensors: Sequence[torch.Tensor] = (),
+        context: None = None,
+    ) -> None:
         self.sent.append((to, unpacked(message._replace(tensors=tensors))))
 
 
 @pytest.fixture
-def agent():
+def agent() -> Agent:
     return Agent()
 
 
 @pytest.fixture
-def outbox(agent):
-    made = Outbox(agent, None, Ledger(SPEC, "me"), True, lambda _: None)
-    made._lock = Rival()
-    return made
+def outbox(agent: Any) -> Outbox:
+    return Outbox(agent, AutogradContext(1, count(1)), Ledger(SPEC, "me"), True, lambda _: None)
 
 
-def report():
+def report() -> Report:
     return Report(SPEC, 1, [], [], False, [])
 
 
-def reports_sent(agent):
+def reports_sent(agent: Agent) -> list[str]:
     return [to for to, (_, report) in agent.sent if report is not None]
 
 
-def test_the_last_gradients_for_the_driver_take_the_report_along(outbox, agent):
+def test_the_last_gradients_for_the_driver_take_the_report_along(outbox: Outbox, agent: Agent) -> None:
     outbox.add(OTHER, 1, [torch.ones(1)], False)
     outbox.add(DRIVER, 2, [torch.ones(1)], False)
     assert [to for to, _ in agent.sent] == ["other"]
@@ -57,31 +66,36 @@ def test_the_last_gradients_for_the_driver_take_the_report_along(outbox, agent):
     assert reports_sent(agent) == ["driver"]
 
 
-def test_where_the_clock_sends_them_first_the_report_is_left_to_the_caller(outbox, agent):
+def test_where_the_clock_sends_them_first_the_report_is_left_to_the_caller(outbox: Outbox, agent: Agent) -> None:
     outbox.add(DRIVER, 1, [torch.ones(1)], False)
-    outbox._lock.act = outbox.send_early
+    Rival.at(outbox).act = outbox.send_early
     assert not outbox.send_with(report)
     assert [to for to, _ in agent.sent] == ["driver"]
     assert reports_sent(agent) == []
 
 
-def test_without_anything_for_the_driver_there_is_nothing_to_take_it_along(outbox, agent):
+def test_without_anything_for_the_driver_there_is_nothing_to_take_it_along(outbox: Outbox, agent: Agent) -> None:
     assert not outbox.send_with(report)
     assert agent.sent == []
 
 
-def test_who_finds_nothing_to_send_finds_what_has_left_in_the_ledger(outbox, agent):
+def test_who_finds_nothing_to_send_finds_what_has_left_in_the_ledger(outbox: Outbox, agent: Agent) -> None:
     """Else the report would not tell of what the clock sends at this moment."""
-    ledger, flushing = outbox._ledger, []
+    ledger = outbox._ledger
+    flushing: list[threading.Thread] = []
+    seen: list[list[tuple[Key, str]]] = []
     ship = ledger.ship
 
-    def look_meanwhile(*given):
-        flushing.append(threading.Thread(target=lambda: (outbox.flush(), seen.append(ledger.take()))))
+    def look() -> None:
+        outbox.flush()
+        seen.append(ledger.take())
+
+    def look_meanwhile(worker: str, gradients: Sequence[tuple[int, Sequence[Any]]]) -> Shipment:
+        flushing.append(threading.Thread(target=look))
         flushing[0].start()
         flushing[0].join(0.05)
-        return ship(*given)
+        return ship(worker, gradients)
 
-    seen = []
     ledger.ship = look_meanwhile
     outbox.add(OTHER, 1, [torch.ones(1)], True)
     outbox.send_early()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any, NoReturn
 
 import pytest
 
@@ -12,15 +13,15 @@ from telegrad.group.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, l
 
 
 @pytest.fixture(autouse=True)
-def no_wish(monkeypatch):
+def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
 
 
-def names(monkeypatch, **known):
+def names(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
     """Let the resolver know these names only, and numbers."""
     real = socket.getaddrinfo
 
-    def resolve(host, *args, **kwargs):
+    def resolve(host: str | bytes, *args: Any, **kwargs: Any) -> Any:
         host = host.decode() if isinstance(host, bytes) else host
         if host in known:
             host = known[host]
@@ -34,18 +35,20 @@ def names(monkeypatch, **known):
 @pytest.mark.parametrize(
     ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("127.0.0.9", None)]
 )
-def test_loopback_is_reached_from_loopback(host, own):
+def test_loopback_is_reached_from_loopback(host: str, own: str | None) -> None:
     assert local_address_towards(host, 1) == (own or "127.0.0.1")
 
 
-def test_a_store_that_cannot_be_resolved(monkeypatch):
+def test_a_store_that_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch)
     with pytest.raises(errors.UsageError, match=r"'nowhere'.*MASTER_ADDR"):
         own_address(None, "nowhere")
 
 
 @pytest.mark.parametrize(("route", "published"), [("10.1.2.3", "10.1.2.3"), (None, "127.0.0.1")])
-def test_a_host_that_calls_itself_loopback_publishes_what_others_can_use(monkeypatch, route, published):
+def test_a_host_that_calls_itself_loopback_publishes_what_others_can_use(
+    monkeypatch: pytest.MonkeyPatch, route: str | None, published: str
+) -> None:
     names(monkeypatch, node0="127.0.1.1", localhost="127.0.0.1")
     real = address._source
     monkeypatch.setattr(address, "_source", lambda family, to: route if to[0] == ELSEWHERE else real(family, to))
@@ -53,7 +56,7 @@ def test_a_host_that_calls_itself_loopback_publishes_what_others_can_use(monkeyp
     assert own_address(None, "localhost") == "127.0.0.1"
 
 
-def test_without_a_store_host_the_host_name_decides(monkeypatch):
+def test_without_a_store_host_the_host_name_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "myself")
     names(monkeypatch, myself="127.0.0.5")
     assert own_address(None, None) == "127.0.0.5"
@@ -63,26 +66,26 @@ def test_without_a_store_host_the_host_name_decides(monkeypatch):
     assert own_address(None, None) == "127.0.0.1"
 
 
-def test_the_option_wins_over_the_variable_and_both_over_the_route(monkeypatch):
+def test_the_option_wins_over_the_variable_and_both_over_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.3")
     assert own_address("127.0.0.2", "localhost") == "127.0.0.2"
     assert own_address(None, "localhost") == "127.0.0.3"
 
 
 @pytest.mark.parametrize("wanted", [ELSEWHERE, "0.0.0.0", "::", "2001:db8::1"])
-def test_an_address_that_others_cannot_reach_here_is_refused(wanted):
+def test_an_address_that_others_cannot_reach_here_is_refused(wanted: str) -> None:
     with pytest.raises(errors.UsageError) as caught:
         own_address(wanted, None)
     assert repr(wanted) in str(caught.value)
     assert ADDRESS_VARIABLE in str(caught.value)
 
 
-def test_one_host_is_one():
+def test_one_host_is_one() -> None:
     assert host_identity() == host_identity() != ""
 
 
-def test_a_host_without_proc_has_an_identity(monkeypatch):
-    def missing(*_):
+def test_a_host_without_proc_has_an_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> NoReturn:
         raise FileNotFoundError
 
     monkeypatch.setattr(address, "open", missing, raising=False)

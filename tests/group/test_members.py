@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,17 +12,17 @@ from telegrad import errors
 from telegrad.group.members import LONGEST_NAME, Member, Members, check_name, unknown
 
 
-def member(name, id_, address="127.0.0.1"):
+def member(name: str, id_: int, address: str = "127.0.0.1") -> Member:
     return Member(name, id_, f"incarnation{id_}", "program", "host", "", (address, 1000 + id_))
 
 
-def test_iteration_goes_by_rank():
+def test_iteration_goes_by_rank() -> None:
     table = Members([member("c", 2), member("a", 1), member("b", 0)])
     assert [each.name for each in table] == ["b", "a", "c"]
     assert len(table) == 3
 
 
-def test_a_name_or_rank_is_taken_once():
+def test_a_name_or_rank_is_taken_once() -> None:
     table = Members([member("a", 0)])
     for second in (member("a", 1), member("b", 0)):
         with pytest.raises(errors.WorkerTaken, match=r"'a' \(rank 0, at 127\.0\.0\.1:1000\)"):
@@ -28,7 +30,7 @@ def test_a_name_or_rank_is_taken_once():
     assert list(table) == [member("a", 0)]
 
 
-def test_who_is_not_there_and_who_is():
+def test_who_is_not_there_and_who_is() -> None:
     table = Members([member("trainer0", 0), member("ps", 1)])
     with pytest.raises(errors.UnknownWorker, match=r"did you mean 'trainer0'\? The group has: trainer0, ps\."):
         table.find("trainer_0")
@@ -38,18 +40,18 @@ def test_who_is_not_there_and_who_is():
     assert "and 84 more" in str(unknown(100, [str(i) for i in range(100)]))
 
 
-def test_an_address_of_ip_version_6_is_shown_in_brackets():
+def test_an_address_of_ip_version_6_is_shown_in_brackets() -> None:
     assert str(member("a", 3, "::1")) == "'a' (rank 3, at [::1]:1003)"
 
 
 @given(st.text(), st.integers(0), st.text(), st.integers(0, 65535))
-def test_members_travel_as_text(name, id_, unix, port):
+def test_members_travel_as_text(name: str, id_: int, unix: str, port: int) -> None:
     sent = Member(name, id_, "i", "p", "h", unix, ("::1", port))
     assert Member.from_json(sent.to_json()) == sent
 
 
 @given(st.text(max_size=2 * LONGEST_NAME))
-def test_names(name):
+def test_names(name: str) -> None:
     allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:-")
     if name and len(name) < 128 and set(name) <= allowed:
         check_name(name)
@@ -59,6 +61,6 @@ def test_names(name):
 
 
 @pytest.mark.parametrize("name", ["a\n", "ä", "a.b", "x" * 128, "", None])
-def test_names_that_cannot_be(name):
+def test_names_that_cannot_be(name: Any) -> None:
     with pytest.raises(errors.InvalidName, match="Worker name must match"):
         check_name(name)

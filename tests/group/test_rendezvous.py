@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -13,36 +17,41 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
-from telegrad.group.rendezvous import join_static
+from telegrad.group.rendezvous import Roster, join_static
 from telegrad.group.stores import Board, open_store
 from tests.cluster import PATIENCE, free_port, processes, run_all
+
+T = TypeVar("T")
+Stores = Callable[[], dist.Store]
+Join = tuple[dist.Store, Member, int, bytes | None, float]
 
 WAIT = 30.0  # torch looks up the name of each address that connects: with a slow name service 5 s a time
 
 
-def member(name, id_=-1):
+def member(name: str, id_: int = -1) -> Member:
     return Member(name, id_, f"incarnation of {name}", "program", "host", "", ("127.0.0.1", 1000 + len(name)))
 
 
-def outcome(function, *args):
+def outcome(function: Callable[..., T], *args: Any) -> T | errors.TelegradError:
     try:
         return function(*args)
     except errors.TelegradError as error:
         return error
 
 
-def together(*joins):
+def together(*joins: Join) -> list[Any]:
     """Let all join at once, each in a thread; what each got, an error included."""
     with ThreadPoolExecutor(len(joins)) as pool:
-        return [future.result(PATIENCE) for future in [pool.submit(outcome, join_static, *join) for join in joins]]
+        futures = [pool.submit(outcome, partial(join_static, *join)) for join in joins]
+        return [future.result(PATIENCE) for future in futures]
 
 
-def crowd(store, size, timeout=WAIT, key=None):
+def crowd(store: dist.Store, size: int, timeout: float = WAIT, key: bytes | None = None) -> list[Join]:
     return [(store, member(f"w{rank}", rank), size, key, timeout) for rank in range(size)]
 
 
 @pytest.fixture(params=["hash", "file", "tcp"])
-def stores(request, tmp_path):
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
     """Makes one worker's store after another, all of one place."""
     if request.param == "hash":
         store = dist.HashStore()
@@ -53,7 +62,7 @@ def stores(request, tmp_path):
     return lambda: dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
 
 
-def test_all_learn_of_all_and_share_a_key(stores):
+def test_all_learn_of_all_and_share_a_key(stores: Stores) -> None:
     rosters = together(*[(stores(), member(f"w{rank}", rank), 4, None, WAIT) for rank in range(4)])
     for roster in rosters:
         assert list(roster.members) == [member(f"w{rank}", rank) for rank in range(4)]
@@ -61,13 +70,13 @@ def test_all_learn_of_all_and_share_a_key(stores):
     assert len(rosters[0].key) >= 32
 
 
-def test_one_group_after_the_other_meets_in_a_store_that_lasts(stores):
+def test_one_group_after_the_other_meets_in_a_store_that_lasts(stores: Stores) -> None:
     keys = [{roster.key for roster in together(*crowd(stores(), 2))} for _ in range(4)]
     assert all(len(of_one_group) == 1 for of_one_group in keys)
     assert len(set.union(*keys)) == 4
 
 
-def test_a_given_key_is_never_in_the_store():
+def test_a_given_key_is_never_in_the_store() -> None:
     store = dist.HashStore()
     rosters = together(*crowd(store, 3, key=b"a secret"))
     assert {roster.key for roster in rosters} == {b"a secret"}
@@ -75,7 +84,7 @@ def test_a_given_key_is_never_in_the_store():
 
 
 @pytest.mark.parametrize("keys", [(b"a", b"b"), (b"a", None), (None, b"a")])
-def test_different_keys_are_told_to_all(keys):
+def test_different_keys_are_told_to_all(keys: tuple[bytes | None, bytes | None]) -> None:
     store = dist.HashStore()
     found = together(*[(store, member(f"w{rank}", rank), 2, key, WAIT) for rank, key in enumerate(keys)])
     assert [type(error) for error in found] == [errors.AuthenticationFailed] * 2
@@ -85,7 +94,7 @@ def test_different_keys_are_told_to_all(keys):
 @pytest.mark.parametrize(
     ("second", "what"), [(("w1", 2), "the name 'w1'"), (("other", 1), "the rank 1")], ids=["name", "rank"]
 )
-def test_what_is_taken_twice_is_told_to_all(stores, second, what):
+def test_what_is_taken_twice_is_told_to_all(stores: Stores, second: tuple[str, int], what: str) -> None:
     workers = [member("w0", 0), member("w1", 1), member(*second)]
     found = together(*[(stores(), worker, 3, None, WAIT) for worker in workers])
     for error in found:
@@ -95,8 +104,8 @@ def test_what_is_taken_twice_is_told_to_all(stores, second, what):
         assert str(workers[2]) in str(error)
 
 
-def test_two_that_serve_the_store_hear_of_each_other():
-    def join(name):
+def test_two_that_serve_the_store_hear_of_each_other() -> None:
+    def join(name: str) -> Roster:
         return join_static(open_store(url, 0, 2, WAIT).store, member(name, 0), 2, None, WAIT)
 
     url = f"tcp://127.0.0.1:{free_port()}"
@@ -106,7 +115,7 @@ def test_two_that_serve_the_store_hear_of_each_other():
     assert all("'w0'" in str(error) and "'w1'" in str(error) for error in found)
 
 
-def test_different_sizes_are_told_to_all():
+def test_different_sizes_are_told_to_all() -> None:
     store = dist.HashStore()
     found = together(*[(store, member(f"w{rank}", rank), size, None, WAIT) for rank, size in enumerate((2, 3))])
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
@@ -114,14 +123,14 @@ def test_different_sizes_are_told_to_all():
 
 
 @pytest.mark.parametrize("rank", [2, -1])
-def test_a_rank_out_of_range_is_told_to_all(rank):
+def test_a_rank_out_of_range_is_told_to_all(rank: int) -> None:
     store = dist.HashStore()
     found = together((store, member("w0", 0), 2, None, WAIT), (store, member("stray", rank), 2, None, WAIT))
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
     assert all(f"'stray' (rank {rank}" in str(error) and "0 to 1" in str(error) for error in found)
 
 
-def test_who_did_not_come_is_named_to_all():
+def test_who_did_not_come_is_named_to_all() -> None:
     store = dist.HashStore()
     came = crowd(store, 5)
     patient = came[3]
@@ -131,12 +140,12 @@ def test_who_did_not_come_is_named_to_all():
     assert all("rank 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
 
 
-def test_who_gives_up_lets_the_others_know(monkeypatch):
+def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     waiting = threading.Event()
     real = Board.wait
 
-    def interrupted(board, key, until, *meanwhile):
+    def interrupted(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         waiting.set()
@@ -144,7 +153,7 @@ def test_who_gives_up_lets_the_others_know(monkeypatch):
 
     monkeypatch.setattr(Board, "wait", interrupted)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(outcome, join_static, *crowd(store, 3)[0])
+        other = pool.submit(outcome, partial(join_static, *crowd(store, 3)[0]))
         assert waiting.wait(WAIT)
         with pytest.raises(KeyboardInterrupt):
             join_static(*crowd(store, 3)[1])
@@ -152,7 +161,7 @@ def test_who_gives_up_lets_the_others_know(monkeypatch):
         assert "KeyboardInterrupt" in str(other.result(WAIT))
 
 
-def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_formed():
+def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_formed() -> None:
     store = dist.HashStore()
     together(*crowd(store, 2))
     late = outcome(join_static, store, member("late", 1), 2, None, 0.05)
@@ -161,7 +170,7 @@ def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_fo
     assert Board(store, "telegrad/1").read("complete") == Board(store, "telegrad/1").read("ready") == "opened"
 
 
-def test_a_lost_store_is_told():
+def test_a_lost_store_is_told() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
     del served
@@ -169,7 +178,7 @@ def test_a_lost_store_is_told():
         join_static(joined, member("w1", 1), 2, None, WAIT)
 
 
-def meet_again_and_again(rank, url, size, times):
+def meet_again_and_again(rank: int, url: str, size: int, times: int) -> list[tuple[int, bytes]]:
     seen = []
     for _ in range(times):
         meeting = open_store(url, rank, size, WAIT)
@@ -179,7 +188,7 @@ def meet_again_and_again(rank, url, size, times):
     return seen
 
 
-def test_generations_follow_each_other_on_one_port_in_threads():
+def test_generations_follow_each_other_on_one_port_in_threads() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(3) as pool:
         seen = list(pool.map(lambda rank: meet_again_and_again(rank, url, 3, 6), range(3)))
@@ -187,7 +196,7 @@ def test_generations_follow_each_other_on_one_port_in_threads():
     assert len(set(seen[0])) == 6
 
 
-def test_generations_follow_each_other_on_one_port_in_processes():
+def test_generations_follow_each_other_on_one_port_in_processes() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
         seen = run_all(made, meet_again_and_again, url, 2, 6)
@@ -195,7 +204,7 @@ def test_generations_follow_each_other_on_one_port_in_processes():
     assert len(set(seen[0])) == 6
 
 
-def test_many_meet_quickly():
+def test_many_meet_quickly() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False) for _ in range(16)]
     start = time.perf_counter()
@@ -210,18 +219,20 @@ def test_many_meet_quickly():
 incarnations = itertools.count()
 
 
-def names(group):
+def names(group: DynamicGroup) -> list[str]:
     return [member.name for member in group.members()]
 
 
-def join(stores, name, id_=-1, key=None, **hooks):
+def join(
+    stores: Stores, name: str, id_: int = -1, key: bytes | None = None, **hooks: Callable[[Member], bool]
+) -> tuple[DynamicGroup, Member, bytes]:
     group = DynamicGroup(stores())
     newcomer = member(name, id_)._replace(incarnation=str(next(incarnations)))
     me, shared = group.join(newcomer, key, **hooks)
     return group, me, shared
 
 
-def test_workers_join_find_each_other_and_leave(stores):
+def test_workers_join_find_each_other_and_leave(stores: Stores) -> None:
     a, me_a, key_a = join(stores, "a")
     b, me_b, key_b = join(stores, "b")
     assert (me_a.id, me_b.id) == (1, 2)
@@ -241,14 +252,14 @@ def test_workers_join_find_each_other_and_leave(stores):
     assert names(c) == ["a", "b"]
 
 
-def test_a_given_rank_is_kept(stores):
+def test_a_given_rank_is_kept(stores: Stores) -> None:
     _, me, _ = join(stores, "a", 7)
     assert me.id == 7
     assert join(stores, "b")[1].id == 1
 
 
 @pytest.mark.parametrize(("name", "id_", "what"), [("a", -1, "the name 'a'"), ("b", 1, "the rank 1")])
-def test_what_is_taken_is_told_to_the_newcomer(stores, name, id_, what):
+def test_what_is_taken_is_told_to_the_newcomer(stores: Stores, name: str, id_: int, what: str) -> None:
     first, me, _ = join(stores, "a")
     with pytest.raises(errors.WorkerTaken, match=what):
         join(stores, name, id_)
@@ -257,12 +268,12 @@ def test_what_is_taken_is_told_to_the_newcomer(stores, name, id_, what):
     assert join(stores, "c")[1].id == 2  # the one that failed left nothing behind
 
 
-def test_who_crashed_is_taken_over_only_if_it_is_dead(stores):
+def test_who_crashed_is_taken_over_only_if_it_is_dead(stores: Stores) -> None:
     _, dead, _ = join(stores, "a")
     other, alive, _ = join(stores, "b")
     asked = []
 
-    def is_alive(who):
+    def is_alive(who: Member) -> bool:
         asked.append(who)
         return who != dead
 
@@ -277,7 +288,7 @@ def test_who_crashed_is_taken_over_only_if_it_is_dead(stores):
     assert names(other) == ["a", "b"]
 
 
-def test_what_was_taken_over_is_not_freed_by_its_former_owner():
+def test_what_was_taken_over_is_not_freed_by_its_former_owner() -> None:
     store = dist.HashStore()
     former, _, _ = join(lambda: store, "a", 0)
     heir = DynamicGroup(store)
@@ -286,7 +297,7 @@ def test_what_was_taken_over_is_not_freed_by_its_former_owner():
     assert heir.find("a") == heir.find(0) == me
 
 
-def test_many_join_at_once(stores):
+def test_many_join_at_once(stores: Stores) -> None:
     with ThreadPoolExecutor(16) as pool:
         made = list(pool.map(lambda number: join(stores, f"w{number}"), range(16)))
     assert sorted(me.id for _, me, _ in made) == list(range(1, 17))
@@ -295,7 +306,7 @@ def test_many_join_at_once(stores):
 
 
 @pytest.mark.parametrize("key", [None, b"other"])
-def test_a_newcomer_with_another_key_is_refused(key):
+def test_a_newcomer_with_another_key_is_refused(key: bytes | None) -> None:
     store = dist.HashStore()
     group, _, _ = join(lambda: store, "a", key=b"secret")
     with pytest.raises(errors.AuthenticationFailed):
@@ -303,7 +314,7 @@ def test_a_newcomer_with_another_key_is_refused(key):
     assert names(group) == ["a"]
 
 
-def test_the_groups_store_is_lost():
+def test_the_groups_store_is_lost() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
     group, _, _ = join(lambda: joined, "a")

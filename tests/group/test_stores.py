@@ -6,31 +6,34 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from telegrad import errors
 from telegrad.group import stores
-from telegrad.group.stores import OPEN, OVER, SERVED, Board, open_store
+from telegrad.group.stores import OPEN, OVER, SERVED, Board, Meeting, open_store
 from tests.cluster import free_port, in_threads, processes
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
 
 
 @pytest.fixture(autouse=True)
-def bare_environment(monkeypatch):
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
 @contextlib.contextmanager
-def stranger(answer):
+def stranger(answer: bytes | None) -> Iterator[int]:
     """A program that is no store: it answers all who say something with `answer`, or is silent."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         held = []
 
-        def serve():
+        def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
                     connection, _ = listener.accept()
@@ -51,21 +54,21 @@ def stranger(answer):
                 connection.close()
 
 
-def meets(one, other):
+def meets(one: Meeting, other: Meeting) -> bool:
     Board(one.store).swap("word", "", "heard")
     return Board(other.store).read("word") == "heard"
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{}", "tcp://[::1]:{}", "tcp://localhost:{}"])
-def test_rank_0_serves_and_others_come_even_earlier(url):
+def test_rank_0_serves_and_others_come_even_earlier(url: str) -> None:
     url = url.format(free_port())
     late = threading.Event()
 
-    def serve():
+    def serve() -> Meeting:
         assert late.wait(30)
         return open_store(url, 0, 2, 30)
 
-    def join():
+    def join() -> Meeting:
         late.set()
         return open_store(url, 1, 2, 30)
 
@@ -75,12 +78,12 @@ def test_rank_0_serves_and_others_come_even_earlier(url):
     assert joined.host in url
 
 
-def test_rank_and_size_in_the_url():
+def test_rank_and_size_in_the_url() -> None:
     meeting = open_store(f"tcp://127.0.0.1:{free_port()}?rank=0&world_size=3", -1, None, 30)
     assert (meeting.rank, meeting.world_size) == (0, 3)
 
 
-def test_the_environment(monkeypatch):
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("RANK", "0")
@@ -92,7 +95,7 @@ def test_the_environment(monkeypatch):
     assert open_store("env://", 1, None, 30).world_size is None  # no size: a dynamic group
 
 
-def test_under_torchrun_nobody_serves(monkeypatch):
+def test_under_torchrun_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
@@ -104,21 +107,21 @@ def test_under_torchrun_nobody_serves(monkeypatch):
     assert Board(open_store("env://", 0, 2, 30).store).read("word") == ""
 
 
-def test_a_file(tmp_path):
+def test_a_file(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     assert meets(open_store(url, 0, 2, 30), open_store(url, 1, 2, 5))
     assert open_store(url, 1, 2, 30).host is None
 
 
-def test_a_file_that_cannot_be():
+def test_a_file_that_cannot_be() -> None:
     with pytest.raises(errors.StoreUnreachable, match="/nonexistent/store"):
         open_store("file:///nonexistent/store", 0, 2, 30)
 
 
-def test_a_scheme_that_the_program_registered():
+def test_a_scheme_that_the_program_registered() -> None:
     store = dist.HashStore()
 
-    def handler(url, **_):
+    def handler(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield store, 1, 2
 
     with contextlib.suppress(RuntimeError):  # registered by an earlier run of this test in this process
@@ -141,7 +144,7 @@ def test_a_scheme_that_the_program_registered():
         "tcp://h:1?rank=a",
     ],
 )
-def test_urls_that_say_nothing(url):
+def test_urls_that_say_nothing(url: str) -> None:
     with pytest.raises(errors.UsageError):
         open_store(url, 0, 2, 30)
 
@@ -149,7 +152,9 @@ def test_urls_that_say_nothing(url):
 @pytest.mark.parametrize(
     ("name", "value"), [(n, None) for n in VARIABLES[:3]] + [("MASTER_PORT", "x"), ("MASTER_PORT", "0"), ("RANK", "-1")]
 )
-def test_a_variable_that_is_missing_or_wrong_is_named(monkeypatch, name, value):
+def test_a_variable_that_is_missing_or_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None
+) -> None:
     for each, good in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port())), ("RANK", "0")):
         monkeypatch.setenv(each, good)
     monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
@@ -167,14 +172,16 @@ def test_a_variable_that_is_missing_or_wrong_is_named(monkeypatch, name, value):
     ],
 )
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "file:///nonexistent/store", "env://"])
-def test_a_rank_or_a_size_that_cannot_be_is_told_before_the_store_is_looked_for(url, rank, size, words):
+def test_a_rank_or_a_size_that_cannot_be_is_told_before_the_store_is_looked_for(
+    url: str, rank: int, size: int, words: str
+) -> None:
     with pytest.raises(errors.UsageError, match=words):
         open_store(url, rank, size, 30)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_that_does_not_resolve_is_told_at_once(monkeypatch, rank):
-    def unknown(*_, **__):
+def test_a_host_that_does_not_resolve_is_told_at_once(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    def unknown(*_: Any, **__: Any) -> NoReturn:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
@@ -186,7 +193,7 @@ def test_a_host_that_does_not_resolve_is_told_at_once(monkeypatch, rank):
     assert time.monotonic() - began < 1
 
 
-def test_who_serves_next_waits_for_the_last_groups_store_to_go():
+def test_who_serves_next_waits_for_the_last_groups_store_to_go() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(1) as (other,):
         other.run(serve_a_store_that_is_over, url)
@@ -200,15 +207,15 @@ def test_who_serves_next_waits_for_the_last_groups_store_to_go():
         assert opened[0].serves
 
 
-_held = []
+_held: list[Meeting] = []
 
 
-def serve_a_store_that_is_over(url):
+def serve_a_store_that_is_over(url: str) -> None:
     _held.append(open_store(url, 0, 2, 30))
     Board(_held[0].store).swap(SERVED, OPEN, OVER)
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken() -> None:
     with stranger(b"HTTP/1.0 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(errors.StorePortTaken, match=f"port {port}.*MASTER_PORT") as caught:
             open_store(f"tcp://127.0.0.1:{port}", 0, 2, 30)
@@ -216,25 +223,26 @@ def test_a_port_that_is_taken():
         assert caught.value.__cause__ is not None
 
 
-def test_the_port_of_another_programs_store():
+def test_the_port_of_another_programs_store() -> None:
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(errors.StorePortTaken):
         open_store(f"tcp://127.0.0.1:{other.port}", 0, 2, 30)
 
 
-def test_a_process_shares_its_own_store():
+def test_a_process_shares_its_own_store() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    for_torch = dist.TCPStore(*_host_port(url), is_master=True, wait_for_workers=False, multi_tenant=True)
+    host, port = _host_port(url)
+    for_torch = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
     assert meets(open_store(url, 0, 2, 30), open_store(url, 1, 2, 5))
     assert Board(for_torch).read("word") == "heard"
 
 
-def _host_port(url):
+def _host_port(url: str) -> tuple[str, int]:
     host, _, port = url.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
 
-def test_nobody_serves():
+def test_nobody_serves() -> None:
     port = free_port()
     start = time.monotonic()
     with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port}.*rank 0"):
@@ -242,14 +250,14 @@ def test_nobody_serves():
     assert time.monotonic() - start < 1
 
 
-def test_torch_is_not_asked_before_somebody_listens(monkeypatch):
+def test_torch_is_not_asked_before_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_meet", None)  # it would sleep for half a second between its tries
     with pytest.raises(errors.StoreUnreachable):
         open_store(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.05)
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.0 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
-def test_a_stranger_in_the_stores_place(answer):
+def test_a_stranger_in_the_stores_place(answer: bytes | None) -> None:
     with stranger(answer) as port:
         start = time.monotonic()
         with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port} is not the group's store"):
@@ -257,7 +265,7 @@ def test_a_stranger_in_the_stores_place(answer):
         assert time.monotonic() - start < 2
 
 
-def test_a_store_that_is_over_is_not_joined():
+def test_a_store_that_is_over_is_not_joined() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     old = open_store(url, 0, 2, 30)
     assert Board(old.store).read(SERVED) == OPEN
@@ -268,14 +276,14 @@ def test_a_store_that_is_over_is_not_joined():
     assert meets(again, open_store(url, 1, 2, 30))
 
 
-def test_a_worker_without_a_rank_serves_where_nobody_does():
+def test_a_worker_without_a_rank_serves_where_nobody_does() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     meetings = in_threads(*[lambda: open_store(url, -1, None, 30)] * 4)
     assert all(meets(meetings[0], other) for other in meetings)
     assert {(meeting.rank, meeting.world_size) for meeting in meetings} == {(-1, None)}
 
 
-def test_a_lost_store_is_told_briefly():
+def test_a_lost_store_is_told_briefly() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     served, joined = open_store(url, 0, 2, 30), open_store(url, 1, 2, 30)
     del served
@@ -285,7 +293,7 @@ def test_a_lost_store_is_told_briefly():
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_a_board(kind, tmp_path):
+def test_a_board(kind: str, tmp_path: Path) -> None:
     store = {
         "hash": dist.HashStore,
         "file": lambda: dist.FileStore(f"{tmp_path}/store", -1),

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from telegrad.errors import RRefError
+from telegrad.group.parting import Together
 from telegrad.rpc import RRef, current, remote
+from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, in_threads
 
 
 @pytest.fixture
-def worker():
+def worker() -> Iterator[Worker]:
     with agents(2) as made:
         current.enter(made[0])
         yield made[0]
         current.enter(None)
 
 
-def test_no_thread_starts_under_the_lock_of_a_table(worker, monkeypatch):
-    start, held = threading.Thread.start, {}
+def test_no_thread_starts_under_the_lock_of_a_table(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    held: dict[str, bool] = {}
 
-    def look_and_start(thread):
+    def look_and_start(thread: threading.Thread) -> None:
         held[thread.name] = worker.references._lock.locked()
         start(thread)
 
@@ -31,7 +36,7 @@ def test_no_thread_starts_under_the_lock_of_a_table(worker, monkeypatch):
     assert held["telegrad-references"] is False
 
 
-def test_a_reference_that_several_threads_give_up_ends_once(worker):
+def test_a_reference_that_several_threads_give_up_ends_once(worker: Worker) -> None:
     ref = RRef(1)
     table, handle = worker.references, ref._handle
     in_threads(*[lambda: table.give_up(handle)] * 8)
@@ -42,10 +47,11 @@ def test_a_reference_that_several_threads_give_up_ends_once(worker):
         ref.to_here()
 
 
-def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker):
+def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Worker) -> None:
     own, other = RRef(1), remote("w1", int)
     other.to_here()
     parting, membership, table = worker.parting, worker.membership, worker.references
+    assert isinstance(parting, Together)
     with table._lock, parting._lock, membership._changed, membership._looking, own._handle.box._lock:
         told = [repr(each) for each in (worker, own, own._handle, own._handle.box, table, parting, membership)]
     assert told[0] == "<Worker 'w0', in <Members: w0, w1>>"
@@ -63,7 +69,7 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker):
     assert repr(membership).endswith(", closed>")
 
 
-def test_a_worker_of_a_dynamic_group_tells_its_state():
+def test_a_worker_of_a_dynamic_group_tells_its_state() -> None:
     with agents(1, dynamic=True) as (only,):
         assert repr(only) == "<Worker 'w0', in <DynamicGroup, lasts; last seen: w0>>"
         assert repr(only.directory._board) == "<Board telegrad/dynamic, PrefixStore>"
@@ -72,15 +78,20 @@ def test_a_worker_of_a_dynamic_group_tells_its_state():
     assert repr(only.directory._board) == "<Board telegrad/dynamic, closed>"
 
 
-def test_a_reference_that_is_asked_for_its_text_does_not_wait():
+def test_a_reference_that_is_asked_for_its_text_does_not_wait() -> None:
     """Not even the one whose `confirmed_by_owner` does."""
     from telegrad.compat.rpc import references
 
     with agents(2) as (worker, _):
         current.enter(worker)
         plain, gate = remote("w1", threading.Event), threading.Event()
-        patient = references.RRef._of_handle(worker.references, plain._handle)
-        thread = threading.Thread(target=lambda: (repr(patient), gate.set()))
+        patient: RRef[Any] = references.RRef._of_handle(worker.references, plain._handle)
+
+        def look() -> None:
+            repr(patient)
+            gate.set()
+
+        thread = threading.Thread(target=look)
         plain._handle.id = ("w1#gone", 1)  # of which nobody will say a word
         thread.start()
         assert gate.wait(PATIENCE / 10)
