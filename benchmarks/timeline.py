@@ -40,17 +40,17 @@ def _mark(where: Any, name: str, *labels: str) -> None:
 
 def mark_all(worker: str) -> None:
     """Set the marks of this process."""
-    from telegrad.agent import agent, server
+    from telegrad.agent import agent, answers, attachments, server
     from telegrad.autograd import contexts, engine, parts, record
     from telegrad.transport.link import Link
 
     for where, name, *texts in (
-        (Link, "_deliver", "a frame has come"),
+        (Link, "_take", "a frame has come"),
         (Link, "send", "writes a frame", "has written"),
         (agent, "encode", "encodes the call"),
-        (agent, "take_tensors", "takes the value apart"),
+        (attachments.Layers, "take_tensors", "takes tensors out of a message"),
         (server.Server, "_run", "begins the call"),
-        (server.Server, "_answer", "has run the function"),
+        (answers.Answers, "made_of", "has run the function"),
         (record, "receive", "gives tensors a history", "has given"),
         (engine, "run_backward", "enters torch's engine", "leaves torch's engine"),
         (parts.LocalParts, "_work", "begins its part of the pass", "has ended it"),

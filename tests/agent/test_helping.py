@@ -71,7 +71,7 @@ def test_does_what_it_reads_and_what_follows_from_that(reactor: Reactor) -> None
     done: list[str] = []
     future: Future[None] = Future()
     second = errand(reactor, done, "second", lambda: future.set_result(None))
-    link = Link(lambda: None, errand(reactor, done, "first", second))
+    link = Link(errand(reactor, done, "first", second))
     run_for(future, [link], reactor)
     assert done == ["first", "second"]
     assert reactor.given == []
