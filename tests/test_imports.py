@@ -124,11 +124,11 @@ def room_of(path: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent != ROOT or p.stem in FLOORS[0] | FLOORS[1]], ids=str)
-def test_rooms_import_downward(path):
+def test_rooms_import_downward(path: pathlib.Path) -> None:
     assert wrong_directions(room_of(path), path.read_text()) == []
 
 
-def test_no_files_import_one_another_in_a_circle():
+def test_no_files_import_one_another_in_a_circle() -> None:
     imports = {
         module: {each for name in imported(path.read_text()) for each in leads_to(name)}
         for module, path in MODULES.items()
@@ -137,11 +137,11 @@ def test_no_files_import_one_another_in_a_circle():
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_pure_files(name):
+def test_pure_files(name: str) -> None:
     assert impurities((ROOT / name).read_text()) == set()
 
 
-def test_the_checks_find_what_is_wrong():
+def test_the_checks_find_what_is_wrong() -> None:
     assert wrong_directions("wire", "def f():\n    from telegrad.agent import peer") == ["agent"]
     assert wrong_directions("rref", "import telegrad.autograd.engine") == ["autograd"]
     assert wrong_directions("rpc", "from telegrad.wire import frames\nfrom telegrad.rpc import api") == []
@@ -154,11 +154,11 @@ def test_the_checks_find_what_is_wrong():
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "boot"], ids=str)  # which is run, not imported
-def test_public_names_exist(path):
+def test_public_names_exist(path: pathlib.Path) -> None:
     module = importlib.import_module(dotted(path))
     assert all(hasattr(module, name) for name in getattr(module, "__all__", []))
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_a_file_fits_in_a_head(path):
+def test_a_file_fits_in_a_head(path: pathlib.Path) -> None:
     assert len(path.read_text().splitlines()) <= 450

@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,22 +24,22 @@ pytestmark = pytest.mark.usefixtures("here")
 class Log:
     """Writes down who called, and notices two at once."""
 
-    def __init__(self, gate=None):
+    def __init__(self, gate: str | None = None) -> None:
         if gate is not None:
             assert gates[gate].wait(PATIENCE)
-        self.seen = []
+        self.seen: list[tuple[object, ...]] = []
         self.inside = 0
         self.most = 0
         self.friend = None
 
-    def note(self, *what):
+    def note(self, *what: object) -> int:
         self.inside += 1
         self.most = max(self.most, self.inside)
         self.seen.append(what)
         self.inside -= 1
         return len(self.seen)
 
-    def note_slowly(self, *what):
+    def note_slowly(self, *what: object) -> None:
         """Another thread may have the lead meanwhile."""
         self.inside += 1
         self.most = max(self.most, self.inside)
@@ -45,7 +47,7 @@ class Log:
         self.seen.append(what)
         self.inside -= 1
 
-    async def note_later(self, *what):
+    async def note_later(self, *what: object) -> None:
         self.inside += 1
         self.most = max(self.most, self.inside)
         await asyncio.sleep(0)
@@ -53,14 +55,14 @@ class Log:
         self.seen.append(what)
         self.inside -= 1
 
-    def wait_for(self, gate):
+    def wait_for(self, gate: str) -> None:
         started.set()
         assert gates[gate].wait(PATIENCE)
 
-    def fail(self):
+    def fail(self) -> None:
         raise ArithmeticError("as asked")
 
-    def all(self):
+    def all(self) -> tuple[int, list[tuple[Any, ...]]]:
         return self.most, list(self.seen)
 
 
@@ -69,13 +71,13 @@ class Heir(Log):
 
 
 class Plain:
-    def __init__(self):
+    def __init__(self) -> None:
         self.event = threading.Event()
 
-    def wait(self):
+    def wait(self) -> bool:
         return self.event.wait(PATIENCE)
 
-    def set(self):
+    def set(self) -> None:
         self.event.set()
 
 
@@ -84,7 +86,7 @@ started = threading.Event()
 
 
 @pytest.fixture
-def gate(request):
+def gate(request: pytest.FixtureRequest) -> Iterator[str]:
     name = request.node.name
     gates[name] = threading.Event()
     started.clear()
@@ -92,7 +94,7 @@ def gate(request):
     gates[name].set()
 
 
-def test_calls_run_in_the_order_in_which_they_were_made():
+def test_calls_run_in_the_order_in_which_they_were_made() -> None:
     log = remote("w1", Log)
     for number in range(200):
         log.rpc_async().note_slowly(number) if number % 3 else log.remote().note(number)
@@ -101,7 +103,7 @@ def test_calls_run_in_the_order_in_which_they_were_made():
     assert seen == [(number,) for number in range(200)]
 
 
-def make_calls(log, number, seed):
+def make_calls(log: RRef[Log], number: int, seed: int) -> None:
     """On a caller: calls of all kinds, with arguments that take different ways."""
     chance = random.Random(seed + number)
     calls = []
@@ -115,7 +117,7 @@ def make_calls(log, number, seed):
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_order_under_load_from_several_callers(transport):
+def test_order_under_load_from_several_callers(transport: str) -> None:
     seed = int(os.environ.get("TELEGRAD_SEED") or random.randrange(1 << 30))
     print(f"SEED={seed}")
     with agents(4, transport=transport, num_worker_threads=4) as workers:
@@ -130,7 +132,7 @@ def test_order_under_load_from_several_callers(transport):
         assert [each[1] for each in seen if each[0] == number] == list(range(100))
 
 
-def test_calls_that_wait_hold_no_thread_and_other_objects_go_on(gate):
+def test_calls_that_wait_hold_no_thread_and_other_objects_go_on(gate: str) -> None:
     log, other, plain = remote("w1", Log), remote("w1", Log), remote("w1", Plain)
     log.rpc_sync().all()
     held = log.rpc_async().wait_for(gate)
@@ -147,7 +149,7 @@ def test_calls_that_wait_hold_no_thread_and_other_objects_go_on(gate):
     assert [each.wait() for each in waiting] == list(range(1, 501))
 
 
-def test_calls_of_what_is_still_being_made_keep_their_order_and_hold_no_thread(gate):
+def test_calls_of_what_is_still_being_made_keep_their_order_and_hold_no_thread(gate: str) -> None:
     log = remote("w1", Log, (gate,))
     threads = threading.active_count()
     calls = [log.rpc_async().note(number) for number in range(100)]
@@ -157,14 +159,14 @@ def test_calls_of_what_is_still_being_made_keep_their_order_and_hold_no_thread(g
     assert [each.wait() for each in calls] == list(range(1, 101))
 
 
-def test_who_calls_what_could_not_be_made_is_told():
+def test_who_calls_what_could_not_be_made_is_told() -> None:
     broken = remote("w1", Log, ("no such gate",))
     for _ in range(3):
         with pytest.raises(KeyError, match="no such gate"):
             broken.rpc_async().note(1).wait()
 
 
-def test_an_error_does_not_stop_the_queue():
+def test_an_error_does_not_stop_the_queue() -> None:
     log = remote("w1", Log)
     calls = [log.rpc_async().fail() if number % 2 else log.rpc_async().note(number) for number in range(10)]
     for number, call in enumerate(calls):
@@ -178,11 +180,11 @@ def test_an_error_does_not_stop_the_queue():
     assert log.rpc_sync().all()[1] == [(0,), (2,), (4,), (6,), (8,)]
 
 
-def test_one_caller_does_not_wait_for_all_calls_of_another():
-    queue = _Queue(object())
+def test_one_caller_does_not_wait_for_all_calls_of_another() -> None:
+    queue: Any = _Queue(object())
 
     class Fake:
-        def __init__(self, caller, number):
+        def __init__(self, caller: str, number: int) -> None:
             self.caller = self
             self.identity, self.number = caller, number
 
@@ -195,66 +197,66 @@ def test_one_caller_does_not_wait_for_all_calls_of_another():
 
 @actor
 class Asker:
-    def __init__(self):
+    def __init__(self) -> None:
         self.value = 0
 
-    def get(self):
+    def get(self) -> int:
         return self.value
 
-    def keep(self, me, started=None):
+    def keep(self, me: RRef[Asker], started: object = None) -> None:
         self.me = me
 
-    def ask_myself(self):
+    def ask_myself(self) -> int:
         return self.me.rpc_sync().get()
 
-    def ask_over(self, worker, way):
+    def ask_over(self, worker: str, way: str) -> int:
         return ask(worker, way, self.me)
 
-    async def ask_later(self, worker):
+    async def ask_later(self, worker: str) -> int:
         return await rpc_async(worker, passed_on, (self.me,))
 
-    def wait_at_last(self, worker):
+    def wait_at_last(self, worker: str) -> int:
         future = rpc_async(worker, passed_on, (self.me,))
         reached.wait(PATIENCE)
         return future.wait()
 
-    def leave_behind(self, worker):
+    def leave_behind(self, worker: str) -> None:
         """Nobody waits for it in here."""
         rpc_async(worker, add_one, (self.me,))
 
-    def add(self):
+    def add(self) -> None:
         self.value += 1
 
     @functions.async_execution
-    def soon(self):
-        self.future = torch.futures.Future()
+    def soon(self) -> torch.futures.Future[int]:
+        self.future: torch.futures.Future[int] = torch.futures.Future()
         return self.future
 
-    def now(self, value):
+    def now(self, value: int) -> None:
         self.future.set_result(value)
 
     @functions.batch(max_size=3, max_wait=PATIENCE)
-    async def doubled(self, values):
+    async def doubled(self, values: list[int]) -> list[int]:
         return [2 * value for value in values]
 
 
 reached = threading.Event()
 
 
-def passed_on(asker):
+def passed_on(asker: RRef[Asker]) -> int:
     reached.set()
     return asker.rpc_sync().get()
 
 
-def passed_on_twice(asker):
+def passed_on_twice(asker: RRef[Asker]) -> int:
     return rpc_sync("w3", passed_on, (asker,))
 
 
-def add_one(asker):
+def add_one(asker: RRef[Asker]) -> None:
     asker.rpc_sync().add()
 
 
-def ask(worker, way, asker):
+def ask(worker: str, way: str, asker: RRef[Asker]) -> int:
     if way == "sync":
         return rpc_sync(worker, passed_on, (asker,))
     if way == "twice":
@@ -262,7 +264,7 @@ def ask(worker, way, asker):
     return rpc_async(worker, passed_on, (asker,)).wait()
 
 
-def make_asker():
+def make_asker() -> RRef[Asker]:
     asker = remote("w1", Asker)
     asker.rpc_sync().keep(asker)
     return asker
@@ -272,7 +274,7 @@ DEADLOCK = r"waits for a call that calls Asker\.get of the same object"
 
 
 @pytest.mark.parametrize("way", ["sync", "async", "twice"])
-def test_a_call_that_would_wait_for_itself_is_refused_and_the_actor_lives_on(way):
+def test_a_call_that_would_wait_for_itself_is_refused_and_the_actor_lives_on(way: str) -> None:
     asker = make_asker()
     with pytest.raises(errors.UsageError, match=f"Asker.ask_over {DEADLOCK}"):
         asker.rpc_sync().ask_over("w2", way)
@@ -283,13 +285,13 @@ def test_a_call_that_would_wait_for_itself_is_refused_and_the_actor_lives_on(way
     assert asker.rpc_sync().get() == 0
 
 
-def test_a_call_that_comes_back_before_it_is_waited_for_is_refused_then():
+def test_a_call_that_comes_back_before_it_is_waited_for_is_refused_then() -> None:
     reached.clear()
     with pytest.raises(errors.UsageError, match=f"Asker.wait_at_last {DEADLOCK}"):
         make_asker().rpc_sync().wait_at_last("w2")
 
 
-def test_a_call_that_comes_back_but_is_not_waited_for_has_its_turn():
+def test_a_call_that_comes_back_but_is_not_waited_for_has_its_turn() -> None:
     asker = make_asker()
     for _ in range(5):
         asker.rpc_sync().leave_behind("w2")
@@ -297,7 +299,7 @@ def test_a_call_that_comes_back_but_is_not_waited_for_has_its_turn():
         pass
 
 
-def test_a_method_whose_value_comes_later_lets_others_in():
+def test_a_method_whose_value_comes_later_lets_others_in() -> None:
     asker = make_asker()
     soon = asker.rpc_async().soon()
     asker.rpc_sync().now(7)
@@ -305,7 +307,7 @@ def test_a_method_whose_value_comes_later_lets_others_in():
     assert [each.wait() for each in [asker.rpc_async().doubled(number) for number in range(3)]] == [0, 2, 4]
 
 
-def test_two_references_to_one_object_share_its_turns(gate):
+def test_two_references_to_one_object_share_its_turns(gate: str) -> None:
     first, second = rpc_sync("w1", two_references)
     held = first.rpc_async().wait_for(gate)
     assert started.wait(PATIENCE)
@@ -317,27 +319,27 @@ def test_two_references_to_one_object_share_its_turns(gate):
     assert call.wait() == 1
 
 
-def two_references():
+def two_references() -> tuple[RRef[Log], RRef[Log]]:
     log = Log()
     return RRef(log), RRef(log)
 
 
-def test_only_classes_can_be_actors():
+def test_only_classes_can_be_actors() -> None:
     with pytest.raises(errors.UsageError, match="marks a class"):
-        actor(two_references)
+        actor(two_references)  # type: ignore[type-var]
 
 
-def drive(worker):
+def drive(worker: str) -> list[int]:
     """In a process that knows the class by value only."""
 
     class Counter:
-        def __init__(self):
-            self.seen = []
+        def __init__(self) -> None:
+            self.seen: list[int] = []
 
-        def note(self, number):
+        def note(self, number: int) -> None:
             self.seen.append(number)
 
-        def all(self):
+        def all(self) -> list[int]:
             return self.seen
 
     import telegrad.rpc as rpc
@@ -348,6 +350,6 @@ def drive(worker):
     return counter.rpc_sync().all()
 
 
-def test_between_processes_also_a_class_that_travels_by_value():
+def test_between_processes_also_a_class_that_travels_by_value() -> None:
     with group(2) as processes:
         assert processes[0].run(drive, "worker1") == list(range(300))

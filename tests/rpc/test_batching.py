@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,66 +21,66 @@ LONG = 60.0  # seconds: a batch that waited for this would fail its test
 
 
 class Adder:
-    def __init__(self):
-        self.sizes = []
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
 
     @functions.batch(max_size=4, max_wait=LONG)
-    async def full(self, values, amounts=1):
+    async def full(self, values: list[Any], amounts: Any = 1) -> list[Any]:
         self.sizes.append(len(values))
         return [value + amount for value, amount in zip(values, amounts, strict=True)]
 
     @functions.batch(max_size=100, max_wait=0.02)
-    async def timely(self, values):
+    async def timely(self, values: list[int]) -> list[int]:
         self.sizes.append(len(values))
         return [value * 2 for value in values]
 
     @functions.batch(max_size=2, max_wait=LONG)
-    async def fails(self, values):
+    async def fails(self, values: list[int]) -> NoReturn:
         raise KeyError("no such")
 
     @functions.batch(max_size=2, max_wait=LONG)
-    async def forgets(self, values):
+    async def forgets(self, values: list[int]) -> list[int]:
         return values[:1]
 
     @functions.batch(max_size=1, max_wait=LONG)
-    async def context(self, values):
+    async def context(self, values: list[torch.Tensor]) -> list[tuple[bool, bool]]:
         assert entered_id() is None
         return [(torch.is_grad_enabled(), value.requires_grad) for value in values]
 
-    def seen(self):
+    def seen(self) -> list[int]:
         return self.sizes
 
 
 @functions.batch(max_size=2, max_wait=LONG)
-async def pair(values):
+async def pair(values: list[int]) -> list[int]:
     return [len(values)] * len(values)
 
 
-def test_runs_once_enough_calls_are_there():
+def test_runs_once_enough_calls_are_there() -> None:
     adder = remote("w1", Adder)
     calls = [adder.rpc_async().full(torch.ones(2) * i, amounts=i) for i in range(8)]
     assert [call.wait().tolist() for call in calls] == [[2 * i, 2 * i] for i in range(8)]
     assert adder.rpc_sync().seen() == [4, 4]
 
 
-def test_runs_when_the_first_has_waited_long_enough():
+def test_runs_when_the_first_has_waited_long_enough() -> None:
     adder = remote("w1", Adder)
     assert [call.wait() for call in [adder.rpc_async().timely(i) for i in range(3)]] == [0, 2, 4]
     assert sum(adder.rpc_sync().seen()) == 3
 
 
-def test_callers_on_several_workers_share_a_batch():
+def test_callers_on_several_workers_share_a_batch() -> None:
     adder = remote("w1", Adder)
     calls = [rpc_async(worker, use, (adder,)) for worker in ("w0", "w1", "w1", "w2")]
     assert [call.wait() for call in calls] == [6] * 4
     assert adder.rpc_sync().seen() == [4]
 
 
-def use(adder: RRef):
+def use(adder: RRef[Adder]) -> int:
     return adder.rpc_sync().full(5)
 
 
-def test_each_object_has_batches_of_its_own():
+def test_each_object_has_batches_of_its_own() -> None:
     one, other = remote("w1", Adder), remote("w1", Adder)
     calls = [each.rpc_async().full(1) for each in (one, other) for _ in range(3)]
     assert not any(call.done() for call in calls)
@@ -87,12 +88,12 @@ def test_each_object_has_batches_of_its_own():
     assert [call.wait() for call in calls] == [2] * 8
 
 
-def test_a_function_by_its_name():
+def test_a_function_by_its_name() -> None:
     assert [call.wait() for call in [rpc_async("w2", pair, (i,)) for i in range(2)]] == [2, 2]
     assert pickle.loads(pickle.dumps(pair)) is pair
 
 
-def test_an_object_whose_batches_are_in_use_can_be_sent():
+def test_an_object_whose_batches_are_in_use_can_be_sent() -> None:
     adder = Adder()
     assert adder.full is adder.full
     copied = pickle.loads(pickle.dumps(adder))
@@ -101,14 +102,14 @@ def test_an_object_whose_batches_are_in_use_can_be_sent():
 
 
 @pytest.mark.parametrize(("method", "error"), [("fails", KeyError), ("forgets", ValueError)])
-def test_all_callers_hear_of_an_error(method, error):
+def test_all_callers_hear_of_an_error(method: str, error: type[Exception]) -> None:
     adder = remote("w1", Adder)
     for call in [getattr(adder.rpc_async(), method)(1) for _ in range(2)]:
         with pytest.raises(error, match=r"no such|gave 1 results for a batch of 2"):
             call.wait()
 
 
-def test_a_wrong_call_harms_no_other():
+def test_a_wrong_call_harms_no_other() -> None:
     adder = remote("w1", Adder)
     good = [adder.rpc_async().full(1) for _ in range(3)]
     with pytest.raises(TypeError, match="missing a required argument"):
@@ -117,26 +118,26 @@ def test_a_wrong_call_harms_no_other():
     assert [call.wait() for call in good] == [2] * 3
 
 
-def test_runs_outside_of_its_callers_contexts():
+def test_runs_outside_of_its_callers_contexts() -> None:
     adder = remote("w1", Adder)
     with autograd.context(), torch.no_grad():
         assert adder.rpc_sync().context(torch.ones(1)) == (True, False)
 
 
-def test_awaited_in_place():
+def test_awaited_in_place() -> None:
     adder = Adder()
 
-    async def both():
+    async def both() -> list[int]:
         return await asyncio.gather(*(adder.full(i) for i in range(4)))
 
     assert asyncio.run(both()) == [1, 2, 3, 4]
 
 
-def test_what_cannot_run_in_batches():
+def test_what_cannot_run_in_batches() -> None:
     with pytest.raises(UsageError, match="async def"):
         functions.batch(2, 1)(lambda values: values)
 
-    async def named(*, values):
+    async def named(*, values: list[int]) -> list[int]:
         return values
 
     with pytest.raises(UsageError, match="by name"):
@@ -145,12 +146,12 @@ def test_what_cannot_run_in_batches():
         functions.batch(0, 1)
 
 
-def test_many_callers_at_once():
+def test_many_callers_at_once() -> None:
     adder = remote("w1", Adder)
     worker = current.here()
-    results = []
+    results: list[int] = []
 
-    def call():
+    def call() -> None:
         current.enter(worker)
         results.extend(adder.rpc_sync().timely(i) for i in range(20))
 

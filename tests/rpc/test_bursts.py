@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from telegrad.agent.calls import COMPANY
-from telegrad.rpc import current, functions, remote, rpc_async
+from telegrad.rpc import Future, current, functions, remote, rpc_async
+from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents
 
 MANY = 3 * COMPANY - 1  # so that the last ones have no company
@@ -18,9 +21,9 @@ lock = threading.Lock()  # guards there
 
 
 @functions.async_execution
-def meet(number):
+def meet(number: int) -> torch.futures.Future[int]:
     """Done once all have come, in whatever order; then with their number."""
-    own = torch.futures.Future()
+    own: torch.futures.Future[int] = torch.futures.Future()
     with lock:
         there.append(own)
         complete = len(there) == MANY
@@ -31,7 +34,7 @@ def meet(number):
 
 
 @pytest.fixture
-def caller():
+def caller() -> Iterator[Worker]:
     there.clear()
     with agents(2) as (a, _):
         current.enter(a)
@@ -40,7 +43,9 @@ def caller():
 
 
 @pytest.mark.parametrize("begin", [rpc_async, lambda *call: remote(*call).future()], ids=["rpc_async", "remote"])
-def test_the_last_of_many_calls_leaves_though_no_answer_comes(caller, begin):
+def test_the_last_of_many_calls_leaves_though_no_answer_comes(
+    caller: Worker, begin: Callable[..., Future[Any]]
+) -> None:
     ended = threading.Semaphore(0)
     futures = [begin("w1", meet, (number,)) for number in range(MANY)]
     for future in futures:
@@ -49,7 +54,7 @@ def test_the_last_of_many_calls_leaves_though_no_answer_comes(caller, begin):
         assert ended.acquire(timeout=PATIENCE)
 
 
-def test_a_call_that_is_waited_for_takes_those_before_it_along(caller):
+def test_a_call_that_is_waited_for_takes_those_before_it_along(caller: Worker) -> None:
     futures = [rpc_async("w1", meet, (number,)) for number in range(MANY - 1)]
     last = rpc_async("w1", meet, (MANY - 1,))
     assert last.wait() == MANY

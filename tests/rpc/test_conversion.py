@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Optional, TypeVar, Union
 
 import pytest
 import torch
 
 import telegrad.rpc as rpc
+from telegrad.agent.agent import Agent
 from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
 from telegrad.rref.courier import Batch
 from telegrad.transport.link import Link
-from telegrad.wire.messages import CALL, FAILURE, RESULT
+from telegrad.wire.messages import CALL, FAILURE, RESULT, Message
 from tests.cluster import PATIENCE, agents
 
 T = TypeVar("T")
@@ -27,11 +30,11 @@ def wanted(x: rpc.RRef[torch.Tensor]) -> str:
     return type(x).__name__
 
 
-def bare(x: rpc.RRef) -> str:
+def bare(x: rpc.RRef) -> str:  # type: ignore[type-arg]
     return type(x).__name__
 
 
-def free(x):
+def free(x):  # type: ignore[no-untyped-def]
     return type(x).__name__
 
 
@@ -61,7 +64,7 @@ def elsewhere(x: torch.Tensor) -> torch.futures.Future[str]:
 
 
 class Model:
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
 
     def kind(self, x: torch.Tensor) -> str:
@@ -69,7 +72,7 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def trio():
+def trio() -> Iterator[list[Worker]]:
     """Three agents in this process; this thread speaks for the first."""
     with agents(3) as made:
         current.enter(made[0])
@@ -78,20 +81,20 @@ def trio():
 
 
 @pytest.fixture
-def sent(trio, monkeypatch):
+def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What crosses connections: the kinds of frames, and of letters."""
     for worker in trio:
         worker.references.flush()
-    counts = Counter()
+    counts: Counter[str] = Counter()
     write, notify = Link.send, type(trio[0].agent).notify
     names = {CALL: "call", RESULT: "result", FAILURE: "failure"}
 
-    def send(link, message, later=False):
+    def send(link: Link, message: Message, later: bool = False) -> None:
         if message.kind in names:
             counts[names[message.kind]] += 1
         return write(link, message, later)
 
-    def tell(agent, to, message, *rest):
+    def tell(agent: Agent, to: str | int, message: tuple[Any, ...], *rest: Any) -> None:
         if isinstance(message, Batch):
             counts.update(letter.kind for letter in message.letters)
         return notify(agent, to, message, *rest)
@@ -101,7 +104,7 @@ def sent(trio, monkeypatch):
     return counts
 
 
-def settled(trio, sent):
+def settled(trio: list[Worker], sent: Counter[str]) -> dict[str, int]:
     """The counts, once no letter is on its way any more."""
     until = time.monotonic() + PATIENCE
     while any(worker.references.counts()["pending_letters"] for worker in trio):
@@ -111,7 +114,7 @@ def settled(trio, sent):
     return counts
 
 
-def on(owner):
+def on(owner: str) -> rpc.RRef[torch.Tensor]:
     """A reference to a tensor on that worker, known there."""
     if owner == "w0":
         return rpc.RRef(torch.ones(2))
@@ -120,18 +123,18 @@ def on(owner):
     return ref
 
 
-def test_value_to_value(trio, sent):
+def test_value_to_value(trio: list[Worker], sent: Counter[str]) -> None:
     assert rpc.rpc_sync("w1", plain, (torch.ones(2),)) == "Tensor"
     assert settled(trio, sent) == {"call": 1, "result": 1}
 
 
-def test_value_to_reference(trio, sent):
+def test_value_to_reference(trio: list[Worker], sent: Counter[str]) -> None:
     assert rpc.rpc_sync("w1", wanted, (torch.ones(2),)) == "RRef"
     assert settled(trio, sent) == {"call": 1, "result": 1, "dropped": 1}
 
 
 @pytest.mark.parametrize(("owner", "calls"), [("w0", 1), ("w1", 1), ("w2", 2)])
-def test_reference_to_value(trio, sent, owner, calls):
+def test_reference_to_value(trio: list[Worker], sent: Counter[str], owner: str, calls: int) -> None:
     ref = on(owner)
     settled(trio, sent)
     assert rpc.rpc_sync("w1", plain, (ref,)) == "Tensor"
@@ -146,7 +149,7 @@ def test_reference_to_value(trio, sent, owner, calls):
         ("w2", {"confirm": 1, "confirmed": 1, "settled": 1, "dropped": 1}),
     ],
 )
-def test_reference_to_reference(trio, sent, owner, letters):
+def test_reference_to_reference(trio: list[Worker], sent: Counter[str], owner: str, letters: dict[str, int]) -> None:
     ref = on(owner)
     settled(trio, sent)
     assert rpc.rpc_sync("w1", wanted, (ref,)) == "RRef"
@@ -154,11 +157,11 @@ def test_reference_to_reference(trio, sent, owner, letters):
 
 
 @pytest.mark.parametrize("function", [bare, wanted])
-def test_any_form_of_reference(trio, function):
+def test_any_form_of_reference(trio: list[Worker], function: Callable[..., str]) -> None:
     assert rpc.rpc_sync("w1", function, (torch.ones(2),)) == "RRef"
 
 
-def test_without_a_clear_wish_nothing_is_converted(trio):
+def test_without_a_clear_wish_nothing_is_converted(trio: list[Worker]) -> None:
     ref, tensor = on("w1"), torch.ones(2)
     assert rpc.rpc_sync("w1", free, (ref,)) == "RRef"
     assert rpc.rpc_sync("w1", free, (tensor,)) == "Tensor"
@@ -168,21 +171,21 @@ def test_without_a_clear_wish_nothing_is_converted(trio):
     assert rpc.rpc_sync("w1", unknown, (ref,)) == "RRef"
 
 
-def test_optional_parameters(trio):
+def test_optional_parameters(trio: list[Worker]) -> None:
     ref = on("w2")
     assert rpc.rpc_sync("w1", perhaps) == ["NoneType", "NoneType"]
     assert rpc.rpc_sync("w1", perhaps, (None, ref)) == ["NoneType", "Tensor"]
     assert rpc.rpc_sync("w1", perhaps, (ref,), {"y": ref}) == ["RRef", "Tensor"]
 
 
-def test_all_kinds_of_parameters(trio):
+def test_all_kinds_of_parameters(trio: list[Worker]) -> None:
     ref = on("w2")
     kinds = rpc.rpc_sync("w1", many, (ref, 1, ref), {"named": rpc.RRef(3), "other": 4})
     assert kinds == ["Tensor", "RRef", "RRef", "int", "RRef"]
 
 
 @pytest.mark.parametrize("owner", ["w0", "w1", "w2"])
-def test_all_ways_to_call(trio, owner):
+def test_all_ways_to_call(trio: list[Worker], owner: str) -> None:
     ref = on(owner)
     assert rpc.rpc_async("w1", plain, (ref,)).wait() == "Tensor"
     assert rpc.remote("w1", plain, (ref,)).to_here() == "Tensor"
@@ -193,12 +196,12 @@ def test_all_ways_to_call(trio, owner):
     assert rpc.rpc_sync("w0", plain, (ref,)) == "Tensor"
 
 
-def test_a_borrowed_reference_may_be_dropped_at_once(trio):
+def test_a_borrowed_reference_may_be_dropped_at_once(trio: list[Worker]) -> None:
     futures = [rpc.rpc_async("w1", plain, (rpc.remote("w2", torch.ones, (2,)),)) for _ in range(20)]
     assert [future.wait() for future in futures] == ["Tensor"] * 20
 
 
-def test_the_error_of_a_value_is_the_calls(trio):
+def test_the_error_of_a_value_is_the_calls(trio: list[Worker]) -> None:
     failed = rpc.remote("w2", torch.ones, ("x",))
     with pytest.raises(TypeError):
         rpc.rpc_sync("w1", plain, (failed,))

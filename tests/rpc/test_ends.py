@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.group import reminder
-from tests.cluster import PATIENCE, agents, free_port, group, in_threads, init
+from telegrad.rpc import Future
+from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init
+
+Outcome = tuple[type[Exception] | None, str]
 
 _said: list[str] = []
 
 
-def listen():
+def listen() -> None:
     """From now on: what is logged and would be seen."""
     _said[:] = []
     handler = logging.Handler(logging.WARNING)
@@ -27,15 +34,15 @@ def listen():
     logging.getLogger("telegrad").addHandler(handler)
 
 
-def said():
+def said() -> list[str]:
     return list(_said)
 
 
-def leave(**options):
+def leave(**options: Any) -> None:
     rpc.shutdown(**options)
 
 
-def outcome(function, **options):
+def outcome(function: Callable[..., Any], **options: Any) -> Outcome:
     try:
         function(**options)
     except Exception as error:
@@ -46,35 +53,35 @@ def outcome(function, **options):
 # Called by a remote call
 
 
-def shut_down():
+def shut_down() -> None:
     rpc.shutdown()
 
 
-async def shut_down_in_a_coroutine():
+async def shut_down_in_a_coroutine() -> None:
     await asyncio.sleep(0)
     rpc.shutdown()
 
 
 @rpc.functions.async_execution
-def shut_down_in_a_callback():
+def shut_down_in_a_callback() -> Future[None]:
     return rpc.rpc_async("worker0", int).then(lambda _: rpc.shutdown())
 
 
-def shut_down_the_drop_in():
+def shut_down_the_drop_in() -> None:
     from telegrad.compat.rpc import api
 
     api.shutdown()
 
 
-def serve():
+def serve() -> None:
     rpc.serve()
 
 
 @pytest.mark.parametrize(
     "function", [shut_down, shut_down_in_a_coroutine, shut_down_in_a_callback, shut_down_the_drop_in, serve]
 )
-def test_shutdown_by_a_remote_call_is_an_error(workers, function):
-    def call():
+def test_shutdown_by_a_remote_call_is_an_error(workers: list[Process], function: Callable[..., Any]) -> None:
+    def call() -> Outcome:
         return outcome(lambda: rpc.rpc_sync("worker1", function, timeout=PATIENCE))
 
     kind, text = workers[0].run(call)
@@ -84,8 +91,8 @@ def test_shutdown_by_a_remote_call_is_an_error(workers, function):
     assert workers[0].run(lambda: rpc.rpc_sync("worker1", int)) == 0  # it is in the group still
 
 
-def test_a_remote_call_may_have_a_worker_leave_at_once():
-    def call():
+def test_a_remote_call_may_have_a_worker_leave_at_once() -> None:
+    def call() -> Outcome:
         return outcome(lambda: rpc.rpc_sync("worker1", rpc.shutdown, (False,)))
 
     with group(2) as made:
@@ -98,7 +105,7 @@ def test_a_remote_call_may_have_a_worker_leave_at_once():
 
 
 @pytest.mark.parametrize("require", [True, ["worker0"], [0]], ids=str)
-def test_a_required_worker_that_died_is_an_error_in_the_end(require):
+def test_a_required_worker_that_died_is_an_error_in_the_end(require: bool | list[str] | list[int]) -> None:
     with group(3) as made:
         for process in made[1:]:
             process.run(listen)
@@ -118,12 +125,12 @@ def test_a_required_worker_that_died_is_an_error_in_the_end(require):
             assert [line for line in lines if "'worker0'" in line]
 
 
-def leaves_with(require):
+def leaves_with(require: bool | list[str] | list[int]) -> tuple[type[Exception] | None, str, list[str]]:
     kind, text = outcome(leave, require=require)
     return kind, text, said()
 
 
-def test_a_required_worker_that_only_the_leader_saw_die():
+def test_a_required_worker_that_only_the_leader_saw_die() -> None:
     with group(4) as made:
         made[3].kill()
         made[3].join()
@@ -134,8 +141,8 @@ def test_a_required_worker_that_only_the_leader_saw_die():
             assert "'worker3'" in text
 
 
-def test_who_leaves_in_order_is_not_missed_and_nothing_is_said():
-    def leave_and_tell():
+def test_who_leaves_in_order_is_not_missed_and_nothing_is_said() -> None:
+    def leave_and_tell() -> list[str]:
         listen()
         rpc.rpc_sync("worker0", int)
         rpc.rpc_sync("worker1", int)
@@ -149,7 +156,7 @@ def test_who_leaves_in_order_is_not_missed_and_nothing_is_said():
             assert [process.end() for process in made] == [[]] * 3
 
 
-def test_who_leaves_early_is_missed():
+def test_who_leaves_early_is_missed() -> None:
     with group(2) as made:
         made[1].begin(outcome, lambda: rpc.shutdown(require=True))
         made[0].run(leave_early)
@@ -159,7 +166,7 @@ def test_who_leaves_early_is_missed():
         assert "graceful=False" in text
 
 
-def leave_early():
+def leave_early() -> None:
     rpc.rpc_sync("worker1", int)
     rpc.shutdown(graceful=False)
 
@@ -188,7 +195,9 @@ rpc.{end}
     ],
     ids=["raises", "aborts", "in order"],
 )
-def test_a_worker_whose_driver_failed_exits_with_an_error(tmp_path, last, why, end):
+def test_a_worker_whose_driver_failed_exits_with_an_error(
+    tmp_path: pathlib.Path, last: str, why: str, end: str
+) -> None:
     driver, worker = (
         subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE, text=True)
         for text in (
@@ -206,8 +215,8 @@ def test_a_worker_whose_driver_failed_exits_with_an_error(tmp_path, last, why, e
         assert (worker.returncode, text) == (0, "")
 
 
-def test_a_lost_worker_is_told_once():
-    def call_in_vain():
+def test_a_lost_worker_is_told_once() -> None:
+    def call_in_vain() -> list[str]:
         with contextlib.suppress(errors.PeerError):
             rpc.rpc_sync("worker1", time.sleep, (PATIENCE,))
         for _ in range(3):
@@ -228,34 +237,34 @@ def test_a_lost_worker_is_told_once():
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reminder, "FIRST", 0.1)
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
-def test_who_waits_long_in_shutdown_says_for_whom(impatient, caplog, who):
+def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
     with agents(3) as made:
         waits = [worker for worker in made if worker is not made[2]]
 
-        def wait():
+        def wait() -> None:
             with contextlib.suppress(errors.CallTimeout):
                 made[who].shutdown(True, PATIENCE)
 
-        def end():
+        def end() -> None:
             until = time.monotonic() + PATIENCE
             while not any("'w2' did not call shutdown" in line for line in caplog.messages):
                 assert time.monotonic() < until
                 time.sleep(0.01)
             for worker in waits:
                 if worker is not made[who]:
-                    in_threads(lambda worker=worker: worker.shutdown(True, PATIENCE), lambda: made[2].shutdown(True, 0))
+                    in_threads(partial(worker.shutdown, True, PATIENCE), lambda: made[2].shutdown(True, 0))
 
         in_threads(wait, end)
     lines = [line for line in caplog.messages if "waiting for" in line]
     assert f"worker 'w{who}' has" in lines[0]
 
 
-def test_who_waits_long_for_others_to_join_says_for_whom(impatient, caplog):
+def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(errors.GroupIncomplete):
         init(0, 3, free_port(), rpc_timeout=0.5)
     assert "rank 1, 2 did not come" in caplog.text
@@ -264,7 +273,7 @@ def test_who_waits_long_for_others_to_join_says_for_whom(impatient, caplog):
     assert "is the worker of rank 0 running?" in caplog.text
 
 
-def test_it_is_said_ever_more_rarely(monkeypatch, caplog):
+def test_it_is_said_ever_more_rarely(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     monkeypatch.setattr(reminder, "monotonic", lambda: now[0])
     reminded = reminder.Reminder(lambda: "for Godot")

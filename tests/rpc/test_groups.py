@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 import os
+import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,23 +21,26 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.agent.agent import Agent
+from telegrad.group.members import Member
 from telegrad.group.stores import open_store
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, free_port, group, in_threads, init, processes, run_all
+from tests.cluster import PATIENCE, Process, free_port, group, in_threads, init, processes, run_all
 
 ONE_SECOND = 1.0
 
+Outcome = tuple[type[Exception] | None, str, float]
 
-def call(to, function, *args):
+
+def call(to: str | int, function: Callable[..., Any], *args: Any) -> Any:
     return rpc.rpc_sync(to, function, args)
 
 
-def leave(rank=0, graceful=True, timeout=0):
+def leave(rank: int = 0, graceful: bool = True, timeout: float = 0) -> None:
     rpc.shutdown(graceful, timeout)
 
 
-def error_of(function, *args):
+def error_of(function: Callable[..., Any], *args: Any) -> Outcome:
     """The type and text of what a call raises, and how long it took."""
     start = time.monotonic()
     try:
@@ -44,28 +50,28 @@ def error_of(function, *args):
     return None, "", time.monotonic() - start
 
 
-def test_all_call_all(workers):
-    def everyone(rank):
+def test_all_call_all(workers: list[Process]) -> None:
+    def everyone(rank: int) -> list[int]:
         return [rpc.rpc_sync(f"worker{to}", operator.add, (rank, to)) for to in range(4)]
 
     assert run_all(workers, everyone) == [[rank + to for to in range(4)] for rank in range(4)]
 
 
-def test_who_am_i(workers):
-    def me(rank):
+def test_who_am_i(workers: list[Process]) -> None:
+    def me(rank: int) -> tuple[rpc.WorkerInfo, int]:
         return rpc.get_worker_info(), rpc.get_worker_info("worker3").id
 
     assert run_all(workers, me) == [((f"worker{rank}", rank), 3) for rank in range(4)]
 
 
-def test_a_process_is_in_one_group(workers):
+def test_a_process_is_in_one_group(workers: list[Process]) -> None:
     kind, text, _ = workers[0].run(error_of, rpc.init_rpc, "again")
     assert kind is errors.AlreadyInitialized
     assert "shutdown" in text
 
 
-def test_large_tensors_over_shared_memory(workers):
-    def exchange(rank):
+def test_large_tensors_over_shared_memory(workers: list[Process]) -> None:
+    def exchange(rank: int) -> bool:
         for to in range(4):
             sent = torch.full((1 << 20,), float(rank))
             back = rpc.rpc_sync(f"worker{to}", torch.add, (sent, to))
@@ -77,15 +83,15 @@ def test_large_tensors_over_shared_memory(workers):
 
 
 @pytest.mark.parametrize("options", [{"transport": "tcp"}, {"transport": "unix"}, {"shared_memory": 0}], ids=str)
-def test_forced_ways(options):
+def test_forced_ways(options: dict[str, Any]) -> None:
     with group(2, **options) as made:
         for size in (10, 100_000, 3_000_000):
             total = made[0].run(lambda n: float(rpc.rpc_sync("worker1", torch.add, (torch.ones(n), 1)).sum()), size)
             assert total == 2 * size
 
 
-def test_shutdown_and_again():
-    def rounds(rank, port):
+def test_shutdown_and_again() -> None:
+    def rounds(rank: int, port: int) -> int:
         for generation in range(6):
             init(rank, 2, port)
             assert rpc.rpc_sync(f"worker{1 - rank}", operator.add, (generation, 1)) == generation + 1
@@ -98,8 +104,8 @@ def test_shutdown_and_again():
         assert run_all(made, rounds, port) == first  # nothing leaks
 
 
-def test_shutdown_waits_for_the_work_of_all():
-    def slow_start(rank, port):
+def test_shutdown_waits_for_the_work_of_all() -> None:
+    def slow_start(rank: int, port: int) -> bool:
         init(rank, 3, port)
         if rank == 0:  # leaves work behind at the others, and is first to want to leave
             for to in (1, 2):
@@ -111,20 +117,20 @@ def test_shutdown_waits_for_the_work_of_all():
         assert run_all(made, slow_start, free_port()) == [True] * 3
 
 
-def relay(to, pause):
+def relay(to: int, pause: float) -> int:
     time.sleep(pause)  # a function that takes a while
     return rpc.rpc_sync(to, operator.add, (1, 1))
 
 
-def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch):
+def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
     join, take = Agent.join, Agent._take_notice
 
-    def join_and_wait(agent, me, *rest):
+    def join_and_wait(agent: Agent, me: Member, *rest: Any) -> None:
         join(agent, me, *rest)
         assert me.id != 0 or told.wait(PATIENCE)
 
-    def take_and_tell(agent, *notice):
+    def take_and_tell(agent: Agent, *notice: Any) -> None:
         take(agent, *notice)
         told.set()
 
@@ -132,7 +138,7 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch):
     monkeypatch.setattr(Agent, "_take_notice", take_and_tell)
     port = free_port()
 
-    def live(rank):
+    def live(rank: int) -> None:
         options = TelegradOptions(rpc_timeout=PATIENCE)
         meet = partial(open_store, f"tcp://127.0.0.1:{port}", rank, 2)
         start(f"early{rank}", meet, options, lambda worker: None).shutdown(True, PATIENCE / 2)
@@ -140,7 +146,7 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch):
     in_threads(lambda: live(0), lambda: live(1))
 
 
-def test_shutdown_timeout_names_who_is_missing():
+def test_shutdown_timeout_names_who_is_missing() -> None:
     with group(2) as made:
         kind, text, took = made[0].run(error_of, leave, 0, True, 0.3)
         assert kind is errors.CallTimeout
@@ -148,7 +154,7 @@ def test_shutdown_timeout_names_who_is_missing():
         assert took < 3
 
 
-def test_shutdown_without_a_worker_that_died():
+def test_shutdown_without_a_worker_that_died() -> None:
     with group(3) as made:
         made[2].kill()
         for process in made[:2]:
@@ -157,7 +163,7 @@ def test_shutdown_without_a_worker_that_died():
             process.end()
 
 
-def test_shutdown_when_the_leader_died():
+def test_shutdown_when_the_leader_died() -> None:
     with group(3) as made:
         made[0].kill()
         for process in made[1:]:
@@ -166,7 +172,7 @@ def test_shutdown_when_the_leader_died():
             process.end()
 
 
-def test_calls_to_a_killed_worker_fail_at_once():
+def test_calls_to_a_killed_worker_fail_at_once() -> None:
     with group(3) as made:
         made[0].begin(error_of, call, "worker1", time.sleep, PATIENCE)
         made[1].run(int)
@@ -187,11 +193,11 @@ def test_calls_to_a_killed_worker_fail_at_once():
         assert made[0].run(call, "worker2", operator.add, 1, 2) == 3
 
 
-def in_flight():
+def in_flight() -> Outcome:
     return error_of(rpc.rpc_async("worker1", time.sleep, (PATIENCE,)).wait)
 
 
-def test_a_stopped_worker_times_out_and_comes_back():
+def test_a_stopped_worker_times_out_and_comes_back() -> None:
     with group(2) as made:
         made[1].kill(signal.SIGSTOP)
         kind, _, _ = made[0].run(error_of, lambda: rpc.rpc_sync("worker1", int, timeout=0.2))
@@ -203,8 +209,8 @@ def test_a_stopped_worker_times_out_and_comes_back():
 @pytest.mark.parametrize(
     ("ranks", "names"), [((0, 1, 1), ("a", "b", "c")), ((0, 1, 2), ("a", "b", "b"))], ids=["rank", "name"]
 )
-def test_taken_twice_is_an_error_at_both_ends(ranks, names):
-    def join(rank, port):
+def test_taken_twice_is_an_error_at_both_ends(ranks: tuple[int, ...], names: tuple[str, ...]) -> None:
+    def join(rank: int, port: int) -> Outcome:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=10)
         return error_of(lambda: rpc.init_rpc(names[rank], rank=ranks[rank], world_size=3, rpc_backend_options=options))
 
@@ -214,19 +220,19 @@ def test_taken_twice_is_an_error_at_both_ends(ranks, names):
             assert "'b'" in text
 
 
-def test_who_did_not_come_is_named():
+def test_who_did_not_come_is_named() -> None:
     kind, text, took = error_of(init_alone, 2, 0.3)
     assert kind is errors.GroupIncomplete
     assert "rank 1" in text
     assert took < 3
 
 
-def init_alone(count, timeout, rank=0, port=None):
+def init_alone(count: int, timeout: float, rank: int = 0, port: int | None = None) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port or free_port()}", rpc_timeout=timeout)
     rpc.init_rpc("alone", rank=rank, world_size=count, rpc_backend_options=options)
 
 
-def test_store_port_taken():
+def test_store_port_taken() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -235,14 +241,14 @@ def test_store_port_taken():
         assert str(other.getsockname()[1]) in text
 
 
-def test_store_unreachable():
+def test_store_unreachable() -> None:
     kind, text, took = error_of(init_alone, 2, 0.5, 1)
     assert kind is errors.StoreUnreachable
     assert "rank 0" in text
     assert took < 3
 
 
-def test_a_stranger_in_the_stores_place():
+def test_a_stranger_in_the_stores_place() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -252,18 +258,18 @@ def test_a_stranger_in_the_stores_place():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 128, "a/b"])
-def test_names_that_cannot_be(name):
+def test_names_that_cannot_be(name: str) -> None:
     with pytest.raises(errors.InvalidName):
         rpc.init_rpc(name, rank=0, world_size=1)
 
 
-def test_missing_environment_is_named(monkeypatch):
+def test_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(errors.UsageError, match="MASTER_ADDR"):
         rpc.init_rpc("a", rank=0, world_size=1)
 
 
-def test_calls_before_init():
+def test_calls_before_init() -> None:
     with pytest.raises(errors.NotInitialized, match="init_rpc"):
         rpc.rpc_sync("a", int)
     with pytest.raises(errors.NotInitialized, match="init_rpc"):
@@ -271,8 +277,8 @@ def test_calls_before_init():
 
 
 @pytest.mark.parametrize("url", ["tcp://[::1]:{port}", "tcp://127.0.0.1:{port}", "file://{folder}/store"])
-def test_ways_to_meet(url, tmp_path):
-    def meet(rank, method):
+def test_ways_to_meet(url: str, tmp_path: pathlib.Path) -> None:
+    def meet(rank: int, method: str) -> tuple[int, None]:
         options = rpc.TensorPipeRpcBackendOptions(init_method=method, transport="tcp", rpc_timeout=PATIENCE)
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
         return rpc.rpc_sync(f"w{1 - rank}", operator.add, (1, 2)), rpc.shutdown()
@@ -281,8 +287,8 @@ def test_ways_to_meet(url, tmp_path):
         assert run_all(made, meet, url.format(port=free_port(), folder=tmp_path)) == [(3, None)] * 2
 
 
-def test_different_keys_are_told_early():
-    def join(rank, port):
+def test_different_keys_are_told_early() -> None:
+    def join(rank: int, port: int) -> Outcome:
         return error_of(lambda: init(rank, 2, port, key=f"key{rank}", rpc_timeout=10))
 
     with processes(2) as made:
@@ -290,7 +296,7 @@ def test_different_keys_are_told_early():
         assert [kind for kind, _, _ in found] == [errors.AuthenticationFailed] * 2
 
 
-def test_under_torchrun(tmp_path):
+def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(
         "import os, operator, telegrad.rpc as rpc\n"
@@ -305,8 +311,8 @@ def test_under_torchrun(tmp_path):
 
 
 @pytest.mark.nightly
-def test_sixty_four_workers_on_one_machine():
-    def ring(rank):
+def test_sixty_four_workers_on_one_machine() -> None:
+    def ring(rank: int) -> tuple[int, int]:
         found = rpc.rpc_sync(f"worker{(rank + 1) % 64}", operator.add, (rank, 1))
         return found, len(os.listdir("/proc/self/fd"))
 
@@ -323,8 +329,8 @@ def test_sixty_four_workers_on_one_machine():
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_messages_above_4_gb(transport):
-    def send():
+def test_messages_above_4_gb(transport: str) -> None:
+    def send() -> tuple[int, int]:
         size = (4 << 30) + 4096
         tensor = torch.zeros(size, dtype=torch.uint8)
         tensor[-1] = 7
@@ -334,14 +340,14 @@ def test_messages_above_4_gb(transport):
         assert made[0].run(send, patience=200) == ((4 << 30) + 4096, 7)
 
 
-def last_of(tensor):
+def last_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.numel(), int(tensor[-1])
 
 
 # Dynamic groups
 
 
-def join_dynamic(name, port, rank=-1):
+def join_dynamic(name: str, port: int, rank: int = -1) -> int:
     rpc.init_rpc(
         name,
         rank=rank,
@@ -352,7 +358,7 @@ def join_dynamic(name, port, rank=-1):
     return rpc.get_worker_info().id
 
 
-def test_workers_join_and_leave_a_dynamic_group():
+def test_workers_join_and_leave_a_dynamic_group() -> None:
     with processes(3) as made:
         port = free_port()
         assert made[0].run(join_dynamic, "first", port, 0) == 0
@@ -371,7 +377,7 @@ def test_workers_join_and_leave_a_dynamic_group():
         assert "'third'" in text
 
 
-def join_again(port):
+def join_again(port: int) -> None:
     rpc.shutdown()
     join_dynamic("third", port)
 
@@ -411,15 +417,15 @@ rpc.rpc_async("only", threading.Event().wait if False else int)
     ],
     ids=["forgets shutdown", "exits", "idle", "Ctrl-C in wait", "Ctrl-C in a call"],
 )
-def test_programs_end(end, code):
+def test_programs_end(end: str, code: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(port=free_port(), end=end)], timeout=PATIENCE, capture_output=True
     )
     assert ran.returncode == code, ran.stderr.decode()
 
 
-def test_a_forked_child_is_in_no_group(workers):
-    def fork(rank):
+def test_a_forked_child_is_in_no_group(workers: list[Process]) -> None:
+    def fork(rank: int) -> tuple[int, int]:
         pid = os.fork()
         if not pid:
             try:

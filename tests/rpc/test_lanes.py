@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pathlib
 import random
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from time import monotonic
+from typing import Any, cast
 
 import pytest
 import torch
 
 from telegrad.agent.connections import Connections
 from telegrad.errors import PeerLost
+from telegrad.rpc.worker import Worker
 from telegrad.transport import connect, lanes, listener
+from telegrad.transport.connect import Target
 from telegrad.transport.lanes import LANES
+from telegrad.transport.link import Link
 from telegrad.transport.sockets import tune_tcp
 from tests.cluster import agents, group, in_threads, run_all
 from tests.transport.test_lanes import wait_until
@@ -25,63 +32,67 @@ from tests.transport.test_tls import Authority
 LARGE = 100_000  # bytes, for these tests
 SLOW = 20_000_000  # bytes per second
 SO_MAX_PACING_RATE = 47  # Linux's number; Python has no name for it
+Carry = Callable[[memoryview, Any], memoryview]
+
 order: list[int] = []
 
 
-def echo(tensor):
+def echo(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def make(size):
+def make(size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.uint8)
 
 
-def total(*tensors):
+def total(*tensors: torch.Tensor) -> int:
     return sum(int(tensor.sum()) for tensor in tensors)
 
 
-def note(number, *_):
+def note(number: int, *_: object) -> None:
     order.append(number)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "STRIPE_FROM", LARGE)
     order.clear()
 
 
 @pytest.fixture(params=["plain", "tls"])
-def pair(request, tmp_path):
+def pair(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[list[Worker]]:
     tls = Authority(tmp_path, "ours").files("worker") if request.param == "tls" else None
     with agents(2, transport="tcp", tls=tls, num_worker_threads=1) as workers:
         yield workers
 
 
-def links(worker):
+def links(worker: Worker) -> list[Link]:
     """The connection that a worker has made, and the one that it has accepted."""
     connections = worker.agent._connections
-    return [*(peer.link for peer in connections._peers.values()), *connections._accepted]
+    return [*(cast(Link, peer.link) for peer in connections._peers.values()), *connections._accepted]
 
 
-def widen(a, b):
+def widen(a: Worker, b: Worker) -> None:
     """Have the connection from one to the other carry stripes both ways."""
     tensor = torch.ones(LARGE, dtype=torch.uint8)
     assert torch.equal(a.agent.call("w1", echo, (tensor,), None), tensor)
     wait_until(lambda: links(a)[0].lanes_out.ready and links(b)[0].lanes_out.ready)
 
 
-def carried(worker, monkeypatch):
+def carried(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what goes in stripes from now on, as this worker's connections are asked."""
-    sizes = []
+    sizes: list[int] = []
+
+    def note_and_carry(carry: Carry, memory: memoryview, keeper: Any) -> memoryview:
+        sizes.append(len(memory))
+        return carry(memory, keeper)
+
     for each in {lane for link in links(worker) for lane in (link.lanes_in, link.lanes_out)}:
-        carry = each.carry
-        monkeypatch.setattr(
-            each, "carry", lambda memory, keeper, carry=carry: sizes.append(len(memory)) or carry(memory, keeper)
-        )
+        monkeypatch.setattr(each, "carry", partial(note_and_carry, each.carry))
     return sizes
 
 
-def test_both_ways_in_stripes(pair, monkeypatch):
+def test_both_ways_in_stripes(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = pair
     widen(a, b)
     sizes = carried(a, monkeypatch)
@@ -91,7 +102,7 @@ def test_both_ways_in_stripes(pair, monkeypatch):
     assert sizes == [size for size in (LARGE, LARGE + 1, 4_000_003) for _ in ("there", "back")]
 
 
-def test_several_in_one_message(pair):
+def test_several_in_one_message(pair: list[Worker]) -> None:
     a, b = pair
     widen(a, b)
     tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (LARGE, 10, 3 * LARGE, 0, 2 * LARGE)]
@@ -99,7 +110,7 @@ def test_several_in_one_message(pair):
     assert all(torch.equal(came, sent) for came, sent in zip(back, tensors, strict=True))
 
 
-def test_calls_keep_their_order(pair):
+def test_calls_keep_their_order(pair: list[Worker]) -> None:
     a, b = pair
     widen(a, b)
     tensor = torch.ones(40 * LARGE, dtype=torch.uint8)
@@ -109,11 +120,11 @@ def test_calls_keep_their_order(pair):
     assert order == list(range(60))
 
 
-def test_from_many_threads_among_small_calls(pair):
+def test_from_many_threads_among_small_calls(pair: list[Worker]) -> None:
     a, b = pair
     widen(a, b)
 
-    def work(seed):
+    def work(seed: int) -> None:
         choice = random.Random(seed)
         for _ in range(40):
             size = choice.choice([3, 1000, LARGE, 5 * LARGE, 1_500_000])
@@ -127,17 +138,17 @@ def test_from_many_threads_among_small_calls(pair):
 
 
 @pytest.mark.parametrize("end", ["sender's", "receiver's"])
-def test_a_stream_that_breaks_fails_the_calls_and_the_next_connects_anew(pair, end):
+def test_a_stream_that_breaks_fails_the_calls_and_the_next_connects_anew(pair: list[Worker], end: str) -> None:
     a, b = pair
     widen(a, b)
     broken = links(a)[0].lanes_out if end == "sender's" else links(b)[0].lanes_in
     large = torch.ones(64 << 20, dtype=torch.uint8)
     carry = broken.carry
 
-    def carry_and_break(*args):
+    def carry_and_break(memory: memoryview, keeper: Any) -> memoryview:
         with contextlib.suppress(OSError):
             broken._socks[1].shutdown(2)
-        return carry(*args)
+        return carry(memory, keeper)
 
     broken.carry = carry_and_break
     start = monotonic()
@@ -147,11 +158,16 @@ def test_a_stream_that_breaks_fails_the_calls_and_the_next_connects_anew(pair, e
     assert a.agent.call("w1", total, (large,), None) == 64 << 20
 
 
-def test_streams_that_cannot_be_made_are_done_without(pair, monkeypatch):
+def test_streams_that_cannot_be_made_are_done_without(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     a = pair[0]
     begun = []
     begin = Connections._begin_widen
-    monkeypatch.setattr(Connections, "_begin_widen", lambda *args: begun.append(args[-1]) or begin(*args))
+
+    def note_and_begin(connections: Connections, target: Target, link: Link, sends: bool) -> None:
+        begun.append(sends)
+        begin(connections, target, link, sends)
+
+    monkeypatch.setattr(Connections, "_begin_widen", note_and_begin)
     monkeypatch.setattr(Connections, "_join", lambda self, sock, *_: sock.close())
     tensor = torch.ones(LARGE, dtype=torch.uint8)
     for _ in range(20):
@@ -160,7 +176,9 @@ def test_streams_that_cannot_be_made_are_done_without(pair, monkeypatch):
     assert not links(a)[0].lanes_out.ready
 
 
-def test_why_there_is_one_stream_only_is_logged(pair, monkeypatch, caplog):
+def test_why_there_is_one_stream_only_is_logged(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     a, _ = pair
     a.agent.call("w1", total, (torch.ones(1),), None)
     monkeypatch.setattr(Connections, "_reach", lambda *_: (_ for _ in ()).throw(OSError("no way")))
@@ -171,11 +189,11 @@ def test_why_there_is_one_stream_only_is_logged(pair, monkeypatch, caplog):
     assert set(caplog.messages) == {"telegrad: worker 'w1' and this one have one stream for large tensors: no way"}
 
 
-def lane_threads():
+def lane_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "telegrad-lane"]
 
 
-def test_their_threads_end_with_the_group(tmp_path):
+def test_their_threads_end_with_the_group(tmp_path: pathlib.Path) -> None:
     before = len(lane_threads())
     with agents(2, transport="tcp") as (a, b):
         widen(a, b)
@@ -184,8 +202,8 @@ def test_their_threads_end_with_the_group(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sockets that can be told to be slow")
-def test_where_each_stream_is_slow_four_are_four_times_as_fast(monkeypatch):
-    def tune_and_slow_down(sock, silence):
+def test_where_each_stream_is_slow_four_are_four_times_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tune_and_slow_down(sock: socket.socket, silence: float) -> None:
         tune_tcp(sock, silence)
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW)
 
@@ -199,7 +217,7 @@ def test_where_each_stream_is_slow_four_are_four_times_as_fast(monkeypatch):
         assert monotonic() - start < 0.5
 
 
-def talk(rank, size):
+def talk(rank: int, size: int) -> int:
     from telegrad import rpc
 
     lanes.STRIPE_FROM = LARGE
@@ -210,6 +228,6 @@ def talk(rank, size):
     return len(lane_threads()) // 2  # of the connection that it made, and of the one to it
 
 
-def test_two_processes_both_ways_at_once():
+def test_two_processes_both_ways_at_once() -> None:
     with group(2, transport="tcp") as workers:
         assert run_all(workers, talk, 3_000_000) == [2 * LANES] * 2

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from telegrad.rpc import current, remote, rpc_async, rpc_sync
+from telegrad.agent.agent import Agent
+from telegrad.rpc import Future, current, remote, rpc_async, rpc_sync
+from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, group, in_threads
 
 FEW = 50
@@ -20,19 +24,19 @@ lock = threading.Lock()  # guards arrived
 arrived: list[int] = []
 
 
-def hold(number, *_):
+def hold(number: int, *_: object) -> int:
     assert gate.wait(PATIENCE)
     with lock:
         arrived.append(number)
     return number
 
 
-def relay(to, number):
+def relay(to: str, number: int) -> int:
     return rpc_async(to, hold, (number,)).wait()
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh() -> Iterator[None]:
     gate.clear()
     arrived.clear()
     yield
@@ -40,7 +44,7 @@ def fresh():
 
 
 @pytest.fixture(params=["auto", "tcp"])
-def pair(request):
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
     with agents(2, transport=request.param) as (a, b):
         for worker in (a, b):
             limit(worker.agent, most_calls=FEW)
@@ -49,22 +53,22 @@ def pair(request):
         current.enter(None)
 
 
-def limit(agent, **limits):
+def limit(agent: Agent, **limits: Any) -> None:
     """What may be in flight to workers that were not called yet."""
     agent._connections._settings = agent._connections._settings._replace(**limits)
 
 
-def in_flight(worker):
+def in_flight(worker: Worker) -> int:
     return sum(each.outstanding for each in worker.agent._connections._peers.values())
 
 
-def crowd(caller, begin):
+def crowd(caller: Worker, begin: Callable[[int], Future[Any]]) -> list[Any]:
     """Begin many calls in a thread; what they give, once the gate is open."""
     current.enter(caller)
     return [future.wait() for future in [begin(number) for number in range(MANY)]]
 
 
-def open_when_full(caller, full):
+def open_when_full(caller: Worker, full: int) -> None:
     deadline = threading.Event()
     while in_flight(caller) < full:
         assert not deadline.wait(0.001)
@@ -74,7 +78,7 @@ def open_when_full(caller, full):
 
 
 @pytest.mark.parametrize("to", ["w1", "w0"], ids=["another", "itself"])
-def test_calls_wait_for_room(pair, to):
+def test_calls_wait_for_room(pair: tuple[Worker, Worker], to: str) -> None:
     caller = pair[0]
     found, _ = in_threads(
         lambda: crowd(caller, lambda number: rpc_async(to, hold, (number,))),
@@ -84,7 +88,7 @@ def test_calls_wait_for_room(pair, to):
     assert sorted(arrived) == list(range(MANY))
 
 
-def test_references_wait_for_room(pair):
+def test_references_wait_for_room(pair: tuple[Worker, Worker]) -> None:
     caller = pair[0]
     made, _ = in_threads(
         lambda: crowd(caller, lambda number: remote("w1", hold, (number,)).future()),
@@ -94,7 +98,7 @@ def test_references_wait_for_room(pair):
     assert sorted(arrived) == list(range(MANY))
 
 
-def test_tensors_wait_for_room(pair):
+def test_tensors_wait_for_room(pair: tuple[Worker, Worker]) -> None:
     caller = pair[0]
     x = torch.zeros(1 << 16)
     limit(caller.agent, most_calls=MANY, most_bytes=10 * x.nbytes)
@@ -105,12 +109,13 @@ def test_tensors_wait_for_room(pair):
     assert found == list(range(MANY))
 
 
-def test_from_a_callback(pair):
+def test_from_a_callback(pair: tuple[Worker, Worker]) -> None:
     """The thread that runs callbacks does not wait for what it may have to bring about."""
     gate.set()
-    futures, done = [], threading.Event()
+    futures: list[Future[Any]] = []
+    done = threading.Event()
 
-    def more(_):
+    def more(_: object) -> None:
         futures.extend(rpc_async("w1", hold, (number,)) for number in range(MANY))
         done.set()
 
@@ -119,7 +124,7 @@ def test_from_a_callback(pair):
     assert [future.wait() for future in futures] == list(range(MANY))
 
 
-def test_nested_calls_in_both_directions(pair):
+def test_nested_calls_in_both_directions(pair: tuple[Worker, Worker]) -> None:
     caller, callee = pair
     gate.set()
     both = in_threads(
@@ -129,7 +134,7 @@ def test_nested_calls_in_both_directions(pair):
     assert both == [list(range(MANY))] * 2
 
 
-def test_synchronous_calls_do_not_wait(pair):
+def test_synchronous_calls_do_not_wait(pair: tuple[Worker, Worker]) -> None:
     caller = pair[0]
     waiting = threading.Thread(target=crowd, args=(caller, lambda number: rpc_async("w1", hold, (number,))))
     waiting.start()
@@ -141,13 +146,13 @@ def test_synchronous_calls_do_not_wait(pair):
     waiting.join(PATIENCE)
 
 
-def test_the_callee_dies_while_callers_wait():
+def test_the_callee_dies_while_callers_wait() -> None:
     with group(2) as workers:
         workers[0].begin(fire_at_one_that_dies)
         assert workers[0].end() == "PeerLost"
 
 
-def fire_at_one_that_dies():
+def fire_at_one_that_dies() -> str:
     limit(current.agent(), most_calls=FEW)
     victim = rpc_sync("worker1", os.getpid)
     futures = [rpc_async("worker1", hold, (number,)) for number in range(FEW)]
@@ -164,22 +169,22 @@ def fire_at_one_that_dies():
 counted = 0
 
 
-def count(_):
+def count(_: int) -> None:
     global counted
     counted += 1
 
 
-def resident():
+def resident() -> float:
     """Megabytes of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def how_many():
+def how_many() -> tuple[int, float]:
     return counted, resident()
 
 
-def fire_a_million():
+def fire_a_million() -> tuple[float, float]:
     before, (_, before_there) = resident(), rpc_sync("worker1", how_many)
     peak = 0.0
     last = None
@@ -196,7 +201,7 @@ def fire_a_million():
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc")
-def test_a_million_calls_without_waiting():
+def test_a_million_calls_without_waiting() -> None:
     with group(2) as workers:
         here, there = workers[0].run(fire_a_million, patience=500)
     assert here < 300

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +27,19 @@ rounds = itertools.count()
 done = 0
 
 
-def created():
+def created() -> None:
     rpc.remote("worker1", ones).to_here()
 
 
-def to_owner():
+def to_owner() -> None:
     rpc.rpc_sync("worker1", value_of, (rpc.remote("worker1", ones),))
 
 
-def to_user():
+def to_user() -> None:
     rpc.rpc_sync("worker1", value_of, (rpc.RRef(torch.ones(2)),))
 
 
-def user_to_user():
+def user_to_user() -> None:
     rpc.rpc_sync("worker2", value_of, (rpc.remote("worker1", ones),))
 
 
@@ -48,11 +51,11 @@ FLOWS = [
 ]
 
 
-def churn(flow):
+def churn(flow: Callable[[], None]) -> list[tuple[type[errors.TelegradError], str]]:
     """Go round on three threads until it fails; what was raised."""
     raised = []
 
-    def go():
+    def go() -> None:
         global done
         try:
             while True:
@@ -70,11 +73,11 @@ def churn(flow):
     return raised
 
 
-def how_far():
+def how_far() -> int:
     return done
 
 
-def watch():
+def watch() -> None:
     until = time.monotonic() + PATIENCE
     while rpc.rpc_sync("worker0", how_far) < ROUNDS:
         assert time.monotonic() < until
@@ -85,7 +88,7 @@ def watch():
     [(flow, roles, victim) for flow, roles in FLOWS for victim in roles],
     ids=[f"{flow.__name__}, {victim}" for flow, roles in FLOWS for victim in roles],
 )
-def test_killed_in_the_middle(flow, roles, victim):
+def test_killed_in_the_middle(flow: Callable[[], None], roles: dict[str, int], victim: str) -> None:
     with group(4) as workers:
         dead = workers[roles[victim]]
         workers[0].begin(churn, flow)
@@ -98,20 +101,20 @@ def test_killed_in_the_middle(flow, roles, victim):
         assert_empty([worker for worker in workers if worker is not dead])
 
 
-held = []
+held: list[Any] = []
 
 
-def hold(ref):
+def hold(ref: rpc.RRef[torch.Tensor]) -> None:
     held.append(ref)
 
 
-def hold_remote(on):
+def hold_remote(on: str) -> None:
     hold(rpc.remote(on, ones))
     held[-1].to_here()
 
 
-def use_held():
-    raised = []
+def use_held() -> list[tuple[type[Exception], str] | None]:
+    raised: list[tuple[type[Exception], str] | None] = []
     for use in (held[-1].to_here, held[-1].rpc_sync().sum, lambda: held[-1] + 1, lambda: rpc.rpc_sync(2, hold, held)):
         try:
             use()
@@ -122,7 +125,7 @@ def use_held():
     return raised
 
 
-def owner_is_lost():
+def owner_is_lost() -> None:
     until = time.monotonic() + PATIENCE
     while True:
         try:
@@ -133,7 +136,7 @@ def owner_is_lost():
             assert time.monotonic() < until
 
 
-def test_uses_after_the_owners_death_name_it():
+def test_uses_after_the_owners_death_name_it() -> None:
     with group(3) as workers:
         workers[0].run(hold_remote, "worker1")
         workers[1].kill()
@@ -145,18 +148,18 @@ def test_uses_after_the_owners_death_name_it():
             assert "died" in text
 
 
-def join_dynamic(name, port, rank=-1):
+def join_dynamic(name: str, port: int, rank: int = -1) -> None:
     rpc.init_rpc(
         name, rank=rank, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
     )
 
 
-def third_fetches(ref_of):
+def third_fetches(ref_of: str) -> list[float]:
     hold_remote(ref_of)
     return rpc.rpc_sync("third", value_of, (held[-1],)).tolist()
 
 
-def test_owners_that_leave_a_dynamic_group():
+def test_owners_that_leave_a_dynamic_group() -> None:
     with processes(3) as workers:
         port = free_port()
         workers[0].run(join_dynamic, "first", port, 0)
@@ -170,7 +173,7 @@ def test_owners_that_leave_a_dynamic_group():
         assert workers[0].run(third_fetches, "second") == [1, 1]
 
 
-def tell_of_value(freed):
+def tell_of_value(freed: threading.Event) -> torch.Tensor:
     value = torch.ones(1)
     weakref.finalize(value, freed.set)
     return value
@@ -179,23 +182,23 @@ def tell_of_value(freed):
 freed = threading.Event()
 
 
-def own_and_share():
+def own_and_share() -> None:
     rpc.rpc_sync("worker1", hold, (rpc.RRef(tell_of_value(freed)),))
     assert not freed.is_set()
 
 
-def test_a_users_death_releases_the_value():
+def test_a_users_death_releases_the_value() -> None:
     with group(2) as workers:
         workers[0].run(own_and_share)
         workers[1].kill()
         assert workers[0].run(wait_freed)
 
 
-def wait_freed():
+def wait_freed() -> bool:
     return freed.wait(PATIENCE)
 
 
-def break_all():
+def break_all() -> None:
     """Every connection of this worker ends, as if the network had failed for a moment."""
     for peer in list(current.agent()._connections._peers.values()):
         if hasattr(peer.link, "_sock"):
@@ -203,7 +206,7 @@ def break_all():
                 peer.link._sock.shutdown(2)
 
 
-def flaky(others, turns):
+def flaky(others: list[str], turns: int) -> None:
     """Share references while connections break; what fails is tried no more."""
     for _ in range(turns):
         with suppress(errors.PeerError, errors.RRefError):
@@ -211,7 +214,7 @@ def flaky(others, turns):
             rpc.rpc_sync(others[1], value_of, (ref,))
 
 
-def test_connections_that_break_leave_nothing_behind():
+def test_connections_that_break_leave_nothing_behind() -> None:
     with group(3) as workers:
         for _ in range(10):
             for rank, worker in enumerate(workers):
@@ -221,7 +224,7 @@ def test_connections_that_break_leave_nothing_behind():
         assert_empty(workers)
 
 
-def flaky_and_break(others):
+def flaky_and_break(others: list[str]) -> None:
     thread = threading.Thread(target=flaky, args=(others, 20))
     thread.start()
     break_all()
@@ -232,12 +235,12 @@ def flaky_and_break(others):
 gate = threading.Event()
 
 
-def give_late():
+def give_late() -> rpc.RRef[torch.Tensor]:
     assert gate.wait(PATIENCE)
     return rpc.RRef(torch.ones(2))
 
 
-def break_while_it_runs():
+def break_while_it_runs() -> None:
     lost = rpc.rpc_async("worker1", give_late)
     rpc.rpc_sync("worker1", ones)  # and so that one is there already
     break_all()
@@ -245,17 +248,17 @@ def break_while_it_runs():
         lost.wait()
 
 
-def open_after_a_loss():
+def open_after_a_loss() -> None:
     """Let `give_late` go on once the break has been seen to."""
 
-    def open_gate():
+    def open_gate() -> None:
         current.references().flush()
         gate.set()
 
     current.agent().lost.append(lambda *_: threading.Thread(target=open_gate).start())
 
 
-def test_a_reference_whose_answer_finds_no_connection():
+def test_a_reference_whose_answer_finds_no_connection() -> None:
     with group(2) as workers:
         workers[1].run(open_after_a_loss)
         workers[0].run(break_while_it_runs)
@@ -290,7 +293,9 @@ work(0)
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
-def test_leaked_references_are_listed_in_debug_mode(debug, tmp_path, monkeypatch):
+def test_leaked_references_are_listed_in_debug_mode(
+    debug: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TELEGRAD_DEBUG", debug)
     script = tmp_path / "leaking.py"
     script.write_text(LEAKING)
@@ -308,7 +313,7 @@ def test_leaked_references_are_listed_in_debug_mode(debug, tmp_path, monkeypatch
         assert "outlive" not in ended.stderr
 
 
-def test_a_reference_of_a_former_group():
+def test_a_reference_of_a_former_group() -> None:
     port = free_port()
     init(0, 1, port)
     ref = rpc.RRef(torch.ones(1))

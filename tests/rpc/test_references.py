@@ -9,8 +9,9 @@ import operator
 import pickle
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 import torch
@@ -20,26 +21,27 @@ from telegrad import errors
 from telegrad.rpc import current
 from telegrad.rpc.values import methods
 from telegrad.wire.functions import name_of, resolve
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, Process, agents
 
 KINDS = "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_letters"
 NOTHING = dict.fromkeys(KINDS.split(), 0)
+T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(workers):
+def nothing_stays(workers: list[Process]) -> Iterator[None]:
     """After each test no worker has anything left."""
     yield
     assert_empty(workers)
 
 
-def assert_empty(workers):
+def assert_empty(workers: list[Process]) -> None:
     until = time.monotonic() + PATIENCE
     while left := {worker.name: counts for worker in workers if (counts := worker.run(count)) != NOTHING}:
         assert time.monotonic() < until, left
 
 
-def count():
+def count() -> dict[str, int]:
     gc.collect()
     return rpc.debug_info()
 
@@ -53,87 +55,87 @@ class Box:
 
 
 class Counter:
-    def __init__(self, start=0):
+    def __init__(self, start: int = 0) -> None:
         self.value = start
 
-    def add(self, amount, times=1):
+    def add(self, amount: int, times: int = 1) -> int:
         self.value += amount * times
         return self.value
 
-    def fail(self):
+    def fail(self) -> NoReturn:
         raise ValueError(f"at {self.value}")
 
     @rpc.functions.async_execution
-    def add_elsewhere(self, to, amount):
+    def add_elsewhere(self, to: str, amount: int) -> rpc.Future[int]:
         return rpc.rpc_async(to, operator.add, (self.value, amount))
 
-    async def add_soon(self, amount):
+    async def add_soon(self, amount: int) -> int:
         return self.add(amount)
 
-    def __call__(self, amount):
+    def __call__(self, amount: int) -> int:
         return self.add(amount)
 
 
-def here():
+def here() -> str:
     return rpc.get_worker_info().name
 
 
-def ones(size=2):
+def ones(size: int = 2) -> torch.Tensor:
     return torch.ones(size)
 
 
-def make(on):
+def make(on: str) -> rpc.RRef[torch.Tensor]:
     """A reference owned by worker `on`, made by this worker."""
     return rpc.RRef(torch.ones(2)) if on == here() else rpc.remote(on, ones)
 
 
-def value_of(ref):
+def value_of(ref: rpc.RRef[torch.Tensor]) -> torch.Tensor:
     return ref.to_here()
 
 
-def value_inside(holder, key=0):
+def value_inside(holder: Any, key: Any = 0) -> torch.Tensor:
     return holder[key].to_here()
 
 
-def value_of_box(box):
+def value_of_box(box: Box) -> torch.Tensor:
     return box.inside.to_here()
 
 
-def value_of_nested(ref):
+def value_of_nested(ref: rpc.RRef[rpc.RRef[torch.Tensor]]) -> torch.Tensor:
     return ref.to_here().to_here()
 
 
-def pass_on(ref, to, *further):
+def pass_on(ref: rpc.RRef[torch.Tensor], to: str, *further: str) -> torch.Tensor:
     return rpc.rpc_sync(to, pass_on, (ref, *further)) if further else rpc.rpc_sync(to, value_of, (ref,))
 
 
-def hand_back(ref):
+def hand_back(ref: T) -> T:
     return ref
 
 
-def make_remote(on):
+def make_remote(on: str) -> rpc.RRef[torch.Tensor]:
     return rpc.remote(on, ones)
 
 
 kept: dict[str, Any] = {}
 
 
-def keep(name, ref):
+def keep(name: str, ref: Any) -> None:
     kept[name] = ref
 
 
-def use_kept(name):
+def use_kept(name: str) -> torch.Tensor:
     return kept[name].to_here()
 
 
-def let_go(name):
+def let_go(name: str) -> None:
     del kept[name]
 
 
 # Making and using
 
 
-def use_everything(on):
+def use_everything(on: str) -> None:
     ref = make(on)
     assert ref.owner_name() == on
     assert ref.owner() == rpc.get_worker_info(on)
@@ -151,22 +153,22 @@ def use_everything(on):
 
 
 @pytest.mark.parametrize("on", ["worker0", "worker1"])
-def test_everything_that_a_reference_tells(workers, on):
+def test_everything_that_a_reference_tells(workers: list[Process], on: str) -> None:
     workers[0].run(use_everything, on)
 
 
-def remote_to_self():
+def remote_to_self() -> None:
     ref = rpc.remote(here(), ones, (3,))
     assert ref.is_owner()
     assert ref.to_here().tolist() == [1, 1, 1]
     assert rpc.remote(here(), Counter).rpc_sync().add(2) == 2
 
 
-def test_remote_to_self(workers):
+def test_remote_to_self(workers: list[Process]) -> None:
     workers[0].run(remote_to_self)
 
 
-def targets():
+def targets() -> None:
     by_rank = rpc.remote(1, ones)
     by_info = rpc.remote(rpc.get_worker_info("worker1"), ones, kwargs={"size": 3}, timeout=PATIENCE)
     assert by_rank.owner_name() == by_info.owner_name() == "worker1"
@@ -177,11 +179,11 @@ def targets():
         rpc.remote("worker1", ones, (threading.Lock(),))
 
 
-def test_whom_and_how(workers):
+def test_whom_and_how(workers: list[Process]) -> None:
     workers[0].run(targets)
 
 
-def call_proxies(on):
+def call_proxies(on: str) -> None:
     ref = rpc.remote(on, Counter, (3,)) if on != here() else rpc.RRef(Counter(3))
     assert ref.rpc_sync().add(1) == 4
     assert ref.rpc_sync(timeout=PATIENCE).add(1, times=2) == 6
@@ -203,21 +205,21 @@ def call_proxies(on):
 
 
 @pytest.mark.parametrize("on", ["worker0", "worker1"])
-def test_proxies(workers, on):
+def test_proxies(workers: list[Process], on: str) -> None:
     workers[0].run(call_proxies, on)
 
 
-def proxy_outlives_handle():
+def proxy_outlives_handle() -> None:
     assert rpc.remote("worker1", Counter, (3,)).rpc_async().add(1).wait() == 4
     futures = [rpc.remote("worker1", Counter, (n,)).remote().add(1) for n in range(20)]
     assert [future.to_here() for future in futures] == list(range(1, 21))
 
 
-def test_a_call_keeps_its_reference_alive(workers):
+def test_a_call_keeps_its_reference_alive(workers: list[Process]) -> None:
     workers[0].run(proxy_outlives_handle)
 
 
-def proxy_timeout():
+def proxy_timeout() -> None:
     ref = rpc.remote("worker1", threading.Event)
     with pytest.raises(errors.CallTimeout):
         ref.rpc_sync(timeout=0.05).wait()
@@ -226,36 +228,36 @@ def proxy_timeout():
     ref.rpc_sync().set()
 
 
-def test_proxy_timeouts(workers):
+def test_proxy_timeouts(workers: list[Process]) -> None:
     workers[0].run(proxy_timeout)
 
 
 class Odd:
     """Whose methods have names that others have, too."""
 
-    def of(self):
+    def of(self) -> str:
         return "of"
 
-    def call_of(self):
+    def call_of(self) -> str:
         return "call_of"
 
 
-def call_odd_methods():
+def call_odd_methods() -> None:
     ref = rpc.remote("worker1", Odd)
     assert [ref.rpc_sync().of(), ref.rpc_sync().call_of()] == ["of", "call_of"]
 
 
-def test_methods_of_any_name(workers):
+def test_methods_of_any_name(workers: list[Process]) -> None:
     workers[0].run(call_odd_methods)
 
 
-def test_each_method_is_known_by_a_name_of_its_own():
+def test_each_method_is_known_by_a_name_of_its_own() -> None:
     names = [name_of(methods.of(method), True) for method in ("add", "fail", "")]
     assert len(set(names)) == 3
-    assert [resolve(name) for name in names] == [methods.of("add"), methods.of("fail"), methods.of("")]
+    assert [resolve(name) for name in names if name] == [methods.of("add"), methods.of("fail"), methods.of("")]
 
 
-def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch):
+def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (user, owner):
         current.enter(user)
         ref = rpc.remote("w1", Counter)
@@ -272,7 +274,7 @@ def test_to_use_a_reference_wakes_no_thread_of_its_owner(monkeypatch):
 # The debug view
 
 
-def debug_view():
+def debug_view() -> None:
     local = rpc.RRef(1)
     own = rpc.RRef(2)
     rpc.rpc_sync("worker1", keep, ("x", own))
@@ -293,15 +295,16 @@ def debug_view():
     del local
 
 
-def test_the_debug_view(workers):
+def test_the_debug_view(workers: list[Process]) -> None:
     workers[0].run(debug_view)
 
 
 # Operators
 
 
-def operate(on, other):
-    a, b = make(on), make(other)
+def operate(on: str, other: str) -> None:
+    a: Any = make(on)
+    b: Any = make(other)
     assert isinstance(a + b, rpc.RRef)
     assert (a + b).owner_name() == on
     results = {
@@ -329,14 +332,15 @@ def operate(on, other):
 
 
 @pytest.mark.parametrize(("on", "other"), [("worker1", "worker1"), ("worker1", "worker2"), ("worker0", "worker1")])
-def test_operators_run_at_the_owner(workers, on, other):
+def test_operators_run_at_the_owner(workers: list[Process], on: str, other: str) -> None:
     workers[0].run(operate, on, other)
 
 
 # Sharing
 
 
-WAYS = {
+Ask = tuple[Callable[..., Any], tuple[Any, ...]]  # what to call, with which arguments
+WAYS: dict[str, Callable[[rpc.RRef[torch.Tensor]], Ask]] = {
     "argument": lambda ref: (value_of, (ref,)),
     "list": lambda ref: (value_inside, ([ref],)),
     "dictionary": lambda ref: (value_inside, ({"x": ref}, "x")),
@@ -347,7 +351,7 @@ WAYS = {
 }
 
 
-def share(way, owner, to):
+def share(way: str, owner: str, to: str) -> None:
     function, args = WAYS[way](make(owner))
     assert rpc.rpc_sync(to, function, args).tolist() == [1, 1]
     assert rpc.rpc_async(to, function, args).wait().tolist() == [1, 1]
@@ -357,22 +361,22 @@ def share(way, owner, to):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("owner", ["worker0", "worker1", "worker2"])
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
-def test_sharing(workers, way, owner, to):
+def test_sharing(workers: list[Process], way: str, owner: str, to: str) -> None:
     workers[0].run(share, way, owner, to)
 
 
-def share_far():
+def share_far() -> None:
     for owner in ("worker0", "worker1", "worker3"):
         ref = make(owner)
         path = ("worker1", "worker2", "worker3", "worker0", "worker0", "worker1")
         assert rpc.rpc_sync("worker1", pass_on, (ref, *path)).tolist() == [1, 1]
 
 
-def test_from_worker_to_worker(workers):
+def test_from_worker_to_worker(workers: list[Process]) -> None:
     workers[0].run(share_far)
 
 
-def returned():
+def returned() -> None:
     assert rpc.rpc_sync("worker1", make_remote, ("worker2",)).to_here().tolist() == [1, 1]
     assert rpc.rpc_sync("worker1", make_remote, ("worker0",)).local_value().tolist() == [1, 1]
     assert rpc.rpc_sync("worker1", make_remote, ("worker1",)).owner_name() == "worker1"
@@ -385,11 +389,11 @@ def returned():
     assert boxes[1]["deep"][0].to_here().tolist() == [1, 1]
 
 
-def test_as_a_return_value(workers):
+def test_as_a_return_value(workers: list[Process]) -> None:
     workers[0].run(returned)
 
 
-def kept_by_others():
+def kept_by_others() -> None:
     ref = make("worker1")
     rpc.rpc_sync("worker2", keep, ("x", ref))
     rpc.rpc_sync("worker1", keep, ("x", ref))
@@ -402,25 +406,25 @@ def kept_by_others():
     rpc.rpc_sync("worker3", let_go, ("x",))
 
 
-def test_the_value_lives_while_anybody_holds_it(workers):
+def test_the_value_lives_while_anybody_holds_it(workers: list[Process]) -> None:
     workers[0].run(kept_by_others)
 
 
-def mutate():
+def mutate() -> None:
     ref = rpc.RRef(Counter())
     rpc.rpc_sync("worker1", add_through, (ref, 5))
     assert ref.local_value().value == 5
 
 
-def add_through(ref, amount):
+def add_through(ref: rpc.RRef[Counter], amount: int) -> None:
     ref.rpc_sync().add(amount)
 
 
-def test_it_is_the_same_value_for_all(workers):
+def test_it_is_the_same_value_for_all(workers: list[Process]) -> None:
     workers[0].run(mutate)
 
 
-def pickles():
+def pickles() -> None:
     ref = rpc.RRef(1)
     for attempt in (lambda: pickle.dumps(ref), lambda: torch.save(ref, io.BytesIO())):
         with pytest.raises(errors.UsageError, match="to_here"):
@@ -432,22 +436,22 @@ def pickles():
     del error
 
 
-def raise_with(ref):
+def raise_with(ref: rpc.RRef[int]) -> None:
     raise ValueError("with a reference", ref)
 
 
-def test_pickled_otherwise(workers):
+def test_pickled_otherwise(workers: list[Process]) -> None:
     workers[0].run(pickles)
 
 
 # Failures
 
 
-def fail():
+def fail() -> NoReturn:
     raise KeyError("why")
 
 
-def failing():
+def failing() -> None:
     for on in ("worker0", "worker1"):
         ref = rpc.remote(on, fail)
         with pytest.raises(KeyError, match="why"):
@@ -462,11 +466,11 @@ def failing():
             rpc.rpc_sync("worker2", value_of, (ref,))
 
 
-def test_a_creation_that_fails(workers):
+def test_a_creation_that_fails(workers: list[Process]) -> None:
     workers[0].run(failing)
 
 
-def failing_later():
+def failing_later() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", fail_after, (gate,))
     outcome = rpc.rpc_async("worker2", value_of, (ref,))
@@ -475,16 +479,16 @@ def failing_later():
         outcome.wait()
 
 
-def fail_after(gate):
+def fail_after(gate: rpc.RRef[threading.Event]) -> None:
     gate.local_value().wait()
     fail()
 
 
-def test_a_creation_that_fails_after_it_was_shared(workers):
+def test_a_creation_that_fails_after_it_was_shared(workers: list[Process]) -> None:
     workers[0].run(failing_later)
 
 
-def late():
+def late() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", ones_after, (gate,), timeout=0.05)
     with pytest.raises(errors.CallTimeout):
@@ -502,16 +506,16 @@ def late():
     assert own.to_here().tolist() == [1, 1]
 
 
-def ones_after(gate):
+def ones_after(gate: rpc.RRef[threading.Event]) -> torch.Tensor:
     gate.rpc_sync().wait()
     return ones()
 
 
-def test_a_creation_that_takes_too_long(workers):
+def test_a_creation_that_takes_too_long(workers: list[Process]) -> None:
     workers[0].run(late)
 
 
-def shared_before_it_exists():
+def shared_before_it_exists() -> None:
     gate = rpc.remote("worker1", threading.Event)
     ref = rpc.remote("worker1", ones_after, (gate,))
     waiting = [rpc.rpc_async(to, value_of, (ref,)) for to in ("worker2", "worker3", "worker1", "worker0")]
@@ -520,14 +524,14 @@ def shared_before_it_exists():
     assert [future.wait().tolist() for future in waiting] == [[1, 1]] * 4
 
 
-def test_shared_before_the_value_exists(workers):
+def test_shared_before_the_value_exists(workers: list[Process]) -> None:
     workers[0].run(shared_before_it_exists)
 
 
 # Many
 
 
-def churn(rank, rounds):
+def churn(rank: int, rounds: int) -> None:
     """Create, share around, and drop."""
     others = [f"worker{(rank + n) % 4}" for n in range(1, 4)]
     for start in range(0, rounds, 50):
@@ -538,19 +542,19 @@ def churn(rank, rounds):
             again.to_here()
 
 
-def run_churn(workers, total):
+def run_churn(workers: list[Process], total: int) -> None:
     for rank, worker in enumerate(workers):
         worker.begin(churn, rank, total // len(workers))
     for worker in workers:
         worker.end(patience=20 * PATIENCE)
 
 
-def test_five_thousand_references(workers):
+def test_five_thousand_references(workers: list[Process]) -> None:
     run_churn(workers, 5000)
 
 
 @pytest.mark.nightly
-def test_a_hundred_thousand_references(workers):
+def test_a_hundred_thousand_references(workers: list[Process]) -> None:
     run_churn(workers, 5000)  # every table and pool has grown by then
     before = [worker.run(memory) for worker in workers]
     run_churn(workers, 100_000)
@@ -559,7 +563,7 @@ def test_a_hundred_thousand_references(workers):
         assert worker.run(memory) < then + (16 << 20)
 
 
-def memory():
+def memory() -> int:
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096

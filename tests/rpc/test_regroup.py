@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import pathlib
 import random
+from collections.abc import Iterator
+from time import monotonic
 
 import pytest
 import torch.distributed as dist
@@ -15,11 +18,13 @@ from telegrad import errors
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, run_all
 
+Place = tuple[str, dict[str, str]]
+
 PLACES = ["tcp", "file", "agent store"]
 
 
 @pytest.fixture
-def place(request, tmp_path):
+def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Place]:
     """Where groups meet: a URL, and variables of the environment."""
     if request.param == "tcp":
         yield f"tcp://127.0.0.1:{free_port()}", {}
@@ -38,7 +43,7 @@ def place(request, tmp_path):
         )
 
 
-def live(rank, size, place, graceful=True):
+def live(rank: int, size: int, place: Place, graceful: bool = True) -> int:
     """One life in a group: its workers, as this one sees them, and a call to the next."""
     url, variables = place
     os.environ.update(variables)
@@ -50,7 +55,7 @@ def live(rank, size, place, graceful=True):
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
-def test_workers_that_met_before_meet_new_ones(place):
+def test_workers_that_met_before_meet_new_ones(place: Place) -> None:
     with processes(6) as made:
         chosen = random.Random(3)
         for size in (2, 3, 2, 3, 3, 1, 2):  # rank 0 is now one that served before, now a new one
@@ -59,7 +64,7 @@ def test_workers_that_met_before_meet_new_ones(place):
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
-def test_one_process_meets_a_new_worker_again_and_again(place):
+def test_one_process_meets_a_new_worker_again_and_again(place: Place) -> None:
     """As a notebook does that starts its workers anew."""
     with processes(5) as made:
         for fresh in made[1:]:
@@ -67,8 +72,8 @@ def test_one_process_meets_a_new_worker_again_and_again(place):
             fresh.stop()
 
 
-def test_the_drop_in_meets_new_workers():
-    def live_in_torchs_name(rank, port):
+def test_the_drop_in_meets_new_workers() -> None:
+    def live_in_torchs_name(rank: int, port: int) -> int:
         import telegrad.compat as compat
 
         compat.install()
@@ -86,23 +91,23 @@ def test_the_drop_in_meets_new_workers():
             assert run_all([made[0], fresh], live_in_torchs_name, port) == [1, 2]
 
 
-def begin_to_join(place, rank=1, size=2):
+def begin_to_join(place: Place, rank: int = 1, size: int = 2) -> None:
     url, variables = place
     os.environ.update(variables)
     options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
 
 
-def wait_until_claimed(url, rank):
+def wait_until_claimed(url: str, rank: int) -> None:
     """Until a worker of that rank waits for the others of its group."""
     import telegrad.group.stores as stores
 
     board = stores.Board(stores.open_store(url, 1, 2, PATIENCE).store, "telegrad/1")
-    assert board.wait(f"rank/{rank}", stores.monotonic() + PATIENCE)
+    assert board.wait(f"rank/{rank}", monotonic() + PATIENCE)
 
 
-def test_who_died_while_the_group_formed_is_replaced(tmp_path):
-    place = f"file://{tmp_path}/store", {}
+def test_who_died_while_the_group_formed_is_replaced(tmp_path: pathlib.Path) -> None:
+    place: Place = f"file://{tmp_path}/store", {}
     with processes(3) as made:
         first, second, third = made
         first.begin(begin_to_join, place, 1)
@@ -112,8 +117,8 @@ def test_who_died_while_the_group_formed_is_replaced(tmp_path):
         assert run_all([second, third], live, 2, place) == [1, 2]
 
 
-def test_who_waits_for_one_that_died_meets_its_successor(tmp_path):
-    place = f"file://{tmp_path}/store", {}
+def test_who_waits_for_one_that_died_meets_its_successor(tmp_path: pathlib.Path) -> None:
+    place: Place = f"file://{tmp_path}/store", {}
     with processes(3) as made:
         dead, waits, successor = made
         for process, rank in ((dead, 1), (waits, 2)):
@@ -131,22 +136,22 @@ def test_who_waits_for_one_that_died_meets_its_successor(tmp_path):
 class ForkedZero:
     """The worker of rank 0, that comes last."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._exit = contextlib.ExitStack()
         (self._process,) = self._exit.enter_context(processes(1))
 
-    def begin(self, place):
+    def begin(self, place: Place) -> None:
         self._process.begin(begin_to_join, place, 0, 3)
 
-    def close(self):
+    def close(self) -> None:
         self._process.end()
         self._exit.close()
 
 
-def test_a_second_group_beside_one_that_runs_is_told(tmp_path):
-    place = f"file://{tmp_path}/store", {}
+def test_a_second_group_beside_one_that_runs_is_told(tmp_path: pathlib.Path) -> None:
+    place: Place = f"file://{tmp_path}/store", {}
 
-    def join_and_hear(rank):
+    def join_and_hear(rank: int) -> list[str]:
         import logging
 
         said = []
@@ -164,8 +169,8 @@ def test_a_second_group_beside_one_that_runs_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("static_first", [True, False])
-def test_groups_of_both_kinds_do_not_mix(tmp_path, static_first):
-    def join(rank, size):
+def test_groups_of_both_kinds_do_not_mix(tmp_path: pathlib.Path, static_first: bool) -> None:
+    def join(rank: int, size: int | None) -> str:
         try:
             options = TelegradOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=PATIENCE)
             rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import linecache
 import threading
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from telegrad import hints
 from telegrad.errors import TelegradWarning
-from telegrad.rpc import current, remote, rpc_async, rpc_sync
+from telegrad.rpc import Future, RRef, current, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, agents, in_threads
 
 LARGE = 1 << 16
@@ -21,7 +23,7 @@ has_begun = threading.Event()
 
 
 @pytest.fixture(scope="module", params=["unix", "tcp"])
-def here(request):
+def here(request: pytest.FixtureRequest) -> Iterator[None]:
     with agents(2, transport=request.param) as workers:
         current.enter(workers[0])
         yield
@@ -29,21 +31,26 @@ def here(request):
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch):
+def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints, "_said", set())
 
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def consume(*tensors):
+def consume(*tensors: torch.Tensor) -> int:
     """Ends once the caller has done what it wants to do meanwhile."""
     has_begun.set()
     assert may_end.wait(PATIENCE)
     return len(tensors)
 
 
-def warned_by(act, *tensors, to="w1", begin=rpc_async):
+def warned_by(
+    act: Callable[[], object],
+    *tensors: torch.Tensor,
+    to: str = "w1",
+    begin: Callable[..., Future[Any] | RRef[Any]] = rpc_async,
+) -> list[warnings.WarningMessage]:
     """What was said of a call that is under way while `act` happens."""
     may_end.clear()
     with warnings.catch_warnings(record=True) as said:
@@ -57,7 +64,9 @@ def warned_by(act, *tensors, to="w1", begin=rpc_async):
 
 @pytest.mark.parametrize("begin", [rpc_async, remote])
 @pytest.mark.parametrize("to", ["w0", "w1"])
-def test_a_tensor_that_is_written_to_before_its_call_is_done_is_told(to, begin):
+def test_a_tensor_that_is_written_to_before_its_call_is_done_is_told(
+    to: str, begin: Callable[..., Future[Any] | RRef[Any]]
+) -> None:
     tensor = torch.zeros(LARGE)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -74,31 +83,32 @@ def test_a_tensor_that_is_written_to_before_its_call_is_done_is_told(to, begin):
     assert "# this line, once" in linecache.getline(only.filename, only.lineno)
 
 
-def test_writing_to_what_it_is_a_view_of_is_told_too():
+def test_writing_to_what_it_is_a_view_of_is_told_too() -> None:
     buffer = torch.zeros(4, LARGE)
     (only,) = warned_by(lambda: buffer.zero_(), buffer[2])
     assert issubclass(only.category, TelegradWarning)
 
 
-def test_another_thread_that_writes_is_told_of_where_the_call_is():
+def test_another_thread_that_writes_is_told_of_where_the_call_is() -> None:
     tensor = torch.zeros(LARGE)
     has_begun.clear()
     may_end.clear()
 
-    def write():
+    def write() -> None:
         assert has_begun.wait(PATIENCE)
         tensor.add_(1)
         may_end.set()
 
-    def call():
+    def call() -> None:
+        current.enter(worker)
         with pytest.warns(TelegradWarning, match="consume"):
             rpc_sync("w1", consume, (tensor,))
 
     worker = current.here()
-    in_threads(write, lambda: (current.enter(worker), call()))
+    in_threads(write, call)
 
 
-def test_nothing_is_said_where_nothing_can_tear():
+def test_nothing_is_said_where_nothing_can_tear() -> None:
     tensor, parameter = torch.zeros(LARGE), torch.nn.Parameter(torch.zeros(LARGE))
     small, gone = torch.zeros(8), torch.zeros(LARGE)
     with torch.inference_mode():
@@ -110,7 +120,7 @@ def test_nothing_is_said_where_nothing_can_tear():
     tensor.add_(1)
 
 
-def test_the_memory_of_what_was_sent_is_not_kept_until_the_answer():
+def test_the_memory_of_what_was_sent_is_not_kept_until_the_answer() -> None:
     may_end.clear()
     future = rpc_async("w1", consume, (torch.zeros(LARGE),))
     (watched,) = future.call.underway._counters

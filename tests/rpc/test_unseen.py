@@ -7,19 +7,22 @@ import contextlib
 import gc
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from telegrad.agent import unseen
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
+from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(autouse=True)
-def forgetful(monkeypatch):
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests have seen does not count."""
     monkeypatch.setattr(unseen, "_seen", {})
 
@@ -27,29 +30,29 @@ def forgetful(monkeypatch):
 class Heard(logging.Handler):
     """The errors of the log, and an event for the first."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.said = []
+        self.said: list[str] = []
         self.told = threading.Event()
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
         self.told.set()
 
 
 @pytest.fixture
-def log():
+def log() -> Iterator[Heard]:
     heard = Heard()
     logging.getLogger("telegrad").addHandler(heard)
     yield heard
     logging.getLogger("telegrad").removeHandler(heard)
 
 
-def fail(text="boom"):
+def fail(text: str = "boom") -> NoReturn:
     raise ValueError(text)
 
 
-def failed(*args):
+def failed(*args: str) -> Future[Any]:
     """A future that has failed, and that nobody has looked at."""
     future = rpc_async("w1", fail, args)
     told = threading.Event()
@@ -58,7 +61,7 @@ def failed(*args):
     return future
 
 
-def test_a_failure_that_nobody_saw_is_told_with_worker_function_and_error(log):
+def test_a_failure_that_nobody_saw_is_told_with_worker_function_and_error(log: Heard) -> None:
     future = failed()
     assert not log.said
     del future
@@ -69,45 +72,45 @@ def test_a_failure_that_nobody_saw_is_told_with_worker_function_and_error(log):
     assert "raise ValueError(text)" in said
 
 
-def test_a_callback_that_fails_is_told(log):
+def test_a_callback_that_fails_is_told(log: Heard) -> None:
     rpc_async("w1", min, ((1, 2),)).then(lambda _: fail()).done()
     assert log.told.wait(PATIENCE)
     assert "a callback that was given to `then` failed" in log.said[0]
 
 
-def waited(future):
+def waited(future: Future[Any]) -> None:
     with pytest.raises(ValueError, match="boom"):
         future.wait()
 
 
-def asked(future):
+def asked(future: Future[Any]) -> None:
     with pytest.raises(ValueError, match="boom"):
         future.value()
 
 
-def called_back(future):
+def called_back(future: Future[Any]) -> None:
     told = threading.Event()
     future.add_done_callback(lambda _: told.set())
     assert told.wait(PATIENCE)
 
 
-def gone_on_with(future):
+def gone_on_with(future: Future[Any]) -> None:
     with pytest.raises(ValueError, match="boom"):
         future.then(lambda done: done.wait()).wait()
 
 
-def collected(future):
+def collected(future: Future[Any]) -> None:
     with pytest.raises(ValueError, match="boom"):
         torch.futures.collect_all([future, rpc_async("w2", fail)]).wait()
 
 
-def all_waited_for(future):
+def all_waited_for(future: Future[Any]) -> None:
     with pytest.raises(ValueError, match="boom"):
         torch.futures.wait_all([future, rpc_async("w2", fail)])
 
 
-def awaited(future):
-    async def wait():
+def awaited(future: Future[Any]) -> None:
+    async def wait() -> Any:
         return await future
 
     with pytest.raises(ValueError, match="boom"):
@@ -116,7 +119,9 @@ def awaited(future):
 
 @pytest.mark.parametrize("begin", [failed, lambda: rpc_async("w1", fail)], ids=["failed before", "fails meanwhile"])
 @pytest.mark.parametrize("see", [waited, asked, called_back, gone_on_with, collected, all_waited_for, awaited])
-def test_a_failure_that_somebody_saw_is_not_told(see, begin, log):
+def test_a_failure_that_somebody_saw_is_not_told(
+    see: Callable[[Future[Any]], None], begin: Callable[[], Future[Any]], log: Heard
+) -> None:
     future = begin()
     if see is asked and begin is not failed:
         waited(future)
@@ -127,15 +132,15 @@ def test_a_failure_that_somebody_saw_is_not_told(see, begin, log):
     assert not log.said
 
 
-def test_a_future_of_the_programs_own_that_serves_a_call_is_not_told(log):
-    future = Future()
+def test_a_future_of_the_programs_own_that_serves_a_call_is_not_told(log: Heard) -> None:
+    future: Future[Any] = Future()
     future.add_done_callback(lambda _: None)
     future.set_exception(ValueError("boom"))
     del future
     assert not log.said
 
 
-def test_a_reference_whose_making_failed_unused_is_told(log, five):
+def test_a_reference_whose_making_failed_unused_is_told(log: Heard, five: list[Worker]) -> None:
     reference = remote("w1", fail)
     assert five[0].references.counts()["pending_creations"] <= 1
     del reference
@@ -144,7 +149,7 @@ def test_a_reference_whose_making_failed_unused_is_told(log, five):
     assert f"{__name__}.fail on worker 'w1' failed" in said
 
 
-def use(reference):
+def use(reference: object) -> bool:
     return isinstance(reference, RRef)
 
 
@@ -158,7 +163,9 @@ def use(reference):
     ],
     ids=["to_here", "future", "sent", "proxy"],
 )
-def test_a_reference_that_was_used_is_not_told(see, log, five):
+def test_a_reference_that_was_used_is_not_told(
+    see: Callable[[RRef[Any]], object], log: Heard, five: list[Worker]
+) -> None:
     reference = remote("w1", fail)
     with contextlib.suppress(ValueError):  # it may have failed before it could be sent
         see(reference)
@@ -168,6 +175,6 @@ def test_a_reference_that_was_used_is_not_told(see, log, five):
     assert not log.said
 
 
-def test_a_call_whose_future_was_dropped_at_once_is_told(log):
+def test_a_call_whose_future_was_dropped_at_once_is_told(log: Heard) -> None:
     rpc_async("w1", fail)
     assert log.told.wait(PATIENCE)
