@@ -101,10 +101,8 @@ class Agent:
 
     def join(self, me: Member, key: bytes, directory: Directory, used: Iterable[int] = ()) -> None:
         """Take part in a group: from now on calls are accepted, which may touch the accelerators that are `used`."""
-        self.me = me
         for index in used:
             self.streams.use(index)
-        self._directory = directory
         self._connections.join(me, key, directory)
 
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
@@ -126,6 +124,11 @@ class Agent:
         """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""
         self._connections.abandon()
         self._reactor.poller.abandon()
+
+    @property
+    def me(self) -> Member:
+        """What others know of this worker, once it has joined a group."""
+        return self._connections.joined.me
 
     @property
     def closed(self) -> bool:
@@ -344,7 +347,7 @@ class Agent:
 
     def find(self, to: str | int) -> Member:
         """The member of that name or rank."""
-        return self._directory.find(to)
+        return self._connections.joined.directory.find(to)
 
     def warn_lost(self, who: Identity, why: str) -> None:
         """Say that a worker was lost, unless that was said before."""

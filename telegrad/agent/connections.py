@@ -58,6 +58,15 @@ class Settings(NamedTuple):
     most_bytes: int = 1 << 30  # of the tensors in them
 
 
+class _Joined(NamedTuple):
+    """A group, as one of its workers sees it."""
+
+    me: Member
+    key: bytes
+    directory: Directory
+    claim: Claim  # of this worker
+
+
 class Connections:
     """To each other worker one from here, where there are calls, and one to here."""
 
@@ -89,6 +98,7 @@ class Connections:
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self._warned: set[str] = set()  # the incarnations of those whose loss was told
         self.closed = False
+        self._joined: _Joined | None = None  # set once
         self._names: dict[str | int, OutgoingCalls] = {}  # found before; replaced as one is lost; no lock
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
@@ -96,11 +106,19 @@ class Connections:
 
     def join(self, me: Member, key: bytes, directory: Directory) -> None:
         """From now on connections are accepted."""
-        self._me = me
-        self._key = key
-        self._directory = directory
-        self._claim = Claim(me.name, me.id, me.incarnation, me.program)
-        self.listener.serve(key, self._claim)
+        claim = Claim(me.name, me.id, me.incarnation, me.program)
+        self._joined = _Joined(me, key, directory, claim)
+        self.listener.serve(key, claim)
+
+    @property
+    def joined(self) -> _Joined:
+        """The group that this worker is in."""
+        assert self._joined is not None, "it has not joined one yet"
+        return self._joined
+
+    @property
+    def _me(self) -> Member:
+        return self.joined.me
 
     @property
     def outstanding(self) -> bool:
@@ -124,7 +142,7 @@ class Connections:
         names = self._names
         peer = names.get(to)
         if peer is None:
-            peer = names[to] = self._peer_of(self._directory.find(to))
+            peer = names[to] = self._peer_of(self.joined.directory.find(to))
         return peer
 
     def _peer_of(self, member: Member) -> OutgoingCalls:
@@ -182,7 +200,7 @@ class Connections:
         settings = self._settings
         return connect(
             target,
-            self._key,
+            self.joined.key,
             self._claim_to(target.name),
             settings.tls,
             settings.transport,
@@ -210,7 +228,7 @@ class Connections:
         return MemorySources(self._arena, self._pool if shared else None, self.staging)
 
     def _claim_to(self, name: str) -> Claim:
-        return self._claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
+        return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
 
     def _loop(self, peer: OutgoingCalls, number: int) -> LoopEnd:
         caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)

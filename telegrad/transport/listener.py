@@ -48,6 +48,7 @@ class Listener:
         self._strangers: dict[_Stranger, None] = {}  # oldest first
         self.patience = patience
         self.most_strangers = most_strangers
+        self._serves: tuple[bytes, Claim] | None = None  # the group's key, and what this worker says of itself
         self._shut = False  # no descriptor is left for those who knock
         self._doors: list[_Door] = []
         self.unix = ""
@@ -67,11 +68,12 @@ class Listener:
 
     def serve(self, key: bytes, mine: Claim) -> None:
         """Let in who proves to hold `key`; until now connections waited."""
-        self._key, self._mine = key, mine
+        self._serves = key, mine
         for door in self._doors:
             self._poller.watch(door, read=True)
 
     def greet(self, sock: socket.socket, origin: str, shared: bool) -> None:
+        assert self._serves is not None
         sock.setblocking(False)
         if shared:
             tune_unix(sock)
@@ -79,7 +81,7 @@ class Listener:
             tune_tcp(sock, self._silence)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        stranger = _Stranger(sock, self, Acceptor(self._key, self._mine), origin, shared)
+        stranger = _Stranger(sock, self, Acceptor(*self._serves), origin, shared)
         with self._lock:
             crowded = len(self._strangers) >= self.most_strangers
             oldest = next(iter(self._strangers)) if crowded else None

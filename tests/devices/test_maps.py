@@ -129,7 +129,8 @@ def test_in_a_dynamic_group_a_map_is_checked_at_the_first_call(kind: str) -> Non
     here, _ = places(kind)
     with group(kind, dynamic=True) as (first, _):
         connections = first.agent._connections
-        connections._me = connections._me._replace(devices=with_map({str(here): f"{kind}:7"}, to="w1"))
+        me = connections.joined.me._replace(devices=with_map({str(here): f"{kind}:7"}, to="w1"))
+        connections._joined = connections.joined._replace(me=me)
         with pytest.raises(errors.DeviceError, match="target devices with invalid indices"):
             rpc.rpc_sync("w1", torch.add, (1, 1))
     with group(kind, dynamic=True, device_maps={"w1": {here: here}}):
