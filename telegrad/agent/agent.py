@@ -91,6 +91,9 @@ class Agent:
         self._clock.start(self._reactor)
         self._reactor.start()
 
+    def __repr__(self) -> str:
+        return f"<Agent {self.name!r}{', closed' * self.closed}: {self._connections!r}; {self._reactor!r}>"
+
     # Life
 
     def describe(self, id_: int, host: str) -> Member:

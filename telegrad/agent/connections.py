@@ -120,6 +120,9 @@ class Connections:
     def _me(self) -> Member:
         return self.joined.me
 
+    def __repr__(self) -> str:
+        return f"<Connections: {list(self._peers.values())!r}, and {len(self._accepted)} from others>"
+
     @property
     def outstanding(self) -> bool:
         """Whether a call to another worker was not answered yet."""

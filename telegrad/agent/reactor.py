@@ -86,6 +86,10 @@ class Reactor:
         self.watched = False  # somebody calls `unstick`
         self.runs = 0
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._threads)} threads, {len(self._ready)} works to begin"
+        return f"<Reactor: {state}; {self._slots!r}>"
+
     # What others ask for
 
     def start(self) -> None:

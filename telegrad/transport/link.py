@@ -94,6 +94,10 @@ class Link:
         )
         return receiving, sending
 
+    def __repr__(self) -> str:
+        state = f"ended, {self.closed}" if self.closed is not None else f"{len(self._outbox)} buffers to send"
+        return f"<Link to {self.peer!r}: {state}; {self.reading!r}>"
+
     def fileno(self) -> int:
         return self._sock.fileno()
 

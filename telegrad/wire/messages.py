@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED = range(1, 11)
+KINDS = ("", "CALL", "RESULT", "FAILURE", "REFUSAL", "NOTICE", "RELEASE", "RETIRE", "BYE", "LEND", "OPENED")
 
 # Flags of a CALL: the caller's modes, as the function would find them in a local call.
 NO_GRAD = 1
@@ -40,7 +41,7 @@ IN_STREAM = 0
 STRIPED = 2**64 - 1  # in the stream its first stripe, the others in further streams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Message:
     """One message: to be sent, or as it has come, its memory already in place."""
 
@@ -51,6 +52,10 @@ class Message:
     meta: bytes = b""
     body: bytes | memoryview = b""
     blobs: Iterable[Any] = ()  # the memory of tensors; in one that has come a list
+
+    def __repr__(self) -> str:
+        kind = KINDS[self.kind] if self.kind < len(KINDS) else self.kind
+        return f"<{kind} {self.id} {bytes(self.head).decode(errors='replace')!r}: {len(self.body)} bytes>"
 
 
 _SIZE = struct.Struct("<I")

@@ -1,0 +1,35 @@
+"""What a debugger meets tells its state, also while somebody holds the locks."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+import pytest
+
+from telegrad.rpc.worker import Worker
+from telegrad.wire.messages import CALL, Message
+
+
+def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:
+    agent = pair[0].agent
+    agent.call("w1", operator.add, (1, 2), None)
+    calls = agent._connections.peer("w1")
+    link = calls.link
+    assert link is not None
+    with calls._lock, agent._reactor._lock:
+        told = repr(agent)
+    assert re.fullmatch(
+        r"<Agent 'w0': <Connections: \[<OutgoingCalls to 'w1': <Calls: connected; 0 in flight>>.*\], and \d from others>;"
+        r" "
+        r"<Reactor: \d+ threads, 0 works to begin; <Slots: 0 of 16 busy, 0 wait>>>",
+        told,
+    )
+    assert re.fullmatch(r"<Link to 'w1': 0 buffers to send; <Reading: (nobody|the leader)>>", repr(link))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(CALL, "<CALL 7 'operator:add': 3 bytes>"), (99, "<99 7 'operator:add': 3 bytes>")]
+)
+def test_a_message_tells_what_it_is_and_not_all_it_says(kind: int, told: str) -> None:
+    assert repr(Message(kind, 7, head=b"operator:add", body=b"abc")) == told
