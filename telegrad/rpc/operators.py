@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 
-_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
-_COMPARISONS = ("lt", "le", "gt", "ge")  # equality stays that of the references themselves
-_UNARY = ("neg", "pos", "abs", "invert")
-
 
 def is_tensor_method(name: str) -> bool:
     """Whether a reference offers it as if it were the tensor itself; gradients are another layer's subject."""
     return not name.startswith("_") and name != "backward" and callable(getattr(torch.Tensor, name, None))
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: self._operate(function, self, *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self._operate(function, other, self)
 
 
 class Operators:
@@ -32,16 +36,41 @@ class Operators:
     def __getitem__(self, index: Any) -> Any:
         return self._operate(operator.getitem, self, index)
 
+    __add__ = _plain(operator.add)
+    __sub__ = _plain(operator.sub)
+    __mul__ = _plain(operator.mul)
+    __matmul__ = _plain(operator.matmul)
+    __truediv__ = _plain(operator.truediv)
+    __floordiv__ = _plain(operator.floordiv)
+    __mod__ = _plain(operator.mod)
+    __pow__ = _plain(operator.pow)
+    __and__ = _plain(operator.and_)
+    __or__ = _plain(operator.or_)
+    __xor__ = _plain(operator.xor)
+    __lshift__ = _plain(operator.lshift)
+    __rshift__ = _plain(operator.rshift)
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: self._operate(function, self, *others)
+    __radd__ = _reflected(operator.add)
+    __rsub__ = _reflected(operator.sub)
+    __rmul__ = _reflected(operator.mul)
+    __rmatmul__ = _reflected(operator.matmul)
+    __rtruediv__ = _reflected(operator.truediv)
+    __rfloordiv__ = _reflected(operator.floordiv)
+    __rmod__ = _reflected(operator.mod)
+    __rpow__ = _reflected(operator.pow)
+    __rand__ = _reflected(operator.and_)
+    __ror__ = _reflected(operator.or_)
+    __rxor__ = _reflected(operator.xor)
+    __rlshift__ = _reflected(operator.lshift)
+    __rrshift__ = _reflected(operator.rshift)
 
+    # Equality stays that of the references themselves.
+    __lt__ = _plain(operator.lt)
+    __le__ = _plain(operator.le)
+    __gt__ = _plain(operator.gt)
+    __ge__ = _plain(operator.ge)
 
-def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: self._operate(function, other, self)
-
-
-for _name in (*_BINARY, *_COMPARISONS, *_UNARY):
-    setattr(Operators, f"__{_name.strip('_')}__", _plain(getattr(operator, _name)))
-for _name in _BINARY:
-    setattr(Operators, f"__r{_name.strip('_')}__", _reflected(getattr(operator, _name)))
+    __neg__ = _plain(operator.neg)
+    __pos__ = _plain(operator.pos)
+    __abs__ = _plain(operator.abs)
+    __invert__ = _plain(operator.invert)

@@ -20,9 +20,8 @@ def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:
     with calls._lock, agent._reactor._lock:
         told = repr(agent)
     assert re.fullmatch(
-        r"<Agent 'w0': <Connections: \[<OutgoingCalls to 'w1': <Calls: connected; 0 in flight>>.*\], and \d from others>;"
-        r" "
-        r"<Reactor: \d+ threads, 0 works to begin; <Slots: 0 of 16 busy, 0 wait>>>",
+        r"<Agent 'w0': <Connections: \[<OutgoingCalls to 'w1': <Calls: connected; 0 in flight>>.*\], "
+        r"and \d from others>; <Reactor: \d+ threads, 0 works to begin; <Slots: 0 of 16 busy, 0 wait>>>",
         told,
     )
     assert re.fullmatch(r"<Link to 'w1': 0 buffers to send; <Reading: (nobody|the leader)>>", repr(link))
