@@ -34,6 +34,8 @@ from telegrad.transport.memory import Arena, SharedPool
 from telegrad.transport.tls import TlsFiles
 from telegrad.wire.messages import BYE, Message
 
+CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
+
 log = logging.getLogger("telegrad")
 
 
@@ -46,14 +48,13 @@ class Directory(Protocol):
 class Settings(NamedTuple):
     """What can be chosen about an agent; see `telegrad.rpc.options` for the meaning."""
 
-    threads: int = 16
-    timeout: float = 60.0
-    transport: str = "auto"  # or "unix", "tcp"
-    shared_memory: int = 1 << 30
-    connect_timeout: float = 10.0
-    silence: float = 10.0
-    tls: TlsFiles | None = None
-    devices: Devices = Devices()
+    threads: int
+    timeout: float
+    transport: str  # "auto", "unix" or "tcp"
+    shared_memory: int
+    silence: float
+    tls: TlsFiles | None
+    devices: Devices
     most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
     most_bytes: int = 1 << 30  # of the tensors in them
 
@@ -207,7 +208,7 @@ class Connections:
             self._claim_to(target.name),
             settings.tls,
             settings.transport,
-            settings.connect_timeout,
+            CONNECT_WITHIN,
             settings.silence,
         )
 
