@@ -19,7 +19,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-_devices: list[torch.device] = []  # those on which the values of futures may lie
+_devices: list[torch.device] = []  # on which values of futures may lie; of the process: a future knows no worker
 
 
 def may_lie_on(device: torch.device) -> None:
