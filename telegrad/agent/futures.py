@@ -69,6 +69,12 @@ class Future(torch.futures.Future[T]):
         else:
             super().__init__(devices=devices)
 
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"<Future of {self.call!r}>" if self.call is not None else "<Future: not done>"
+        failure = getattr(self, "failure", None)
+        return "<Future: done>" if failure is None else f"<Future: {failure!r}>"
+
     @not_compiled
     def wait(self) -> T:
         """Wait for the value; raises the call's error."""

@@ -33,6 +33,9 @@ class Unseen:
         except Exception:
             self._text = "(its text could not be made)"
 
+    def __repr__(self) -> str:
+        return f"{self._kind} of {self._about}"
+
     def raise_fresh(self, error: Any) -> NoReturn:
         """Raise the error of the future anew; from here on it is seen."""
         self.seen = True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
+import time
 
 import pytest
 
+from telegrad.agent.futures import Future
 from telegrad.rpc.worker import Worker
 from telegrad.wire.messages import CALL, Message
 
@@ -32,3 +34,16 @@ def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:
 )
 def test_a_message_tells_what_it_is_and_not_all_it_says(kind: int, told: str) -> None:
     assert repr(Message(kind, 7, head=b"operator:add", body=b"abc")) == told
+
+
+def test_a_future_tells_what_it_waits_for(pair: list[Worker]) -> None:
+    agent = pair[0].agent
+    future = agent.call_async("w1", time.sleep, (0.1,), None)
+    assert re.fullmatch(r"<Future of <call \d+ of time.sleep on 'w1': in flight for \d+\.\d s>>", repr(future))
+    future.wait()
+    assert repr(future) == "<Future: done>"
+    failed = agent.call_async("w1", operator.truediv, (1, 0), None)
+    with pytest.raises(ZeroDivisionError):
+        failed.wait()
+    assert repr(failed) == "<Future: ZeroDivisionError of _operator.truediv on worker 'w1'>"
+    assert repr(Future()) == "<Future: not done>"
