@@ -167,7 +167,8 @@ class Agent:
         `asked` is what the user has called, where that is not `function`: `naming.user_name` knows its name.
         """
         peer = self._connections.peer(to)
-        pending = Pending(peer, function if asked is None else asked, self._limit(timeout))
+        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        pending = Pending(peer, function if asked is None else asked, limit)
         message, weight = self._message(peer, pending, function, args, kwargs)
         peer.call(pending, message, weight)
         try:
@@ -212,7 +213,8 @@ class Agent:
         peer = self._connections.peer(to)
         if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
             peer.wait_for_room()
-        pending = Pending(peer, function if asked is None else asked, self._limit(timeout), outcome, keeps)
+        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
         outcome.call = pending
         message, weight = self._message(peer, pending, function, args, kwargs, creation)
         later, nearer = peer.call(pending, message, weight)
@@ -220,9 +222,6 @@ class Agent:
             self._clock.before(pending.deadline)
         if later:
             self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
-
-    def _limit(self, timeout: float) -> float:
-        return self.timeout if timeout == DEFAULT else seconds(timeout)
 
     def expect(self, to: str | int) -> None:
         """Have the answers of a worker read as they come, if nobody does."""

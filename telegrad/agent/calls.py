@@ -57,6 +57,7 @@ class Call(Protocol):
     id: int
     weight: int  # bytes of its tensors
     connection: int  # the number of the one over which it was sent; 0 before that
+    timed: bool  # it is ended at its deadline
     timeout: float
     deadline: float
 
@@ -83,17 +84,22 @@ class Calls(Generic[C, M]):
 
     # Calls begin
 
-    def begin(self, call: C, timed: bool) -> bool:
-        """A call, to be sent next; whether its deadline, where that is `timed`, must be looked at earlier than others.
-
-        Not once all is closed.
-        """
+    def begin(self, call: C, message: M) -> Instruction:
+        """A call, to be sent with this message; not once all is closed."""
         assert self.state is not State.CLOSED
         self.begun += 1
         call.id = self.begun
         self.in_flight[call.id] = call
         self._weight += call.weight
-        return timed and self._deadlines.add(call, call.timeout, call.deadline)
+        if self.state is State.OPEN:  # as `send` would say; most calls come this way
+            call.connection = self.connection
+            return Instruction.SEND
+        return Instruction.SET_APART
+
+    def time(self, call: C) -> bool:
+        """End a call at its deadline; whether that must be looked at earlier than the deadlines of others."""
+        call.timed = True
+        return self._deadlines.add(call, call.timeout, call.deadline)
 
     def send(self, call: C | None, message: M, is_apart: bool = False) -> Instruction:
         """A message shall leave: of a call that has begun, or one that has no answer.
@@ -178,7 +184,8 @@ class Calls(Generic[C, M]):
         call = self.in_flight.pop(id_, None)
         if call is not None:
             self._weight -= call.weight
-            self._deadlines.remove(call, call.timeout)
+            if call.timed:
+                self._deadlines.remove(call, call.timeout)
         return call
 
     def expired(self, now: float) -> list[C]:

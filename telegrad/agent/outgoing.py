@@ -80,12 +80,15 @@ class OutgoingCalls:
         with self._lock:
             if self._closed is not None:
                 raise fresh(self._closed)
-            nearer = self._calls.begin(pending, outcome is not None and pending.timeout > 0)
+            instruction = self._calls.begin(pending, message)
             message.id = pending.id
-            later = outcome is not None and self._calls.leaves_with_others(pending)
-            instruction = self._calls.send(pending, message)
+            nearer = later = False
+            if outcome is not None:
+                nearer = pending.timeout > 0 and self._calls.time(pending)
+                later = self._calls.leaves_with_others(pending)
             link = self._link
-        self._follow(instruction, link, pending, message, later)
+        if instruction is not Instruction.SEND or not self._sent(link, pending, message, later):
+            self._follow(instruction, pending, message, later)
         if outcome is not None and not outcome.quick:
             self.expect()
         return later, nearer
@@ -95,32 +98,29 @@ class OutgoingCalls:
         with self._lock:
             instruction = self._calls.send(None, message)
             link = self._link
-        self._follow(instruction, link, None, message, patient)
+        if instruction is not Instruction.SEND or not self._sent(link, None, message, patient):
+            self._follow(instruction, None, message, patient)
 
-    def _follow(
-        self,
-        instruction: Instruction,
-        link: AnyLink | None,
-        pending: Pending | None,
-        message: Message,
-        later: bool = False,
-    ) -> None:
-        """Do what the calls' machine has answered, until the message is on its way, or somebody else's."""
-        while instruction is Instruction.SEND or instruction is Instruction.SET_APART:
+    def _follow(self, instruction: Instruction, pending: Pending | None, message: Message, later: bool) -> None:
+        """Have a message leave that could not leave at once, or that a connection has missed as it ended."""
+        link: AnyLink | None = None
+        while True:
             if instruction is Instruction.SET_APART:
                 message.blobs = set_apart(list(message.blobs))
-            else:
-                assert link is not None
-                if self._sent(link, pending, message, later):
-                    return
+            elif instruction is Instruction.CONNECT:
+                self._begin_link()
+                return
+            elif instruction is not Instruction.SEND or (
+                link is not None and self._sent(link, pending, message, later)
+            ):
+                return
             with self._lock:
                 instruction = self._calls.send(pending, message, is_apart=instruction is Instruction.SET_APART)
                 link = self._link
-        if instruction is Instruction.CONNECT:
-            self._begin_link()
 
-    def _sent(self, link: AnyLink, pending: Pending | None, message: Message, later: bool) -> bool:
+    def _sent(self, link: AnyLink | None, pending: Pending | None, message: Message, later: bool) -> bool:
         """Write a message; False where the connection had ended before, so that it can go over a new one."""
+        assert link is not None
         try:
             link.send(message, later)
         except PeerError:
@@ -175,9 +175,10 @@ class OutgoingCalls:
     def begun(self) -> int:
         return self._calls.begun
 
-    def expects(self) -> bool:
-        """Whether a call was not answered yet."""
-        return bool(self._calls.in_flight)
+    @property
+    def expects(self) -> Callable[[], int]:
+        """Tells how many calls were not answered yet; without a lock, and at the least cost."""
+        return self._calls.in_flight.__len__
 
     def _take(self, id_: int) -> Pending | None:
         """With the lock held: a call is in flight no longer."""
@@ -257,7 +258,7 @@ class OutgoingCalls:
         start = perf_counter()
         spin = Spin(start) if self._prompt else None
         try:
-            while not (pending.done or link.awaits_lanes) and link.closed is None:
+            while not (pending.done or link.reader.awaits_lanes) and link.closed is None:
                 if link.read() or (spin is not None and spin.again()):
                     continue
                 remaining = pending.deadline - monotonic()
@@ -295,7 +296,9 @@ class OutgoingCalls:
             if message.flags & HAS_REFERENCES:  # also where the caller gave up
                 attachments = self._take_attachments(message, self.identity)
             with self._lock:
-                pending = self._take(message.id)
+                pending = self._calls.take(message.id)
+                if self._queue:
+                    self._room.notify()
             if pending is not None:  # else its caller gave up
                 pending.answer = message
                 pending.attachments = attachments

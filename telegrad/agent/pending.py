@@ -50,6 +50,7 @@ class Pending:
         "keeps",
         "outcome",
         "peer",
+        "timed",
         "timeout",
         "told",
         "underway",
@@ -71,6 +72,7 @@ class Pending:
         self.outcome = outcome
         self.keeps = keeps
         self.id = 0
+        self.timed = False  # the clock ends it
         self.weight = 0  # bytes of its tensors
         self.in_turn: InTurn | None = None  # where a method of an actor makes it
         self.underway: Underway | None = None  # where it sends tensors from their own memory

@@ -308,8 +308,11 @@ class Reactor:
                         raise
                 continue
             work = ready.popleft()
-            if work.cost in (QUICK, LONG) and not self._take_slot(worker, work):
-                continue
+            if work.cost in (QUICK, LONG):
+                with self._lock:
+                    worker.counted = self._slots.take(work)
+                if not worker.counted:
+                    continue
             if work.cost == LONG:
                 self.send_unsent()
                 self._pass_lead(worker)
@@ -317,11 +320,6 @@ class Reactor:
             else:
                 self._run_leading(worker, work)
             del work  # and what it holds, before waiting for more
-
-    def _take_slot(self, worker: _Runner, work: Work) -> bool:
-        with self._lock:
-            worker.counted = self._slots.take(work)
-        return worker.counted
 
     def _run_leading(self, worker: _Runner, work: Work) -> None:
         """Run short work without giving the lead away, watched."""

@@ -55,7 +55,7 @@ class Link:
         on_messages: Callable[[Link, Iterable[Message]], None],
         on_closed: Callable[[Link, PeerError], None],
         prompt: bool,
-        expected: Callable[[], bool] = lambda: True,
+        expected: Callable[[], object] = lambda: True,
         widen: Callable[[Link, bool], None] | None = None,
     ) -> None:
         """`on_messages` runs on the reading thread.
@@ -79,7 +79,8 @@ class Link:
         self.lanes_in, self.lanes_out = (NO_LANES, NO_LANES) if self._shares else self._make_lanes(widen)
         self._incoming = Incoming(stores, self.lanes_in)
         self._maps = self._incoming.maps
-        self._reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
+        # Where it awaits lanes, who reads has nothing to wait for: `stop_reading` is due.
+        self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
         self._lock = threading.Lock()  # guards all below, that `closed` is set, and writing to the socket
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
         self._writer = Writer(
@@ -212,7 +213,7 @@ class Link:
         """Take in bytes that came with the end of the handshake."""
         view = memoryview(data)
         while view and self.closed is None:
-            buffer = self._reader.buffer()
+            buffer = self.reader.buffer()
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
             self._take(count)
@@ -232,7 +233,7 @@ class Link:
 
         Where the next frame waits for further streams, it goes to the thread there that brings the last of it.
         """
-        while self._reader.awaits_lanes and self.closed is None:
+        while self.reader.awaits_lanes and self.closed is None:
             self.reading.pass_on()
             if self.lanes_in.afterwards(self._go_on):
                 return
@@ -244,14 +245,9 @@ class Link:
         self.read()
         self.stop_reading()
 
-    @property
-    def awaits_lanes(self) -> bool:
-        """Whether who reads has nothing to wait for here: `stop_reading` is due."""
-        return self._reader.awaits_lanes
-
     def wait_readable(self, timeout: float | None) -> None:
         """With `reading` held: sleep until bytes come, the connection ends, or the time is over."""
-        if self._reader.awaits_lanes:
+        if self.reader.awaits_lanes:
             return
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -264,13 +260,13 @@ class Link:
         """With `reading` held: take what has come and hand the frames on; whether there was anything."""
         if self.closed is not None:
             return False
-        if self._reader.awaits_lanes:
+        if self.reader.awaits_lanes:
             self._take(0)
         came = False
         for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS keeps bytes that no poller sees
-            if self._reader.awaits_lanes or self.closed is not None:
+            if self.reader.awaits_lanes or self.closed is not None:
                 return came
-            buffer = self._reader.buffer()
+            buffer = self.reader.buffer()
             try:
                 count = self._read(buffer)
             except NOT_NOW:
@@ -317,7 +313,7 @@ class Link:
 
     def _wanted(self, count: int) -> Iterator[Message]:
         """Those frames that are not for this connection itself."""
-        for frame in self._reader.advance(count):
+        for frame in self.reader.advance(count):
             if frame.kind == RELEASE:
                 with self._lock:
                     numbers = self._outgoing.returned(unpack_numbers(frame.body))

@@ -32,7 +32,7 @@ class Reading:
         self,
         lock: AbstractContextManager[object],
         arm: Callable[[bool], None],
-        expected: Callable[[], bool],
+        expected: Callable[[], object],
         finish: Callable[[], None],
     ) -> None:
         """`arm` tells the poller whether to look for what comes, `expected` whether anything is awaited.

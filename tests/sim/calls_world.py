@@ -27,6 +27,7 @@ class Call:
     weight: int = 0
     id: int = 0
     connection: int = 0
+    timed: bool = False
     fates: list[str] = field(default_factory=list)
     runs: int = 0
 
@@ -79,8 +80,10 @@ class World:
             if self.calls.state is State.CLOSED:
                 break
             self.all.append(call)
-            self.calls.begin(call, timed)
-            yield from self.deliver(call, self.calls.send(call, call), self.open)
+            instruction = self.calls.begin(call, call)
+            if timed:
+                self.calls.time(call)
+            yield from self.deliver(call, instruction, self.open)
             if self.chance.random() < 0.15 and self.calls.take(call.id) is not None:
                 call.fates.append("given up")
             yield

@@ -105,7 +105,7 @@ def calls() -> Calls[Call, Call]:
 def begin(calls: Calls[Call, Call]) -> Callable[..., Call]:
     def begun(**fields: float) -> Call:
         call = Call(0, 0, **fields)  # type: ignore[arg-type]
-        calls.begin(call, bool(call.timeout))
+        calls.begin(call, call)
         return call
 
     return begun
@@ -189,9 +189,10 @@ def test_of_many_calls_some_wait_for_company(begin: Callable[..., Call], calls: 
 
 
 def test_deadlines(calls: Calls[Call, Call], begin: Callable[..., Call]) -> None:
-    assert calls.begin(first := Call(0, 0, timeout=2.0, deadline=2.0), True)
-    assert not calls.begin(Call(0, 0, timeout=2.0, deadline=2.5), True)
-    assert not calls.begin(Call(0, 0, timeout=1.0, deadline=1.0), False)
+    first = begin(timeout=2.0, deadline=2.0)
+    assert calls.time(first)
+    assert not calls.time(begin(timeout=2.0, deadline=2.5))
+    begin(timeout=1.0, deadline=1.0)
     assert calls.next_deadline() == 2.0
     assert calls.expired(1.9) == []
     assert calls.expired(2.1) == [first]
