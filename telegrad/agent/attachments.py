@@ -80,7 +80,7 @@ class Layers:
 
     def take_tensors(self, message: Message, sender: Identity) -> tuple[GraphContext | None, Sequence[Tensor]]:
         """The tensors of a message; what recorded them is taken from behind its body, and its context, too."""
-        tensors: Sequence[Tensor] = unpack(message.meta, settle(list(message.blobs))) if message.meta else []
+        tensors: Sequence[Tensor] = unpack(message.meta, settle(message.blobs)) if message.meta else []
         if not message.flags & HAS_GRAPH:
             return None, tensors
         assert self.graphs is not None

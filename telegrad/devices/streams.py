@@ -178,10 +178,8 @@ def on(*streams: torch.Stream) -> Iterator[list[torch.Stream]]:
         _accelerator.set_device_index(device_index)
 
 
-def settle(blobs: Sequence[Any]) -> Sequence[Tensor]:
+def settle(blobs: Iterable[Any]) -> Sequence[Tensor]:
     """Blobs as this thread may use them from here on: its current streams wait for those that are still arriving."""
-    if not any(type(blob) is Arrived for blob in blobs):
-        return blobs
     return [_settled(blob) if type(blob) is Arrived else blob for blob in blobs]
 
 

@@ -76,8 +76,9 @@ def split(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryv
 def encode(message: Message, table: bytes = b"") -> bytes:
     """Everything of a frame except the memory of its blobs, ready for one write."""
     head, meta, body = message.head, message.meta, message.body
-    sizes = len(head), len(meta), len(table) // ENTRY.size, len(body)
-    return b"".join((PREFIX.pack(message.kind, message.flags, *sizes, message.id), head, meta, table, body))
+    blobs = len(table) // ENTRY.size if table else 0
+    prefix = PREFIX.pack(message.kind, message.flags, len(head), len(meta), blobs, len(body), message.id)
+    return b"".join((prefix, head, meta, table, body))
 
 
 def pack_numbers(numbers: list[int]) -> bytes:
