@@ -62,10 +62,8 @@ class Answers:
                 body = append(body, call.context.sent(tensors, caller.identity, what, not asked.flags & NO_GRAD))
             if references:
                 assert self._layers.references is not None
-                flags, body = (
-                    flags | HAS_REFERENCES,
-                    append(body, self._layers.references.pack(references, caller.identity, None)),
-                )
+                flags |= HAS_REFERENCES
+                body = append(body, self._layers.references.pack(references, caller.identity, None))
         except BaseException as error:
             error, name = _about_result(error), user_name(function)
             self._note_failure(call, error, name)

@@ -91,10 +91,7 @@ class Calls(Generic[C, M]):
         call.id = self.begun
         self.in_flight[call.id] = call
         self._weight += call.weight
-        if self.state is State.OPEN:  # as `send` would say; most calls come this way
-            call.connection = self.connection
-            return Instruction.SEND
-        return Instruction.SET_APART
+        return self.send(call, message)
 
     def time(self, call: C) -> bool:
         """End a call at its deadline; whether that must be looked at earlier than the deadlines of others."""
@@ -128,7 +125,8 @@ class Calls(Generic[C, M]):
 
     def missed(self, connection: int) -> None:
         """That connection had ended before a message was written, which so may be sent again."""
-        self._end(connection)
+        if self.state is State.OPEN and self.connection == connection:
+            self._go("ended")
 
     # The connection
 
@@ -159,12 +157,8 @@ class Calls(Generic[C, M]):
 
     def ended(self, connection: int) -> list[C]:
         """That one has ended: the calls that were sent over it, which fail."""
-        self._end(connection)
+        self.missed(connection)
         return self._take_all(lambda call: call.connection == connection)
-
-    def _end(self, connection: int) -> None:
-        if self.state is State.OPEN and self.connection == connection:
-            self._go("ended")
 
     def close(self) -> list[C]:
         """Nothing is sent from here on: the calls that fail."""

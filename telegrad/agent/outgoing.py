@@ -296,9 +296,7 @@ class OutgoingCalls:
             if message.flags & HAS_REFERENCES:  # also where the caller gave up
                 attachments = self._take_attachments(message, self.identity)
             with self._lock:
-                pending = self._calls.take(message.id)
-                if self._queue:
-                    self._room.notify()
+                pending = self._take(message.id)
             if pending is not None:  # else its caller gave up
                 pending.answer = message
                 pending.attachments = attachments

@@ -36,7 +36,7 @@ class FailsWithAnyConnection(Calls[Call, Call]):
 
     def ended(self, connection: int) -> list[Call]:
         waiting = [call for call, _ in self._backlog]
-        self._end(connection)
+        self.missed(connection)
         return self._take_all(lambda call: call not in waiting)
 
 
@@ -69,7 +69,7 @@ class SendsAgain(Calls[Call, Call]):
     """A call that was sent over a connection that ended is sent over the next one, too."""
 
     def ended(self, connection: int) -> list[Call]:
-        self._end(connection)
+        self.missed(connection)
         if self.state is State.NONE:
             self._backlog += [(call, call) for call in self.in_flight.values() if call.connection == connection]
             return []

@@ -46,8 +46,8 @@ class _InternalRPCPickler:
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         body, tensors, references, _ = encode(obj, False)
-        for reference in references:
-            raise not_by_hand(reference)
+        if references:
+            raise not_by_hand(references[0])
         return bytes(body), list(tensors)
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
