@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
+
+from telegrad.threads import Background
 
 
 class EventLoop:
@@ -14,26 +17,18 @@ class EventLoop:
     def __init__(self, entered: Callable[[], None]) -> None:
         """`entered` is called first on that thread."""
         self._entered = entered
-        self._lock = threading.Lock()  # guards _loop; `runs_here` peeks at it
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()  # guards _begun; `runs_here` peeks at it
+        self._begun: tuple[asyncio.AbstractEventLoop, Background] | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Have it run."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._begun())
-
-    def _begun(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._loop is not None:
-                return self._loop
-            loop = self._loop = asyncio.new_event_loop()
-        try:
-            threading.Thread(target=self._main, args=(loop,), name="telegrad-asyncio", daemon=True).start()
-        except BaseException:  # no memory, or no thread left: the next call tries again
-            with self._lock:
-                self._loop = None
-            loop.close()
-            raise
-        return loop
+            if self._begun is None:
+                loop = asyncio.new_event_loop()
+                self._begun = loop, Background("telegrad-asyncio", partial(self._main, loop))
+            loop, thread = self._begun
+        thread.want()  # where there is no thread left, the next call tries again, and what others gave the loop waits
+        asyncio.run_coroutine_threadsafe(coroutine, loop)
 
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
         self._entered()
@@ -46,13 +41,14 @@ class EventLoop:
 
     def runs_here(self) -> bool:
         """Whether this thread is the loop's."""
+        begun = self._begun
         try:
-            return asyncio.get_running_loop() is self._loop
+            return begun is not None and asyncio.get_running_loop() is begun[0]
         except RuntimeError:  # no loop runs in this thread
             return False
 
     def close(self) -> None:
         with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            begun, self._begun = self._begun, None
+        if begun is not None:
+            begun[0].call_soon_threadsafe(begun[0].stop)

@@ -194,8 +194,7 @@ class Incoming:
             place = self._lanes.carry(place, blob)
         else:
             self._lanes.serve(size)
-            if self._lanes.wanted:
-                self._lanes.make_wanted()
+            self._lanes.make_wanted()
         return blob, iter((place,))
 
     def attach(self, number: int, size: int, device: int) -> Tensor | Arrived:

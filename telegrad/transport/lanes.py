@@ -56,6 +56,8 @@ class Lanes:
 
     def make_wanted(self) -> None:
         """Have them made, where there was use for them; not under a lock, since this starts a thread."""
+        if not self.wanted:
+            return
         with self._lock:
             make, self._make, self.wanted = self._make, None, False
         if make is not None:

@@ -158,8 +158,7 @@ class Link:
             self._outbox.append(Chunk(data, tuple(fds[:FDS_AT_ONCE])))
             self._outbox.extend(behind)
             self._flush()
-        if self.lanes_out.wanted:
-            self.lanes_out.make_wanted()
+        self.lanes_out.make_wanted()
 
     def _flush(self) -> None:
         """With the lock held: send what is in the outbox, unless the socket takes no more."""
