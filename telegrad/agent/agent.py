@@ -359,6 +359,10 @@ class Agent:
         """Who has that name or rank; looked up once only."""
         return self._connections.peer(to).identity
 
+    def shares_program(self, to: str) -> bool:
+        """Whether that worker runs the same main program."""
+        return self._connections.peer(to).program == self.program != ""
+
     def maps_devices_to(self, name: str) -> bool:
         """Whether this worker has a device map to that one."""
         return bool(self.settings.devices.maps.get(name))
@@ -377,11 +381,13 @@ class Agent:
         tensors: Sequence[Tensor] = (),
         context: GraphContext | None = None,
         patient: bool = False,
+        as_arguments: bool = False,
     ) -> None:
         """Send a control message, where an incarnation is given to no other; if it fails, those in `lost` are told.
 
         It is made of plain things; `tensors` arrive in its last field, recorded in the `context`, if any.
         A patient one leaves with the next message that goes there, or within a moment, and is taken in after it.
+        Tensors on accelerators go where gradients do, or `as_arguments` do.
         """
         peer = self._connections.peer(to)
         if incarnation not in ("", peer.identity.incarnation):
@@ -389,7 +395,7 @@ class Agent:
         body = pickle.dumps((type(message).__name__, *message), 5)  # a class takes longer than all its fields
         notice = Message(NOTICE, 0, PATIENT if patient else 0)
         if tensors:
-            notice.meta, notice.blobs = pack(tensors, peer.places.gradients)
+            notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
         if context is not None:
             notice.flags = HAS_GRAPH
             body = append(body, context.sent(tensors, peer.identity, type(message), True))

@@ -45,13 +45,13 @@ KINDS: dict[type, Callable[[Node], int]] = {
 }
 
 
-def _holders(gradient: Tensor | None) -> int:
+def holders(gradient: Tensor | None) -> int:
     return sys.getrefcount(gradient)
 
 
 def _fewest_holders() -> int:
     """Of a gradient in the loop that takes it from the engine, where nobody else has it."""
-    return next(_holders(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
+    return next(holders(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
 
 
 UNSHARED = _fewest_holders()  # a function that made a gradient may have kept it, or given it to several leaves
@@ -294,7 +294,7 @@ class EngineRunner:
         self._received_on.clear()
         for leaf, gradient in zip(call.leaves, given, strict=False):
             if gradient is not None:
-                shared = _holders(gradient) > UNSHARED
+                shared = holders(gradient) > UNSHARED
                 self._accumulate(leaf, gradient, shared)
         if fed:
             self._feed(call, fed, given[len(given) - len(fed) :])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 
 class Gradients:
-    """The gradients of leaves. Each has memory of its own, so that it may be changed in place, as a `.grad` may be.
-
-    One thread at a time adds: whoever is at the context's passes, or steps an optimizer once they have ended.
-    """
+    """The gradients of leaves. Each has memory of its own, so that it may be changed in place, as a `.grad` may be."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards changes of all below: passes and pipelines of one context add
         self._sums: dict[Tensor, Tensor] = {}
         self._memory: set[int] = set()  # the storages of the sums
         self._added: set[Tensor] = set()  # leaves whose sum was made here, so that adding in place harms nobody
@@ -26,13 +26,20 @@ class Gradients:
 
     def clear(self) -> None:
         """Let go of all sums, since the context has ended or an optimizer has used them."""
-        self._sums, self._memory, self._added = {}, set(), set()
+        with self._lock:
+            gone = self._sums
+            self._sums, self._memory, self._added = {}, set(), set()
+        del gone  # not under the lock: who finds it free may be the user's code
 
     def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:
         """Add to the gradient of `leaf`, with a `graph` so that it can be differentiated again; the sum.
 
         A `shared` gradient is that of others, too.
         """
+        with self._lock:
+            return self._add(leaf, gradient, graph, shared)
+
+    def _add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool) -> Tensor:
         known = self._sums.get(leaf)
         if graph:
             made = gradient if known is None else total(known, gradient)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,82 +15,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
-from telegrad.agent.naming import known_as, runs_as
-from telegrad.autograd import backward_async
+from telegrad.autograd import backward
+from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
+from telegrad.nn.backward import root_of
 from telegrad.nn.checks import gradients_are_lost, hint_at_context
-from telegrad.nn.losses import Loss, check_scalar, shares
-from telegrad.nn.remote_module import RemoteModule, device_of, moved
-from telegrad.nn.schedule import Forward, Schedule, Step
-from telegrad.rpc import RRef, current, functions, remote, rpc_async, rpc_sync
-from telegrad.rpc.turns import Turns
-
-SCHEDULES = ("1f1b", "gpipe")
-
-
-class Stage:
-    """A stage on its worker. Micro-batches go through it one by one, as its module may keep state."""
-
-    def __init__(self, module: RRef[nn.Module], following: RRef[Stage] | None, name: str) -> None:
-        self._module = module.local_value()
-        self._name = f"{name} of a Pipeline ({type(self._module).__name__})"
-        self._device = device_of(self._module)
-        self._following = following
-        self._turns = Turns()
-        self._batches: dict[str, Batch] = {}
-
-    def _telegrad_runs(self, method: str) -> str:
-        return self._name
-
-    def run(self, value: Any) -> Any:
-        with self._turns.taken():
-            return self._module(self._near(value))
-
-    def _near(self, value: Any) -> Any:
-        """On the module's accelerator, if it has one: devices of workers need not lead to one another as stages do."""
-        return value if self._device is None or self._device.type in ("cpu", "meta") else moved(self._device, value)
-
-    @functions.async_execution
-    def advance(self, batch: str, number: int, value: Any) -> torch.futures.Future[Tensor]:
-        """Send a micro-batch on, through this stage and all that follow; what its loss is."""
-        value = self.run(value)
-        if self._following is not None:
-            return self._following._call_async(
-                "advance", DEFAULT, (batch, number, value), {}, "the next stage of a Pipeline"
-            )
-        found: Future[Tensor] = Future()
-        found.set_result(self._batches[batch].finish(number, value))
-        return found
-
-    # The last stage
-
-    def open(self, batch: str, targets: list[Any], loss: Loss, weights: list[float]) -> None:
-        """A batch is going to come, of which these are the targets of the micro-batches."""
-        self._batches[batch] = Batch(self._near(targets), loss, weights)
-
-    def root(self, batch: str, numbers: Sequence[int]) -> Tensor:
-        """Where backward begins for some micro-batches."""
-        roots = self._batches[batch].roots
-        return torch.stack([roots.pop(number) for number in numbers]).sum()
-
-    def close(self, batch: str) -> None:
-        """Forget a batch."""
-        self._batches.pop(batch, None)
-
-
-class Batch:
-    """What the last stage knows of a batch."""
-
-    def __init__(self, targets: list[Any], loss: Loss, weights: list[float]) -> None:
-        self.roots: dict[int, Tensor] = {}  # losses whose backward has not begun
-        self._targets = targets
-        self._loss = loss
-        self._weights = weights
-
-    def finish(self, number: int, outputs: Any) -> Tensor:
-        value = self._loss(outputs, self._targets[number])
-        loss = self.roots[number] = check_scalar(value, self._loss) * self._weights[number]
-        return loss.detach()
+from telegrad.nn.losses import Loss, shares
+from telegrad.nn.remote_module import RemoteModule
+from telegrad.nn.schedule import INTERLEAVED, SCHEDULES, takes_turns
+from telegrad.nn.stage import Parcel, parcel
+from telegrad.nn.station import Ends, Job, Outcome, make_station, run_stage
+from telegrad.rpc import RRef, current, remote, rpc_async
+from telegrad.rpc.together import together
 
 
 class Pipeline(nn.Module):
@@ -127,29 +63,44 @@ class Pipeline(nn.Module):
         self.chunks = chunks
         self.schedule = schedule
         self.stages = nn.ModuleList(map(_as_module, stages))
-        places = [(each.module_rref if isinstance(each, RemoteModule) else RRef(each)) for each in self.stages]
-        self._ways: list[RRef[Stage]] = []
-        for place in reversed(places):
-            following = self._ways[0] if self._ways else None
-            name = f"stage {len(places) - len(self._ways)} of {len(places)}"
-            self._ways.insert(0, rpc_sync(place.owner(), _make_stage, (place, following, name)))
+        self._batches = Batches()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Make the stations, one on each worker that has stages."""
+        owners = [_place_of(stage).owner() for stage in self.stages]
+        workers = list(dict.fromkeys(owner.name for owner in owners))
+        self._stations_of = tuple(workers.index(owner.name) for owner in owners)
+        if self.schedule == INTERLEAVED and not takes_turns(self._stations_of):
+            raise UsageError(
+                "an interleaved schedule wants the stages to go around all workers in turn, each with as many: "
+                f"w1, w2, w1, w2; these are on {', '.join(owner.name for owner in owners)}"
+            )
+        self._token = secrets.token_hex(8)
+        modules: dict[str, dict[int, RRef[nn.Module]]] = {worker: {} for worker in workers}
+        for number, (stage, owner) in enumerate(zip(self.stages, owners, strict=True)):
+            modules[owner.name][number] = _place_of(stage)
+        made = together(modules, lambda worker, own: rpc_async(worker, make_station, (self._token, own, len(owners))))
+        self._stations = [made[worker] for worker in workers]
+        self._workers = tuple((name, current.agent().identify(name).incarnation) for name in workers)
 
     @not_compiled
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
             hint_at_context("a pipeline")
-        coming = []
-        for part in _split(inputs, self.chunks):
-            last = self._ways[-1]
-            coming.append(rpc_async(last.owner(), _run, (last, self._up_to_last(part))))
-        return _joined([each.wait() for each in coming])
+        parts = _split(inputs, self.chunks)
+        if not torch.is_grad_enabled() or entered_id() is None:
+            outcomes = self._play(Ends([self._parcel(0, part) for part in parts]), len(parts), trains=False)
+            return _joined(outcomes[self._stations_of[-1]].outputs)
+        return _joined([each.wait() for each in map(self._through, parts)])
 
-    def _up_to_last(self, value: Any) -> Any:
-        """Send a micro-batch through all stages but the last; a reference to what comes out."""
-        for stage in self._ways[:-1]:
-            value = remote(stage.owner(), _run, (stage, value))
-        return value
+    def _through(self, value: Any) -> Future[Any]:
+        """Send a micro-batch through all stages, so that what comes out has a history that crosses workers."""
+        *before, last = enumerate(self._stations[station] for station in self._stations_of)
+        for stage, station in before:
+            value = remote(station.owner(), run_stage, (station, stage, value))
+        return rpc_async(last[1].owner(), run_stage, (last[1], last[0], value))
 
     @not_compiled
     def forward_backward(
@@ -168,57 +119,94 @@ class Pipeline(nn.Module):
         sizes = _sizes(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
         parts, targets = _split(inputs, self.chunks), _split(targets, self.chunks)
-        first, last = self._ways[0], self._ways[-1]
-        batch = secrets.token_hex(8)
-        schedule = Schedule(self.schedule, len(parts), len(self._ways))
-        arrivals = Arrivals()
-        total = torch.zeros(())
-        last.rpc_sync().open(batch, targets, loss, weights)
-        steps = schedule.begin()
-        try:
-            while not schedule.done:
-                for step in steps:
-                    future: Future[Any]
-                    if isinstance(step, Forward):
-                        args = batch, step.batch, parts[step.batch]
-                        future = first._call_async("advance", DEFAULT, args, {}, "Pipeline.forward_backward")
-                    else:
-                        future = backward_async(context_id, last.remote().root(batch, step.batches))
-                    arrivals.expect(step, future)
-                step, result = arrivals.next()
-                if isinstance(step, Forward):
-                    total = total + result
-                steps = schedule.ended(step)
-        finally:
-            last.rpc_async().close(batch).heed()
-        return total
+        inputs_of, targets_of = [self._parcel(0, part) for part in parts], [self._parcel(-1, part) for part in targets]
+        ends = Ends([each.detached() for each in inputs_of], [each.detached() for each in targets_of], loss, weights)
+        context = current.conductor().contexts.find(context_id)
+        with context.entered():
+            outcomes = self._play(ends, len(parts), trains=True)
+        first, last = outcomes[self._stations_of[0]], outcomes[self._stations_of[-1]]
+        _lead_on(context_id, inputs_of, first.gradients)
+        _lead_on(context_id, targets_of, last.of_targets)
+        return torch.stack(last.losses).sum()
+
+    def _parcel(self, stage: int, value: Any) -> Parcel:
+        worker, _ = self._workers[self._stations_of[stage]]
+        return parcel(value, current.agent().shares_program(worker))
+
+    def _play(self, ends: Ends, batches: int, trains: bool) -> list[Outcome]:
+        """Have all stations go through their plans, until all are through or one has failed."""
+        agent = current.agent()
+        with self._batches.begun() as (number, oldest):
+            job = Job((self._token, number), oldest, self.schedule, self._stations_of, self._workers, batches, trains)
+            limit = agent.timeout * batches * (1 + trains)
+            calls: list[Future[Any]] = []
+            errors: list[BaseException] = []
+
+            def check(future: torch.futures.Future[Any]) -> None:
+                try:
+                    future.wait()
+                except Exception as error:
+                    errors.append(error)
+                    if len(errors) == 1:
+                        self._stop(number)
+
+            for at, station in enumerate(self._stations):
+                inputs = ends.inputs if at == self._stations_of[0] else ()
+                own = ends._replace(inputs=inputs) if at == self._stations_of[-1] else Ends(inputs)
+                asked = "Pipeline.forward_backward" if trains else "Pipeline.forward"
+                calls.append(station._call_async("run", limit, (job, own), {}, asked))
+                calls[-1].add_done_callback(check)
+            senders = [name for name, _ in self._workers if name != agent.name]
+            for future in calls:
+                if not future.done():
+                    agent.wait_for(future, senders=senders)
+            if errors:
+                raise errors[0]
+            return [future.wait() for future in calls]
+
+    def _stop(self, number: int) -> None:
+        """A station has failed: the others need not go on."""
+        for station in self._stations:
+            station._call_async("stop", DEFAULT, (number,), {}, "Pipeline").heed()
 
 
-class Arrivals:
-    """Hands out what has ended, in the order in which it does."""
+class Batches:
+    """The numbers of the batches that are under way."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows; `next` loads _wanted without, since only it changes that
-        self._ended: deque[tuple[Step, Future[Any]]] = deque()
-        self._wanted: Future[None] = Future()  # done once something has ended
+        self._lock = threading.Lock()  # guards all below
+        self._last = 0
+        self._under_way: list[int] = []
 
-    def expect(self, step: Step, future: Future[Any]) -> None:
-        future.add_done_callback(lambda _: self._arrived(step, future))
-
-    def _arrived(self, step: Step, future: Future[Any]) -> None:
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[tuple[int, int]]:
+        """Inside, a batch is under way; its number, and that of the oldest one."""
         with self._lock:
-            self._ended.append((step, future))
-            if not self._wanted.done():
-                self._wanted.set_result(None)
+            self._last += 1
+            number = self._last
+            self._under_way.append(number)
+            oldest = self._under_way[0]
+        try:
+            yield number, oldest
+        finally:
+            with self._lock:
+                self._under_way.remove(number)
 
-    def next(self) -> tuple[Step, Any]:
-        """What has ended, and its value; waits for that."""
-        current.agent().wait_for(self._wanted)
-        with self._lock:
-            step, future = self._ended.popleft()
-            if not self._ended:
-                self._wanted = Future()
-        return step, future.wait()
+
+def _lead_on(context_id: int, parcels: Sequence[Parcel], gradients: dict[int, Sequence[Tensor | None]]) -> None:
+    """Run backward on this worker, from what it has given to the pipeline."""
+    got = [
+        (tensor, gradient)
+        for number, parcel in enumerate(parcels)
+        for tensor, gradient in zip(parcel.trained, gradients[number], strict=True)
+        if gradient is not None
+    ]
+    if got:
+        backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
+
+
+def _place_of(stage: nn.Module) -> RRef[nn.Module]:
+    return stage.module_rref if isinstance(stage, RemoteModule) else RRef(stage)
 
 
 def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
@@ -284,19 +272,3 @@ def _joined(parts: list[Any]) -> Any:
     return tree_unflatten(
         [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
     )
-
-
-# What runs on the workers of the stages. Where `value` is a reference, the worker fetches what it refers to.
-
-
-@known_as("Pipeline()")
-def _make_stage(module: RRef[nn.Module], following: RRef[Stage] | None, name: str) -> RRef[Stage]:
-    return RRef(Stage(module, following, name))
-
-
-@known_as("Pipeline.forward")
-def _run(stage: RRef[Stage], value: Tensor) -> Any:
-    return stage.local_value().run(value)
-
-
-runs_as(_run, lambda stage, *_: stage.local_value()._telegrad_runs("run"))

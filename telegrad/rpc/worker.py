@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from telegrad.group.stores import Place
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
 
+T = TypeVar("T")
 OpenRoots = Callable[[ReferenceTable, Sequence[Any]], Future[list[Tensor]]]
 
 
@@ -44,6 +46,16 @@ class Worker:
         self.agent = Agent(name, settings, address, lambda _: entered(self))
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
+        self._lock = threading.Lock()  # guards changes of _attached
+        self._attached: dict[Callable[[Agent], Any], Any] = {}
+
+    def attached(self, make: Callable[[Agent], T]) -> T:
+        """What a layer above keeps at this worker: made once, when it is first wanted."""
+        with self._lock:
+            if make not in self._attached:
+                self._attached[make] = make(self.agent)
+            found: T = self._attached[make]
+        return found
 
     def join(self, joined: Joined, place: Place, used: Iterable[int]) -> None:
         """Take part in a group, whose store is served at `place`; calls may touch the accelerators that are `used`."""

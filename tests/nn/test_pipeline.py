@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import telegrad.autograd as autograd
 from telegrad.errors import PeerError, TelegradWarning, UsageError
 from telegrad.nn import Pipeline, RemoteModule
+from telegrad.nn.schedule import SCHEDULES
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, remote, rpc_sync
 from tests.cluster import agents
@@ -48,7 +49,7 @@ def batch(size: int = 33) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 5, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunks", [1, 4, 40])
 def test_training_gives_the_numbers_of_the_whole(schedule: str, chunks: int) -> None:
     pipeline, model = spread(chunks=chunks, schedule=schedule), whole()
@@ -254,7 +255,7 @@ def test_a_worker_that_dies_ends_the_step() -> None:
 def test_what_cannot_be_a_pipeline() -> None:
     with pytest.raises(UsageError, match="at least one stage"):
         Pipeline([])
-    with pytest.raises(UsageError, match="'1f1b', 'gpipe', not 'zero'"):
+    with pytest.raises(UsageError, match="'gpipe', '1f1b', 'interleaved', 'zero-bubble', not 'zero'"):
         Pipeline([make_stage(0)], schedule="zero")
     with pytest.raises(UsageError, match="samples along their first dimension"):
         Pipeline([make_stage(0)])((torch.ones(3, 5), torch.ones(4, 5)))

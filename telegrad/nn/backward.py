@@ -1,0 +1,221 @@
+"""The backward of one stage for one micro-batch, by torch's own engine, as a whole or in two steps.
+
+What comes into a stage hangs on an `Entry`, whose gradients go back to where it came from. The engine is asked for
+them and for those of the leaves, so nothing touches `.grad`. In two steps it is asked for those of the entry first, and
+for those that come to each fork on the way, a node where a way to weights leaves that to the entry; then, from each
+fork, for those of its weights.
+
+Graphs that have more to them than the engine may decide on are run by a pass of `telegrad.autograd`: those that lead to
+other workers, and those with hooks on leaves, which shall see a whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd.byhand import is_function
+from telegrad.autograd.edges import edge_of, run_backward
+from telegrad.autograd.engine import KINDS, UNSHARED, holders
+from telegrad.autograd.gradients import Gradients
+from telegrad.autograd.schedule import PLAIN
+
+Node = Any
+
+
+class _Entry(torch.autograd.Function):
+    """What came into a stage. Its input is an empty leaf, so that a pass of `telegrad.autograd` comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, entry: Entry, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.entry.gradients = gradients
+        return None, None, None
+
+
+class Entry:
+    """Tensors that require gradients and have come into a stage, with a history that begins here."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors: Sequence[Tensor] = _Entry.apply(  # type: ignore[no-untyped-call]
+            torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors]
+        )
+        self.node: Node = self.tensors[0].grad_fn
+        self.edges = [GradientEdge(self.node, number) for number in range(len(tensors))]
+        self.gradients: Sequence[Tensor | None] = [None] * len(tensors)
+
+
+class _Exit(torch.autograd.Function):
+    """A root whose backward begins with gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)
+
+
+def root_of(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Where backward begins for outputs whose gradients are there."""
+    root: Tensor = _Exit.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+    return root
+
+
+class _Graph(NamedTuple):
+    """What a graph leads to, besides the entry."""
+
+    leaves: list[Node]
+    nodes: list[Node]  # all others, each behind those that it leads to
+    is_plain: bool  # torch's engine alone can run it
+
+
+def _look_through(starts: Iterable[Node], entry: Node | None) -> _Graph:
+    leaves: list[Node] = []
+    nodes: list[Node] = []
+    is_plain = True
+    seen = {None, entry}
+    stack = [(node, False) for node in starts]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            nodes.append(node)
+        elif node not in seen:
+            seen.add(node)
+            kind = KINDS.get(type(node))
+            if kind is None:
+                stack.append((node, True))
+                stack += [(following, False) for following, _ in node.next_functions]
+            elif kind(node) == PLAIN:
+                leaves.append(node)
+            else:
+                is_plain = False
+    return _Graph(leaves, nodes, is_plain)
+
+
+def _forks_of(graph: _Graph, entry: Node | None) -> tuple[set[Node], list[Node]]:
+    """Which nodes lead to the entry, and of these the ones where a way to weights leaves that."""
+    lead = set() if entry is None else {entry}
+    to_weights = set(graph.leaves)
+    forks = []
+    for node in graph.nodes:
+        following = {each for each, _ in node.next_functions}
+        aside = not to_weights.isdisjoint(following - lead)
+        if not lead.isdisjoint(following):
+            lead.add(node)
+            if aside:
+                forks.append(node)
+        elif aside:
+            to_weights.add(node)
+    return lead, forks
+
+
+class _Fork(NamedTuple):
+    """Where a backward of weights begins."""
+
+    edges: list[GradientEdge]
+    gradients: list[Tensor]
+    leaves: list[Node]
+
+
+class Backward:
+    """That of a stage and a micro-batch, once it has been forward."""
+
+    def __init__(
+        self, sums: Gradients, outputs: Sequence[Tensor], entry: Entry | None, general: Callable[[Tensor], None]
+    ) -> None:
+        """`outputs` are those that require gradients; `general` runs a pass of `telegrad.autograd` from a root.
+
+        The gradients of leaves are added to `sums`.
+        """
+        self.outputs = outputs
+        self._sums = sums
+        self._entry = entry
+        self._general = general
+        self._edges: list[GradientEdge] = []  # where it begins, with what
+        self._entering: list[Tensor] = []
+        self._forks: list[_Fork] = []  # for the second step
+
+    def run(self, gradients: Sequence[Tensor | None], in_steps: bool = False) -> Sequence[Tensor | None]:
+        """From the gradients of the outputs those of the entry, and those of leaves, `in_steps` maybe not yet."""
+        there = [(output, each) for output, each in zip(self.outputs, gradients, strict=True) if each is not None]
+        entry, self.outputs = self._entry, ()
+        if there:
+            outputs, self._entering = [output for output, _ in there], [gradient for _, gradient in there]
+            self._edges = list(map(edge_of, outputs))
+            graph = _look_through([edge.node for edge in self._edges], entry and entry.node)
+            if not graph.is_plain:
+                self._general(root_of(outputs, self._entering))
+            elif not (in_steps and self._run_first(graph)):
+                found = self._run(self._edges, self._entering, graph.leaves, entry.edges if entry is not None else [])
+                if entry is not None:
+                    entry.gradients = found
+        return entry.gradients if entry is not None else ()
+
+    def _run(
+        self, edges: list[GradientEdge], entering: list[Tensor], leaves: list[Node], others: list[GradientEdge]
+    ) -> Sequence[Tensor | None]:
+        """Add up what comes to leaves; what comes to the others."""
+        wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), *others]
+        if not wanted:
+            return ()
+        given = run_backward(edges, entering, wanted, False, False)
+        self._add(leaves, given)
+        return given[len(leaves) :]
+
+    def _add(self, leaves: list[Node], given: Sequence[Tensor | None]) -> None:
+        for leaf, gradient in zip(leaves, given, strict=False):
+            if gradient is not None:
+                shared = holders(gradient) > UNSHARED
+                self._sums.add(leaf.variable, gradient, False, shared)
+
+    # In two steps
+
+    def _run_first(self, graph: _Graph) -> bool:
+        """Take the first step, unless there cannot be two.
+
+        Nodes in Python are not run twice, and gradients of weights that several forks share cannot be told apart.
+        """
+        entry = self._entry
+        lead, nodes = _forks_of(graph, entry and entry.node)
+        roots = list(zip(self._edges, self._entering, strict=True))
+        apart = [(edge, gradient) for edge, gradient in roots if edge.node not in lead]
+        aside = [_look_through([each for each, _ in node.next_functions if each not in lead], None) for node in nodes]
+        alone = _look_through([edge.node for edge, _ in apart], None)
+        if any(map(is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
+            return False
+        if apart:
+            self._forks.append(_Fork([edge for edge, _ in apart], [gradient for _, gradient in apart], alone.leaves))
+        if entry is not None and len(apart) < len(roots):
+            edges = [[GradientEdge(node, number) for number in range(len(node._input_metadata))] for node in nodes]
+            wanted = [*entry.edges, *(edge for own in edges for edge in own)]
+            given = iter(run_backward(self._edges, self._entering, wanted, True, False))
+            entry.gradients = [next(given) for _ in entry.edges]
+            for own, weights in zip(edges, aside, strict=True):
+                came = [(edge, gradient) for edge in own if (gradient := next(given)) is not None]
+                self._forks.append(_Fork([edge for edge, _ in came], [each for _, each in came], weights.leaves))
+        return True
+
+    def run_weights(self) -> None:
+        """The second step, where there are two."""
+        forks, self._forks = self._forks, []
+        for fork in forks:
+            wanted = [*(GradientEdge(leaf, 0) for leaf in fork.leaves), *fork.edges]
+            given = run_backward(fork.edges, fork.gradients, wanted, True, False)
+            passed = given[len(fork.leaves) :]
+            if any(one is not other for one, other in zip(passed, fork.gradients, strict=True)):
+                # A hook of a tensor has changed, for the second time, what comes here: once more, from the beginning.
+                wanted = [GradientEdge(leaf, 0) for leaf in fork.leaves]
+                given = run_backward(self._edges, self._entering, wanted, True, False)
+            self._add(fork.leaves, given)

@@ -1,0 +1,71 @@
+"""A stage of a pipeline on its worker, and what comes into it and leaves it: values as parcels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from telegrad.errors import UsageError
+from telegrad.nn.remote_module import device_of, moved
+from telegrad.rpc import RRef
+from telegrad.rpc.turns import Turns
+from telegrad.wire.pickling import decode, encode
+
+
+class Stage:
+    """Micro-batches go through it one by one, as its module may keep state."""
+
+    def __init__(self, module: RRef[nn.Module], position: str) -> None:
+        self._module = module.local_value()
+        self.name = f"{position} of a Pipeline ({type(self._module).__name__})"
+        self._device = device_of(self._module)
+        self._turns = Turns()
+
+    def run(self, value: Any) -> Any:
+        with self._turns.taken():
+            return self._module(self.near(value))
+
+    def near(self, value: Any) -> Any:
+        """On the module's accelerator, if it has one: devices of workers need not lead to one another as stages do."""
+        return value if self._device is None or self._device.type in ("cpu", "meta") else moved(self._device, value)
+
+
+class Parcel(NamedTuple):
+    """A value with its tensors apart."""
+
+    body: bytes
+    tensors: Sequence[Tensor]
+    places: list[int]  # of those that require gradients
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that require gradients."""
+        return [self.tensors[place] for place in self.places]
+
+    def detached(self) -> Parcel:
+        """As it is sent: its gradients come back by number."""
+        return self._replace(tensors=[tensor.detach() for tensor in self.tensors])
+
+    def value(self, trained: Sequence[Tensor]) -> Any:
+        """With these in the places of those that require gradients."""
+        tensors = list(self.tensors)
+        for place, tensor in zip(self.places, trained, strict=True):
+            tensors[place] = tensor
+        return decode(self.body, tensors)
+
+
+def parcel(value: Any, same_program: bool) -> Parcel:
+    """`same_program`: it will be opened in a process that runs the same main program.
+
+    Raises:
+        UsageError: it holds references, which do not pass between stages.
+    """
+    body, tensors, references, _ = encode(value, same_program)
+    if references:
+        raise UsageError(
+            f"what passes between the stages of a Pipeline cannot hold references, as {references[0]!r}: "
+            "let the stage fetch what it refers to, with to_here()"
+        )
+    return Parcel(body, tensors, [place for place, tensor in enumerate(tensors) if tensor.requires_grad])

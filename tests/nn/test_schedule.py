@@ -1,0 +1,151 @@
+"""Schedules of pipelines: complete, free of deadlocks, as short and as small as the literature says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from telegrad.nn.agenda import Agenda, Arrival
+from telegrad.nn.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    SCHEDULES,
+    WEIGHTS,
+    Action,
+    Timeline,
+    plan,
+    simulate,
+    takes_turns,
+)
+
+WORLDS = 2_500  # of each schedule
+
+
+def around(stations: int, rounds: int = 1) -> tuple[int, ...]:
+    return tuple(range(stations)) * rounds
+
+
+def played(schedule: str, stations: tuple[int, ...], batches: int) -> Timeline:
+    return simulate(plan(schedule, stations, batches), stations, batches)
+
+
+@pytest.mark.parametrize("stations", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("batches", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_time_lost_is_that_of_the_literature(schedule: str, stations: int, batches: int) -> None:
+    found = played(schedule, around(stations), batches)
+    assert found.idle == pytest.approx((stations - 1) / (batches + stations - 1))
+
+
+@pytest.mark.parametrize(("stations", "rounds", "batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (3, 3, 6), (4, 1, 8)])
+def test_time_lost_where_stages_go_around(stations: int, rounds: int, batches: int) -> None:
+    found = played("interleaved", around(stations, rounds), batches)
+    assert found.idle == pytest.approx((stations - 1) / (rounds * batches + stations - 1))
+
+
+@pytest.mark.parametrize(("stations", "batches"), [(2, 2), (2, 9), (3, 8), (4, 4), (4, 8), (8, 20)])
+def test_time_lost_where_weights_come_later(stations: int, batches: int) -> None:
+    found = played("zero-bubble", around(stations), batches)
+    assert found.idle == pytest.approx((stations - 1) / (3 * batches + stations - 1))
+    assert found.length < played("1f1b", around(stations), batches).length
+
+
+def test_activations_that_are_kept() -> None:
+    assert played("gpipe", around(4), 8).kept == [8, 8, 8, 8]
+    assert played("1f1b", around(4), 8).kept == [4, 3, 2, 1]
+    assert played("1f1b", around(4), 2).kept == [2, 2, 2, 1]
+    assert played("zero-bubble", around(4), 8).kept == [4, 4, 4, 4]
+    assert played("interleaved", around(4, 2), 8).kept == [11, 9, 7, 5]
+
+
+def random_world(chance: random.Random, schedule: str) -> tuple[tuple[int, ...], int]:
+    """Stages on stations, in any order where the schedule allows that; and a number of micro-batches."""
+    batches = chance.randint(1, 16)
+    if schedule == "interleaved":
+        return around(chance.randint(1, 6), chance.randint(1, 4)), batches
+    count = chance.randint(1, 8)
+    drawn = [chance.randrange(count) for _ in range(count)]
+    numbers = {station: number for number, station in enumerate(dict.fromkeys(drawn))}
+    return tuple(numbers[station] for station in drawn), batches
+
+
+def check_complete(schedule: str, plans: list[list[Action]], stations: tuple[int, ...], batches: int) -> None:
+    kinds = [FORWARD, INPUT, WEIGHTS] if schedule == "zero-bubble" else [FORWARD, BACKWARD]
+    wanted = {
+        Action(kind, stage, batch) for kind in kinds for stage in range(len(stations)) for batch in range(batches)
+    }
+    planned = [action for own in plans for action in own]
+    assert len(planned) == len(wanted)
+    assert set(planned) == wanted
+    assert all(stations[action.stage] == station for station, own in enumerate(plans) for action in own)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_pipeline_comes_to_its_end_whatever_takes_how_long(schedule: str) -> None:
+    for seed in range(WORLDS):
+        chance = random.Random(seed)
+        stations, batches = random_world(chance, schedule)
+        plans = plan(schedule, stations, batches)
+        check_complete(schedule, plans, stations, batches)
+        found = simulate(plans, stations, batches, lambda _, chance=chance: chance.expovariate(1))  # type: ignore[misc]
+        ends = {span.action: span.end for own in found.spans for span in own}
+        for own in found.spans:
+            for span in own:
+                assert all(ends[needed] <= span.start for needed in needs(span.action, len(stations), schedule))
+
+
+def needs(action: Action, stages: int, schedule: str) -> list[Action]:
+    """What must have been done before."""
+    kind, stage, batch = action
+    back = INPUT if schedule == "zero-bubble" else BACKWARD
+    if kind == FORWARD:
+        return [Action(FORWARD, stage - 1, batch)] if stage else []
+    if kind == WEIGHTS:
+        return [Action(INPUT, stage, batch)]
+    behind = [Action(back, stage + 1, batch)] if stage < stages - 1 else []
+    return [Action(FORWARD, stage, batch), *behind]
+
+
+def test_inference_goes_forward_only() -> None:
+    for schedule in SCHEDULES:
+        plans = plan(schedule, around(3), 4, trains=False)
+        assert [len(own) for own in plans] == [4, 4, 4]
+        assert simulate(plans, around(3), 4).length == 6
+
+
+def test_stages_that_go_around() -> None:
+    assert takes_turns((0, 1, 2, 0, 1, 2))
+    assert takes_turns((0, 1))
+    assert not takes_turns((0, 1, 0))
+    assert not takes_turns((0, 1, 1, 0))
+    assert not takes_turns((0, 0, 1, 1))
+
+
+def test_an_agenda_waits_for_what_its_next_action_needs() -> None:
+    (own,) = (each for each in plan("1f1b", (0, 1, 2), 2) if each[0].stage == 1)
+    agenda = Agenda(own, 3)
+    onward: list[Arrival] = [(True, 1, 0), (True, 1, 1)]
+    back: list[Arrival] = [(False, 1, 0), (False, 1, 1)]
+    assert agenda.awaited() == onward[0]
+    agenda.come(back[0], "gradients")
+    agenda.come(onward[1], "second")
+    assert agenda.awaited() == onward[0]
+    agenda.come(onward[0], "first")
+    done = []
+    while agenda.awaited() is None and not agenda.done:
+        done.append(agenda.begin())
+    assert [what for _, what in done] == ["first", "second", "gradients"]
+    assert agenda.awaited() == back[1]
+    agenda.come(back[1], "more")
+    assert agenda.begin() == (Action(BACKWARD, 1, 1), "more")
+    assert agenda.done
+    assert agenda.awaited() is None
+
+
+def test_an_agenda_of_the_ends_waits_for_nobody() -> None:
+    agenda = Agenda(plan("zero-bubble", (0,), 3)[0], 1)
+    while not agenda.done:
+        assert agenda.awaited() is None
+        agenda.begin()
