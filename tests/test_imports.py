@@ -46,6 +46,8 @@ PURE = [
     "autograd/schedule.py",
     "autograd/passes.py",
     "nn/schedule.py",
+    "nn/ties.py",
+    "nn/agenda.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -31,6 +31,12 @@ class Gradients:
             self._sums, self._memory, self._added = {}, set(), set()
         del gone  # not under the lock: who finds it free may be the user's code
 
+    def take(self, leaf: Tensor) -> Tensor | None:
+        """The gradient of a leaf, which has none from here on."""
+        with self._lock:
+            self._added.discard(leaf)
+            return self._sums.pop(leaf, None)
+
     def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:
         """Add to the gradient of `leaf`, with a `graph` so that it can be differentiated again; the sum.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from telegrad.nn.schedule import FORWARD, WEIGHTS, Action
+from telegrad.nn.schedule import BACKWARD, FORWARD, INPUT, Action
+from telegrad.nn.ties import BORROW, COLLECT
 
-Arrival = tuple[bool, int, int]  # whether it came from the stage before, not from the one behind; stage, micro-batch
+Arrival = tuple[str, int, int]  # for which kind of action; of which stage, and micro-batch or tie
+
+_FOR = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT: BACKWARD, BORROW: BORROW, COLLECT: COLLECT}
 
 
 class Agenda:
@@ -21,15 +24,17 @@ class Agenda:
         self._arrived: dict[Arrival, Any] = {}
 
     def __repr__(self) -> str:
-        upcoming = f"next {self._actions[self._at]}" if not self.done else "done"
-        return f"<Agenda: {self._at} of {len(self._actions)} done, {upcoming}; {len(self._arrived)} arrivals wait>"
+        upcoming = (
+            "done" if self.done else "next {0.kind} of stage {0.stage}, {0.batch}".format(self._actions[self._at])
+        )
+        return f"<Agenda: {self._at} of {len(self._actions)}, {upcoming}; {len(self._arrived)} arrivals wait>"
 
     @property
     def done(self) -> bool:
         return self._at == len(self._actions)
 
     def come(self, arrival: Arrival, what: Any) -> None:
-        """Something has come from the stage before or behind."""
+        """Something has come that an action needs."""
         self._arrived[arrival] = what
 
     def awaited(self) -> Arrival | None:
@@ -47,7 +52,8 @@ class Agenda:
         return action, self._arrived.pop(needed) if needed is not None else None
 
     def _needed(self, action: Action) -> Arrival | None:
-        forward = action.kind == FORWARD
-        if action.kind == WEIGHTS or action.stage == (0 if forward else self._last):
+        """The first stage has its inputs, and the last begins its backward by itself."""
+        what = _FOR.get(action.kind)
+        if what is None or action.stage == {FORWARD: 0, BACKWARD: self._last}.get(what):
             return None
-        return forward, action.stage, action.batch
+        return what, action.stage, action.batch

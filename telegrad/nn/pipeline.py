@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
-from telegrad.agent.futures import Future
 from telegrad.autograd import backward
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.nn.backward import root_of
+from telegrad.nn.batches import Ends, Job, Numbers, Outcome
 from telegrad.nn.checks import gradients_are_lost, hint_at_context
+from telegrad.nn.crew import Crew, gather
 from telegrad.nn.losses import Loss, shares
+from telegrad.nn.microbatches import joined, sizes_of, split
 from telegrad.nn.remote_module import RemoteModule
-from telegrad.nn.schedule import INTERLEAVED, SCHEDULES, takes_turns
-from telegrad.nn.stage import Parcel, parcel
-from telegrad.nn.station import Ends, Job, Outcome, make_station, run_stage
-from telegrad.rpc import RRef, current, remote, rpc_async
-from telegrad.rpc.together import together
+from telegrad.nn.schedule import SCHEDULES
+from telegrad.nn.stage import Parcel
+from telegrad.nn.ties import Tie
+from telegrad.rpc import RRef, current
 
 
 class Pipeline(nn.Module):
@@ -39,7 +35,11 @@ class Pipeline(nn.Module):
 
     `pipeline(inputs)` gives the outputs, for a loss and a backward pass of one's own. `forward_backward` does all of a
     training step but the optimizer's, in the order of `schedule`: "1f1b", which keeps the activations of as many
-    micro-batches as there are stages, or "gpipe", which keeps those of all.
+    micro-batches as there are stages; "gpipe", which keeps those of all; "interleaved", for several stages on each
+    worker, in turn; or "zero-bubble", in which workers that would be idle compute the gradients of weights.
+
+    `tied` names parameters that are one, by stages and names: `[("0.embedding.weight", "2.head.weight")]`. The first of
+    them is trained; the others get its value before each batch, and their gradients are added to its own.
 
     The numbers are those of the model in one piece, but for modules that look across the batch: batch normalisation
     sees one micro-batch at a time.
@@ -50,6 +50,7 @@ class Pipeline(nn.Module):
         stages: Sequence[RemoteModule | RRef[nn.Module] | nn.Module],
         chunks: int = 8,
         schedule: str = "1f1b",
+        tied: Sequence[Sequence[str]] = (),
     ) -> None:
         super().__init__()
         if isinstance(stages, RemoteModule | RRef) or not isinstance(chunks, int):
@@ -63,44 +64,43 @@ class Pipeline(nn.Module):
         self.chunks = chunks
         self.schedule = schedule
         self.stages = nn.ModuleList(map(_as_module, stages))
-        self._batches = Batches()
-        self._connect()
+        self._ties = [tie for names in tied for tie in _ties_of(names, len(self.stages))]
+        self._numbers = Numbers()
+        self._crew: Crew | None = None
+        self._gather()
 
-    def _connect(self) -> None:
-        """Make the stations, one on each worker that has stages."""
-        owners = [_place_of(stage).owner() for stage in self.stages]
-        workers = list(dict.fromkeys(owner.name for owner in owners))
-        self._stations_of = tuple(workers.index(owner.name) for owner in owners)
-        if self.schedule == INTERLEAVED and not takes_turns(self._stations_of):
-            raise UsageError(
-                "an interleaved schedule wants the stages to go around all workers in turn, each with as many: "
-                f"w1, w2, w1, w2; these are on {', '.join(owner.name for owner in owners)}"
-            )
-        self._token = secrets.token_hex(8)
-        modules: dict[str, dict[int, RRef[nn.Module]]] = {worker: {} for worker in workers}
-        for number, (stage, owner) in enumerate(zip(self.stages, owners, strict=True)):
-            modules[owner.name][number] = _place_of(stage)
-        made = together(modules, lambda worker, own: rpc_async(worker, make_station, (self._token, own, len(owners))))
-        self._stations = [made[worker] for worker in workers]
-        self._workers = tuple((name, current.agent().identify(name).incarnation) for name in workers)
+    def replace(self, stage: int, module: RemoteModule | RRef[nn.Module] | nn.Module) -> None:
+        """Put another module in the place of a stage, as after a worker has died; from the next batch on.
+
+        Optimizers have parameters of the old one: make them anew, and load what a checkpoint has of both.
+        """
+        if not 0 <= stage < len(self.stages):
+            raise UsageError(f"this pipeline has the stages 0 to {len(self.stages) - 1}, and no stage {stage!r}")
+        self.stages[stage] = _as_module(module)
+        self._crew = None
+
+    def _gather(self) -> Crew:
+        """The stations, which are made where there are none."""
+        if self._crew is None:
+            self._crew = gather(list(map(_place_of, self.stages)), self.schedule, self._ties)
+        return self._crew
 
     @not_compiled
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
             hint_at_context("a pipeline")
-        parts = _split(inputs, self.chunks)
-        if not torch.is_grad_enabled() or entered_id() is None:
-            outcomes = self._play(Ends([self._parcel(0, part) for part in parts]), len(parts), trains=False)
-            return _joined(outcomes[self._stations_of[-1]].outputs)
-        return _joined([each.wait() for each in map(self._through, parts)])
-
-    def _through(self, value: Any) -> Future[Any]:
-        """Send a micro-batch through all stages, so that what comes out has a history that crosses workers."""
-        *before, last = enumerate(self._stations[station] for station in self._stations_of)
-        for stage, station in before:
-            value = remote(station.owner(), run_stage, (station, stage, value))
-        return rpc_async(last[1].owner(), run_stage, (last[1], last[0], value))
+        parts = split(inputs, self.chunks)
+        crew = self._gather()
+        if torch.is_grad_enabled() and entered_id() is not None:
+            if any(crew.ties):
+                raise UsageError(
+                    "gradients of weights that are tied across workers come together in forward_backward alone: use "
+                    "that, or call the pipeline inside of torch.no_grad()"
+                )
+            return joined([each.wait() for each in [crew.through(part) for part in parts]])
+        outcomes = self._play(crew, Ends([crew.parcel(0, part) for part in parts]), len(parts), trains=False)
+        return joined(outcomes[crew.stations_of[-1]].outputs)
 
     @not_compiled
     def forward_backward(
@@ -116,81 +116,27 @@ class Pipeline(nn.Module):
             UsageError: inputs and targets do not fit each other; the loss is no scalar, or not what `reduction` says.
             What a stage or the loss raised, with the worker's name.
         """
-        sizes = _sizes(inputs, targets, self.chunks)
+        sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
-        parts, targets = _split(inputs, self.chunks), _split(targets, self.chunks)
-        inputs_of, targets_of = [self._parcel(0, part) for part in parts], [self._parcel(-1, part) for part in targets]
-        ends = Ends([each.detached() for each in inputs_of], [each.detached() for each in targets_of], loss, weights)
-        context = current.conductor().contexts.find(context_id)
-        with context.entered():
-            outcomes = self._play(ends, len(parts), trains=True)
-        first, last = outcomes[self._stations_of[0]], outcomes[self._stations_of[-1]]
-        _lead_on(context_id, inputs_of, first.gradients)
-        _lead_on(context_id, targets_of, last.of_targets)
+        crew = self._gather()
+        own = [crew.parcel(0, part) for part in split(inputs, self.chunks)]
+        wanted = [crew.parcel(-1, part) for part in split(targets, self.chunks)]
+        ends = Ends([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
+        with current.conductor().contexts.find(context_id).entered():
+            outcomes = self._play(crew, ends, len(sizes), trains=True)
+        first, last = outcomes[crew.stations_of[0]], outcomes[crew.stations_of[-1]]
+        _lead_on(context_id, own, first.gradients)
+        _lead_on(context_id, wanted, last.of_targets)
         return torch.stack(last.losses).sum()
 
-    def _parcel(self, stage: int, value: Any) -> Parcel:
-        worker, _ = self._workers[self._stations_of[stage]]
-        return parcel(value, current.agent().shares_program(worker))
-
-    def _play(self, ends: Ends, batches: int, trains: bool) -> list[Outcome]:
+    def _play(self, crew: Crew, ends: Ends, batches: int, trains: bool) -> list[Outcome]:
         """Have all stations go through their plans, until all are through or one has failed."""
-        agent = current.agent()
-        with self._batches.begun() as (number, oldest):
-            job = Job((self._token, number), oldest, self.schedule, self._stations_of, self._workers, batches, trains)
-            limit = agent.timeout * batches * (1 + trains)
-            calls: list[Future[Any]] = []
-            errors: list[BaseException] = []
-
-            def check(future: torch.futures.Future[Any]) -> None:
-                try:
-                    future.wait()
-                except Exception as error:
-                    errors.append(error)
-                    if len(errors) == 1:
-                        self._stop(number)
-
-            for at, station in enumerate(self._stations):
-                inputs = ends.inputs if at == self._stations_of[0] else ()
-                own = ends._replace(inputs=inputs) if at == self._stations_of[-1] else Ends(inputs)
-                asked = "Pipeline.forward_backward" if trains else "Pipeline.forward"
-                calls.append(station._call_async("run", limit, (job, own), {}, asked))
-                calls[-1].add_done_callback(check)
-            senders = [name for name, _ in self._workers if name != agent.name]
-            for future in calls:
-                if not future.done():
-                    agent.wait_for(future, senders=senders)
-            if errors:
-                raise errors[0]
-            return [future.wait() for future in calls]
-
-    def _stop(self, number: int) -> None:
-        """A station has failed: the others need not go on."""
-        for station in self._stations:
-            station._call_async("stop", DEFAULT, (number,), {}, "Pipeline").heed()
-
-
-class Batches:
-    """The numbers of the batches that are under way."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below
-        self._last = 0
-        self._under_way: list[int] = []
-
-    @contextlib.contextmanager
-    def begun(self) -> Iterator[tuple[int, int]]:
-        """Inside, a batch is under way; its number, and that of the oldest one."""
-        with self._lock:
-            self._last += 1
-            number = self._last
-            self._under_way.append(number)
-            oldest = self._under_way[0]
-        try:
-            yield number, oldest
-        finally:
-            with self._lock:
-                self._under_way.remove(number)
+        with self._numbers.begun() as (number, oldest):
+            job = Job(
+                *((crew.pipeline, number), oldest, self.schedule, crew.stations_of, crew.workers),
+                *(tuple(crew.ties), batches, trains),
+            )
+            return crew.play(job, ends)
 
 
 def _lead_on(context_id: int, parcels: Sequence[Parcel], gradients: dict[int, Sequence[Tensor | None]]) -> None:
@@ -220,55 +166,22 @@ def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
     return stage
 
 
+def _ties_of(names: Sequence[str], count: int) -> list[Tie]:
+    """A parameter of one stage, and those of others that are the same."""
+    if isinstance(names, str) or len(names) < 2:
+        raise UsageError(
+            f"tied parameters are named together, not as {names!r}: tied=[('0.embedding.weight', '2.head.weight')]"
+        )
+    found = [name.partition(".") for name in names]
+    for name, (stage, _, rest) in zip(names, found, strict=True):
+        if not stage.isdigit() or int(stage) >= count or not rest:
+            raise UsageError(
+                f"{name!r} names no parameter of one of {count} stages: write the number of the stage, and the name "
+                "in it, such as '0.embedding.weight'"
+            )
+    (owner, _, own), *others = found
+    return [Tie(int(owner), own, int(stage), name) for stage, _, name in others]
+
+
 def _trains(stage: nn.Module) -> bool:
     return stage._trains if isinstance(stage, RemoteModule) else any(each.requires_grad for each in stage.parameters())
-
-
-# Parts of a batch
-
-
-def _split(batch: Any, chunks: int) -> list[Any]:
-    """The tensors in `batch` in parts of about the same size; what else is in it goes with each."""
-    leaves, form = tree_flatten(batch)
-    parts = min(chunks, max(_size(batch), 1))
-    cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
-    return [tree_unflatten(list(part), form) for part in zip(*cut, strict=True)]
-
-
-def _size(batch: Any) -> int:
-    """How many samples there are."""
-    shapes = [tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
-        raise UsageError(
-            "a batch consists of tensors with the samples along their first dimension, as many in each of them; "
-            f"these have the shapes {shapes}"
-        )
-    return shapes[0][0]
-
-
-def _sizes(inputs: Any, targets: Any, chunks: int) -> list[int]:
-    """How many samples there are in each micro-batch."""
-    size, wanted = _size(inputs), _size(targets)
-    sizes, of_targets = _cut(size, chunks), _cut(wanted, chunks)
-    fit = len(sizes) == len(of_targets) and all(
-        each * wanted == other * size for each, other in zip(sizes, of_targets, strict=True)
-    )
-    if not fit or not size:
-        raise UsageError(
-            f"{size} inputs and {wanted} targets cannot be cut into {chunks} micro-batches that belong together: "
-            "give a target for each input, and at least one"
-        )
-    return sizes
-
-
-def _cut(size: int, chunks: int) -> list[int]:
-    parts = max(min(chunks, size), 1)
-    return [size // parts + (number < size % parts) for number in range(parts)]
-
-
-def _joined(parts: list[Any]) -> Any:
-    leaves = [tree_flatten(part)[0] for part in parts]
-    form = tree_flatten(parts[0])[1]
-    return tree_unflatten(
-        [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)], form
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
@@ -26,6 +27,49 @@ class Stage:
     def run(self, value: Any) -> Any:
         with self._turns.taken():
             return self._module(self.near(value))
+
+    # Weights that stages share
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter, or what stands in the place of one that is borrowed."""
+        path, _, last = name.rpartition(".")
+        try:
+            found = getattr(self._module.get_submodule(path), last)
+        except AttributeError:
+            found = None
+        if not isinstance(found, Tensor):
+            names = ", ".join(name for name, _ in self._module.named_parameters())
+            raise UsageError(f"{self.name} has no parameter {name!r} that could be tied; it has {names}")
+        return found
+
+    def share_weight(self, name: str, weight: Tensor) -> None:
+        """Another stage of this worker has the same parameter."""
+        self._check_shape(name, weight)
+        path, _, last = name.rpartition(".")
+        setattr(self._module.get_submodule(path), last, weight)
+
+    def borrow_weight(self, name: str) -> None:
+        """From now on a parameter is another worker's: it is no parameter here, and gets gradients all the same."""
+        weight = self.weight(name)
+        path, _, last = name.rpartition(".")
+        holder = self._module.get_submodule(path)
+        if last in holder._parameters:
+            del holder._parameters[last]
+            holder.register_buffer(last, weight.detach().requires_grad_())
+
+    def set_weight(self, name: str, value: Tensor) -> None:
+        """What the owner has lent."""
+        self._check_shape(name, value)
+        with torch.no_grad():
+            self.weight(name).copy_(value)
+
+    def _check_shape(self, name: str, value: Tensor) -> None:
+        own = self.weight(name)
+        if own.shape != value.shape:
+            raise UsageError(
+                f"{self.name}: its parameter {name!r} has the shape {tuple(own.shape)}, and cannot be tied to one of "
+                f"{tuple(value.shape)}"
+            )
 
     def near(self, value: Any) -> Any:
         """On the module's accelerator, if it has one: devices of workers need not lead to one another as stages do."""

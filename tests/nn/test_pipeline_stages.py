@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +15,11 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
+from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
-from telegrad.nn.schedule import SCHEDULES
+from telegrad.nn.schedule import SCHEDULES, plan, simulate
 from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -111,6 +115,22 @@ class Hooked(nn.Module):
         return found
 
 
+class Observed(nn.Module):
+    """Has a hook that changes the gradient of a tensor on the way, and none on a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        middle = self.first(value)
+        if middle.requires_grad:
+            middle.register_hook(lambda gradient: gradient * 2)
+        found = self.second(middle)
+        assert isinstance(found, Tensor)
+        return found
+
+
 class Tied(nn.Module):
     """Uses one weight twice."""
 
@@ -153,7 +173,7 @@ class Squared(torch.autograd.Function):
         return value * weight * weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         value, weight = ctx.saved_tensors
         return gradient * weight * weight, (gradient * value * 2 * weight).sum(0)
 
@@ -184,6 +204,7 @@ STAGES: dict[str, list[Callable[[], nn.Module]]] = {
     "recomputed": [lambda: Recomputed(False)],
     "recomputed, reentrant": [lambda: Recomputed(True)],
     "hooks": [Hooked],
+    "a hook on the way": [Observed],
     "a weight used twice": [Tied],
     "nothing": [Same],
     "frozen": [Frozen],
@@ -243,3 +264,177 @@ def test_each_kind_of_stage_gives_the_numbers_of_one_process(kind: str, schedule
     own = [(kind, part, part) for part in range(len(STAGES[kind]))]
     model = [("plain", 0, 7), *own, ("plain", 0, 8)]
     trains_as_one_process(model, workers_of(len(model), schedule), schedule, 4, torch.optim.SGD, 3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_that_calls_other_workers_inside(schedule: str) -> None:
+    pipeline = Pipeline(
+        [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", calling, ("w3", 5)), made("plain", 0, 2)],
+        chunks=4,
+        schedule=schedule,
+    )
+    inner, own = filled_linear(5), calling_alone(5)
+    whole = nn.Sequential(made("plain", 0, 1), inner, own, made("plain", 0, 2))
+    inputs, targets = torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double()
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for _ in range(2):
+        with autograd.context() as context:
+            loss = pipeline.forward_backward(context, inputs, targets, mse_loss)
+            optimizer.step(context)
+        theirs.zero_grad()
+        wanted = mse_loss(whole(inputs), targets)
+        wanted.backward()
+        theirs.step()
+        assert torch.allclose(loss, wanted.detach(), rtol=1e-9)
+
+
+def calling(worker: str, seed: int) -> nn.Module:
+    module = Calling(worker, seed)
+    filled(module.layer, seed + 1)
+    return module
+
+
+def calling_alone(seed: int) -> nn.Module:
+    return filled(nn.Linear(WIDTH, WIDTH), seed + 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("workers", [["w1", "w2", "w0"], ["w1", "w1", "w1"], ["w1", "w2", "w1"]])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_tied_weights_are_one(schedule: str, workers: list[str], optimizer: Any) -> None:
+    if schedule == "interleaved" and workers == ["w1", "w2", "w1"]:
+        pytest.skip("the stages do not go around")
+    model = [("plain", 0, 1), ("plain", 0, 2), ("plain", 0, 3)]
+    whole = nn.Sequential(*(made(*form) for form in model))
+    whole.get_submodule("2.0").weight = whole.get_parameter("0.0.weight")
+    remote = [RemoteModule(worker, made, form) for worker, form in zip(workers, model, strict=True)]
+    pipeline = Pipeline(remote, chunks=4, schedule=schedule, tied=[("0.0.weight", "2.0.weight")])
+    ours, theirs = DistributedOptimizer.for_module(optimizer, pipeline, lr=0.05), optimizer(whole.parameters(), lr=0.05)
+    assert sum(len(group["param_names"]) for group in ours.param_groups) == len(list(whole.parameters()))
+    inputs, targets = torch.randn(16, WIDTH).double(), torch.randn(16, WIDTH).double()
+    for _ in range(4):
+        with autograd.context() as context:
+            pipeline.forward_backward(context, inputs, targets, mse_loss)
+            ours.step(context)
+        theirs.zero_grad()
+        mse_loss(whole(inputs), targets).backward()
+        theirs.step()
+    with torch.no_grad():
+        assert torch.allclose(pipeline(inputs), whole(inputs), rtol=1e-8)
+    state = pipeline.state_dict()
+    assert state.keys() == {f"stages.{name}" for name in whole.state_dict()}
+    assert torch.equal(state["stages.0.0.weight"], state["stages.2.0.weight"])
+
+
+def test_what_cannot_be_tied() -> None:
+    stages = [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", nn.Linear, (3, 3))]
+    for names, said in {
+        ("0.0.weight",): "named together",
+        ("0.0.weight", "2.weight"): "'2.weight' names no parameter of one of 2 stages",
+        ("0.0.weight", "1.wait"): "stage 2 of 2 of a Pipeline .Linear. has no parameter 'wait'.* it has weight, bias",
+    }.items():
+        with pytest.raises(UsageError, match=said):
+            Pipeline(stages, tied=[names])
+    with pytest.raises(UsageError, match=r"shape \(3, 3\), and cannot be tied to one of \(6, 6\)"):
+        Pipeline([made("plain", 0, 1), nn.Linear(3, 3)], tied=[("0.0.weight", "1.weight")])
+
+
+def test_inputs_and_targets_that_are_trained() -> None:
+    embedding, whole = nn.Embedding(10, WIDTH).double(), nn.Sequential(*(made("plain", 0, seed) for seed in (1, 2)))
+    pipeline = Pipeline(
+        [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", made, ("plain", 0, 2))], chunks=3
+    )
+    words, scale = torch.randint(10, (9,)), torch.randn(9, WIDTH).double().requires_grad_()
+    wanted = mse_loss(whole(embedding(words)), scale.exp())
+    wanted.backward()
+    with autograd.context() as context:
+        loss = pipeline.forward_backward(context, embedding(words), scale.exp(), mse_loss)
+        found = autograd.get_gradients(context)
+    assert torch.allclose(loss, wanted.detach())
+    assert embedding.weight.grad is not None
+    assert scale.grad is not None
+    assert torch.allclose(found[embedding.weight], embedding.weight.grad)
+    assert torch.allclose(found[scale], scale.grad)
+
+
+def test_gradients_add_up_over_batches_and_can_be_clipped() -> None:
+    last = made("plain", 0, 2)
+    pipeline, whole = Pipeline([RemoteModule("w1", made, ("plain", 0, 1)), last]), made("plain", 0, 2)
+    first = made("plain", 0, 1)
+    with autograd.context() as context:
+        for seed in range(3):
+            inputs = torch.full((4, WIDTH), 0.1 * seed).double()
+            pipeline.forward_backward(context, inputs, inputs, mse_loss)
+            mse_loss(whole(first(inputs)), inputs).backward()
+        found = autograd.get_gradients(context)
+        for one, other in zip(last.parameters(), whole.parameters(), strict=True):
+            assert other.grad is not None
+            assert torch.allclose(found[one], other.grad)
+
+
+class Noting(nn.Module):
+    """Knows of how many micro-batches the activations live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.living: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.most = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        kept = Kept()
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: (saved, kept), lambda packed: packed[0]):
+            found = self.layer(value)
+        self.living.add(kept)
+        self.most = max(self.most, len(self.living))
+        assert isinstance(found, Tensor)
+        return found
+
+
+class Kept:
+    """Lives as long as the activations of one micro-batch."""
+
+
+def most_living(module: RRef[Noting]) -> int:
+    return module.local_value().most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
+def test_a_stage_keeps_no_more_activations_than_its_schedule_says(schedule: str) -> None:
+    stages = [RemoteModule(worker, Noting) for worker in WORKERS]
+    pipeline = Pipeline(stages, chunks=9, schedule=schedule)
+    for _ in range(2):
+        gc.collect()
+        with autograd.context() as context:
+            inputs = torch.randn(18, WIDTH)
+            pipeline.forward_backward(context, inputs, inputs, mse_loss)
+    most = [rpc_sync(stage.module_rref.owner(), most_living, (stage.module_rref,)) for stage in stages]
+    assert most == simulate(plan(schedule, (0, 1, 2), 9), (0, 1, 2), 9).kept
+
+
+def test_autocast_holds_in_all_stages() -> None:
+    pipeline = Pipeline([RemoteModule("w1", nn.Linear, (WIDTH, WIDTH)), RemoteModule("w2", Types)], chunks=2)
+    inputs = torch.ones(4, WIDTH)
+    with autograd.context() as context, torch.autocast("cpu", torch.bfloat16):
+        pipeline.forward_backward(context, inputs, inputs, mse_loss)
+    assert rpc_sync("w2", types_seen, (pipeline.stages[1].module_rref,)) == {torch.bfloat16}
+    with torch.no_grad():
+        pipeline(inputs)
+    assert rpc_sync("w2", types_seen, (pipeline.stages[1].module_rref,)) == {torch.bfloat16, torch.float32}
+
+
+class Types(nn.Module):
+    """Notes the types of what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.seen.add(value.dtype)
+        return value
+
+
+def types_seen(module: RRef[Types]) -> set[torch.dtype]:
+    return module.local_value().seen
