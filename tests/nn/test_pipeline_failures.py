@@ -1,0 +1,190 @@
+"""Stages that raise, workers that die, and how a pipeline goes on."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import telegrad.autograd as autograd
+import telegrad.checkpoint as checkpoint
+from telegrad.errors import PeerError, UsageError
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.nn.batches import Ends, Job
+from telegrad.nn.schedule import SCHEDULES
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, rpc_sync
+from tests.cluster import group
+
+WIDTH = 4
+MORE_DEATHS = [
+    ("1f1b", ("forward", 0), 0),
+    ("gpipe", ("forward", 5), 2),
+    ("gpipe", ("backward", 0), 2),
+    ("1f1b", ("backward", 5), 0),
+]
+CHUNKS = 6
+
+
+class Failing(torch.autograd.Function):
+    """Does in one of its passes what its stage says."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, stage: Stage) -> Tensor:
+        ctx.stage = stage
+        ctx.number = stage.number
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.stage.fail_in("backward", ctx.number)
+        return gradient, None
+
+
+class Stage(nn.Module):
+    """A layer that fails where it is told to, once."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        chance = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.layer.parameters():
+                parameter.uniform_(-0.5, 0.5, generator=chance)
+        self.double()
+        self.number = 0
+        self.when: tuple[str, int] | None = None
+        self.dies = False
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.fail_in("forward", self.number)
+        found = Failing.apply(self.layer(value).tanh(), self)
+        self.number = (self.number + 1) % CHUNKS
+        assert isinstance(found, Tensor)
+        return found
+
+    def fail_in(self, what: str, number: int) -> None:
+        if self.when == (what, number):
+            self.when = None
+            self.number = 0
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError(f"no {what} of {number} today")
+
+
+def prepare(module: RRef[Stage], when: tuple[str, int], dies: bool) -> None:
+    module.local_value().when, module.local_value().dies, module.local_value().number = when, dies, 0
+
+
+def fails(stage: RemoteModule, *when: Any, dies: bool = False) -> None:
+    rpc_sync(stage.module_rref.owner(), prepare, (stage.module_rref, when, dies))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(12, WIDTH, generator=chance).double() for _ in range(2))  # type: ignore[return-value]
+
+
+def train(pipeline: Pipeline, optimizer: DistributedOptimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        with autograd.context() as context:
+            losses.append(pipeline.forward_backward(context, *batch(step), mse_loss).item())
+            optimizer.step(context)
+    return losses
+
+
+def alone(steps: int, stages: int) -> list[float]:
+    """What one process would compute."""
+    whole = nn.Sequential(*map(Stage, range(stages)))
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = mse_loss(whole(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("what", ["forward", "backward"])
+@pytest.mark.parametrize("number", [0, 3, CHUNKS - 1])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_that_raises_stops_all_and_the_next_batch_runs(
+    schedule: str, what: str, number: int, stage: int
+) -> None:
+    workers = ["w1", "w2", "w0"]
+    stages = [RemoteModule(worker, Stage, (seed,)) for seed, worker in enumerate(workers)]
+    pipeline = Pipeline(stages, chunks=CHUNKS, schedule=schedule)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+    fails(stages[stage], what, number)
+    said = rf"no {what} of {number} today[\s\S]*stage {stage + 1} of 3 of a Pipeline \(Stage\)"
+    with pytest.raises(ArithmeticError, match=said), autograd.context() as context:
+        pipeline.forward_backward(context, *batch(0), mse_loss)
+    for each in stages:
+        fails(each, "never", 0)
+    assert train(pipeline, optimizer, range(3)) == pytest.approx(alone(3, 3))
+
+
+def trained_through_a_death(folder: str, schedule: str, when: tuple[str, int], stage: int) -> tuple[list[float], float]:
+    """Train, lose the worker of a stage, put that elsewhere and go on; the losses, and how long the error took."""
+    names = ["worker1", "worker2", "worker3"]
+    stages = [RemoteModule(name, Stage, (seed,)) for seed, name in enumerate(names)]
+    pipeline = Pipeline(stages, chunks=CHUNKS, schedule=schedule)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+    losses = train(pipeline, optimizer, range(2))
+    checkpoint.save({"model": pipeline, "optimizer": optimizer}, folder)
+    fails(stages[stage], *when, dies=True)
+    start = time.perf_counter()
+    with pytest.raises(PeerError, match=names[stage]), autograd.context() as context:
+        pipeline.forward_backward(context, *batch(2), mse_loss)
+    taken = time.perf_counter() - start
+    pipeline.replace(stage, RemoteModule("worker0", Stage, (100,)))
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+    checkpoint.load({"model": pipeline, "optimizer": optimizer}, folder)
+    for left in set(range(3)) - {stage}:
+        fails(stages[left], "never", 0)
+    return losses + train(pipeline, optimizer, range(2, 5)), taken
+
+
+@pytest.mark.parametrize(
+    ("schedule", "when", "stage"),
+    [
+        ("1f1b", ("forward", 4), 1),
+        ("zero-bubble", ("backward", 3), 2),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE_DEATHS),
+    ],
+)
+def test_a_worker_that_dies_is_named_at_once_and_its_stage_goes_on_elsewhere(
+    tmp_path: pathlib.Path, schedule: str, when: tuple[str, int], stage: int
+) -> None:
+    with group(4) as workers:
+        losses, taken = workers[0].run(trained_through_a_death, str(tmp_path / "two"), schedule, when, stage)
+    assert losses == pytest.approx(alone(5, 3))
+    assert taken < 1
+
+
+@pytest.mark.usefixtures("here")
+def test_a_batch_that_was_stopped_before_it_came_does_not_begin() -> None:
+    stages = [RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))]
+    crew = Pipeline(stages, chunks=2)._gather()
+    job = Job((crew.pipeline, 1), 1, "1f1b", crew.stations_of, crew.workers, (), 2, False)
+    crew.stations[1]._call("stop", 5, (1,), {})
+    assert crew.stations[1]._call("run", 5, (job, Ends()), {}) is None
+
+
+@pytest.mark.usefixtures("here")
+def test_a_stage_that_is_not_there_cannot_be_replaced() -> None:
+    with pytest.raises(UsageError, match="stages 0 to 0, and no stage 1"):
+        Pipeline([Stage(0)]).replace(1, Stage(1))
