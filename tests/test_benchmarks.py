@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import timeline
+from benchmarks import schedules, timeline
 from benchmarks.command import RESULTS, choose
 from benchmarks.limits import LIMITS
 from benchmarks.peers.report import Line, beside
@@ -209,3 +209,10 @@ def test_a_program_that_fails_says_how(
     (tmp_path / "actors.py").write_text(program)
     with pytest.raises(Failed, match=story):
         ProgramSide("telegrad", 1).measure(PROGRAMS[-1]._replace(patience=2.0 if "hung" in story else 30.0))
+
+
+def test_the_table_of_schedules_is_that_of_the_simulation(tmp_path: pathlib.Path) -> None:
+    docs = pathlib.Path(__file__).parent.parent / "docs" / "pipelines.md"
+    assert schedules.table() in docs.read_text()
+    schedules.draw(str(tmp_path / "schedules.png"))
+    assert (tmp_path / "schedules.png").stat().st_size > 10_000

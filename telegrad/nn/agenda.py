@@ -8,7 +8,7 @@ from typing import Any
 from telegrad.nn.schedule import BACKWARD, FORWARD, INPUT, Action
 from telegrad.nn.ties import BORROW, COLLECT
 
-Arrival = tuple[str, int, int]  # for which kind of action; of which stage, and micro-batch or tie
+Need = tuple[str, int, int]  # for which kind of action; of which stage, and micro-batch or tie
 
 _FOR = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT: BACKWARD, BORROW: BORROW, COLLECT: COLLECT}
 
@@ -21,23 +21,23 @@ class Agenda:
         self._actions = actions
         self._last = stages - 1
         self._at = 0
-        self._arrived: dict[Arrival, Any] = {}
+        self._arrived: dict[Need, Any] = {}
 
     def __repr__(self) -> str:
         upcoming = (
             "done" if self.done else "next {0.kind} of stage {0.stage}, {0.batch}".format(self._actions[self._at])
         )
-        return f"<Agenda: {self._at} of {len(self._actions)}, {upcoming}; {len(self._arrived)} arrivals wait>"
+        return f"<Agenda: {self._at} of {len(self._actions)}, {upcoming}; {len(self._arrived)} deliveries wait>"
 
     @property
     def done(self) -> bool:
         return self._at == len(self._actions)
 
-    def come(self, arrival: Arrival, what: Any) -> None:
+    def come(self, need: Need, what: Any) -> None:
         """Something has come that an action needs."""
-        self._arrived[arrival] = what
+        self._arrived[need] = what
 
-    def awaited(self) -> Arrival | None:
+    def awaited(self) -> Need | None:
         """What the next action needs and is not there."""
         if self.done:
             return None
@@ -51,7 +51,7 @@ class Agenda:
         needed = self._needed(action)
         return action, self._arrived.pop(needed) if needed is not None else None
 
-    def _needed(self, action: Action) -> Arrival | None:
+    def _needed(self, action: Action) -> Need | None:
         """The first stage has its inputs, and the last begins its backward by itself."""
         what = _FOR.get(action.kind)
         if what is None or action.stage == {FORWARD: 0, BACKWARD: self._last}.get(what):

@@ -1,9 +1,9 @@
 """The backward of one stage for one micro-batch, by torch's own engine, as a whole or in two steps.
 
-What comes into a stage hangs on an `Entry`, whose gradients go back to where it came from. The engine is asked for
-them and for those of the leaves, so nothing touches `.grad`. In two steps it is asked for those of the entry first, and
-for those that come to each fork on the way, a node where a way to weights leaves that to the entry; then, from each
-fork, for those of its weights.
+What comes into a stage hangs on an `Inlet`, whose gradients go back to where it came from. The engine is asked for
+them and for those of the leaves, so nothing touches `.grad`. In two steps it is asked for those of the inlet first, and
+for those that come to each junction on the way, a node where a way to weights leaves that to the inlet; then, from each
+junction, for those of its weights.
 
 Graphs that have more to them than the engine may decide on are run by a pass of `telegrad.autograd`: those that lead to
 other workers, and those with hooks on leaves, which shall see a whole gradient.
@@ -27,26 +27,26 @@ from telegrad.autograd.schedule import PLAIN
 Node = Any
 
 
-class _Entry(torch.autograd.Function):
+class _Inlet(torch.autograd.Function):
     """What came into a stage. Its input is an empty leaf, so that a pass of `telegrad.autograd` comes here."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entry: Entry, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        ctx.entry = entry
+    def forward(ctx: Any, anchor: Tensor, inlet: Inlet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.inlet = inlet
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.entry.gradients = gradients
+        ctx.inlet.gradients = gradients
         return None, None, None
 
 
-class Entry:
+class Inlet:
     """Tensors that require gradients and have come into a stage, with a history that begins here."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors: Sequence[Tensor] = _Entry.apply(  # type: ignore[no-untyped-call]
+        self.tensors: Sequence[Tensor] = _Inlet.apply(  # type: ignore[no-untyped-call]
             torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors]
         )
         self.node: Node = self.tensors[0].grad_fn
@@ -54,7 +54,7 @@ class Entry:
         self.gradients: Sequence[Tensor | None] = [None] * len(tensors)
 
 
-class _Exit(torch.autograd.Function):
+class _Outlet(torch.autograd.Function):
     """A root whose backward begins with gradients that are there already."""
 
     @staticmethod
@@ -69,23 +69,23 @@ class _Exit(torch.autograd.Function):
 
 def root_of(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """Where backward begins for outputs whose gradients are there."""
-    root: Tensor = _Exit.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+    root: Tensor = _Outlet.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
     return root
 
 
 class _Graph(NamedTuple):
-    """What a graph leads to, besides the entry."""
+    """What a graph leads to, besides the inlet."""
 
     leaves: list[Node]
     nodes: list[Node]  # all others, each behind those that it leads to
     is_plain: bool  # torch's engine alone can run it
 
 
-def _look_through(starts: Iterable[Node], entry: Node | None) -> _Graph:
+def _look_through(starts: Iterable[Node], inlet: Node | None) -> _Graph:
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
-    seen = {None, entry}
+    seen = {None, inlet}
     stack = [(node, False) for node in starts]
     while stack:
         node, left = stack.pop()
@@ -104,24 +104,24 @@ def _look_through(starts: Iterable[Node], entry: Node | None) -> _Graph:
     return _Graph(leaves, nodes, is_plain)
 
 
-def _forks_of(graph: _Graph, entry: Node | None) -> tuple[set[Node], list[Node]]:
-    """Which nodes lead to the entry, and of these the ones where a way to weights leaves that."""
-    lead = set() if entry is None else {entry}
+def _junctions_of(graph: _Graph, inlet: Node | None) -> tuple[set[Node], list[Node]]:
+    """Which nodes lead to the inlet, and of these the ones where a way to weights leaves that."""
+    lead = set() if inlet is None else {inlet}
     to_weights = set(graph.leaves)
-    forks = []
+    junctions = []
     for node in graph.nodes:
         following = {each for each, _ in node.next_functions}
         aside = not to_weights.isdisjoint(following - lead)
         if not lead.isdisjoint(following):
             lead.add(node)
             if aside:
-                forks.append(node)
+                junctions.append(node)
         elif aside:
             to_weights.add(node)
-    return lead, forks
+    return lead, junctions
 
 
-class _Fork(NamedTuple):
+class _Junction(NamedTuple):
     """Where a backward of weights begins."""
 
     edges: list[GradientEdge]
@@ -133,7 +133,7 @@ class Backward:
     """That of a stage and a micro-batch, once it has been forward."""
 
     def __init__(
-        self, sums: Gradients, outputs: Sequence[Tensor], entry: Entry | None, general: Callable[[Tensor], None]
+        self, sums: Gradients, outputs: Sequence[Tensor], inlet: Inlet | None, general: Callable[[Tensor], None]
     ) -> None:
         """`outputs` are those that require gradients; `general` runs a pass of `telegrad.autograd` from a root.
 
@@ -141,27 +141,27 @@ class Backward:
         """
         self.outputs = outputs
         self._sums = sums
-        self._entry = entry
+        self._inlet = inlet
         self._general = general
         self._edges: list[GradientEdge] = []  # where it begins, with what
         self._entering: list[Tensor] = []
-        self._forks: list[_Fork] = []  # for the second step
+        self._junctions: list[_Junction] = []  # for the second step
 
     def run(self, gradients: Sequence[Tensor | None], in_steps: bool = False) -> Sequence[Tensor | None]:
-        """From the gradients of the outputs those of the entry, and those of leaves, `in_steps` maybe not yet."""
+        """From the gradients of the outputs those of the inlet, and those of leaves, `in_steps` maybe not yet."""
         there = [(output, each) for output, each in zip(self.outputs, gradients, strict=True) if each is not None]
-        entry, self.outputs = self._entry, ()
+        inlet, self.outputs = self._inlet, ()
         if there:
             outputs, self._entering = [output for output, _ in there], [gradient for _, gradient in there]
             self._edges = list(map(edge_of, outputs))
-            graph = _look_through([edge.node for edge in self._edges], entry and entry.node)
+            graph = _look_through([edge.node for edge in self._edges], inlet and inlet.node)
             if not graph.is_plain:
                 self._general(root_of(outputs, self._entering))
             elif not (in_steps and self._run_first(graph)):
-                found = self._run(self._edges, self._entering, graph.leaves, entry.edges if entry is not None else [])
-                if entry is not None:
-                    entry.gradients = found
-        return entry.gradients if entry is not None else ()
+                found = self._run(self._edges, self._entering, graph.leaves, inlet.edges if inlet is not None else [])
+                if inlet is not None:
+                    inlet.gradients = found
+        return inlet.gradients if inlet is not None else ()
 
     def _run(
         self, edges: list[GradientEdge], entering: list[Tensor], leaves: list[Node], others: list[GradientEdge]
@@ -185,10 +185,10 @@ class Backward:
     def _run_first(self, graph: _Graph) -> bool:
         """Take the first step, unless there cannot be two.
 
-        Nodes in Python are not run twice, and gradients of weights that several forks share cannot be told apart.
+        Nodes in Python are not run twice, and gradients of weights that several junctions share cannot be told apart.
         """
-        entry = self._entry
-        lead, nodes = _forks_of(graph, entry and entry.node)
+        inlet = self._inlet
+        lead, nodes = _junctions_of(graph, inlet and inlet.node)
         roots = list(zip(self._edges, self._entering, strict=True))
         apart = [(edge, gradient) for edge, gradient in roots if edge.node not in lead]
         aside = [_look_through([each for each, _ in node.next_functions if each not in lead], None) for node in nodes]
@@ -196,26 +196,30 @@ class Backward:
         if any(map(is_function, nodes)) or sum(len(each.leaves) for each in (*aside, alone)) > len(graph.leaves):
             return False
         if apart:
-            self._forks.append(_Fork([edge for edge, _ in apart], [gradient for _, gradient in apart], alone.leaves))
-        if entry is not None and len(apart) < len(roots):
+            self._junctions.append(
+                _Junction([edge for edge, _ in apart], [gradient for _, gradient in apart], alone.leaves)
+            )
+        if inlet is not None and len(apart) < len(roots):
             edges = [[GradientEdge(node, number) for number in range(len(node._input_metadata))] for node in nodes]
-            wanted = [*entry.edges, *(edge for own in edges for edge in own)]
+            wanted = [*inlet.edges, *(edge for own in edges for edge in own)]
             given = iter(run_backward(self._edges, self._entering, wanted, True, False))
-            entry.gradients = [next(given) for _ in entry.edges]
+            inlet.gradients = [next(given) for _ in inlet.edges]
             for own, weights in zip(edges, aside, strict=True):
                 came = [(edge, gradient) for edge in own if (gradient := next(given)) is not None]
-                self._forks.append(_Fork([edge for edge, _ in came], [each for _, each in came], weights.leaves))
+                self._junctions.append(
+                    _Junction([edge for edge, _ in came], [each for _, each in came], weights.leaves)
+                )
         return True
 
     def run_weights(self) -> None:
         """The second step, where there are two."""
-        forks, self._forks = self._forks, []
-        for fork in forks:
-            wanted = [*(GradientEdge(leaf, 0) for leaf in fork.leaves), *fork.edges]
-            given = run_backward(fork.edges, fork.gradients, wanted, True, False)
-            passed = given[len(fork.leaves) :]
-            if any(one is not other for one, other in zip(passed, fork.gradients, strict=True)):
+        junctions, self._junctions = self._junctions, []
+        for junction in junctions:
+            wanted = [*(GradientEdge(leaf, 0) for leaf in junction.leaves), *junction.edges]
+            given = run_backward(junction.edges, junction.gradients, wanted, True, False)
+            passed = given[len(junction.leaves) :]
+            if any(one is not other for one, other in zip(passed, junction.gradients, strict=True)):
                 # A hook of a tensor has changed, for the second time, what comes here: once more, from the beginning.
-                wanted = [GradientEdge(leaf, 0) for leaf in fork.leaves]
+                wanted = [GradientEdge(leaf, 0) for leaf in junction.leaves]
                 given = run_backward(self._edges, self._entering, wanted, True, False)
-            self._add(fork.leaves, given)
+            self._add(junction.leaves, given)

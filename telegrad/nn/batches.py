@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad.nn.agenda import Arrival
+from telegrad.nn.agenda import Need
 from telegrad.nn.losses import Loss
 from telegrad.nn.schedule import FORWARD
-from telegrad.nn.stage import Parcel
+from telegrad.nn.stage import Bundle
 from telegrad.nn.ties import Tie
 
 _NOTHING = -1  # among `places`
@@ -35,13 +35,13 @@ class Job(NamedTuple):
 class Ends(NamedTuple):
     """What the driver gives to the first station and to the last one, for each micro-batch."""
 
-    inputs: Sequence[Parcel] = ()
-    targets: Sequence[Parcel] = ()
+    inputs: Sequence[Bundle] = ()
+    targets: Sequence[Bundle] = ()
     loss: Loss | None = None
     weights: Sequence[float] = ()
 
 
-class Outcome(NamedTuple):
+class Product(NamedTuple):
     """What a station gives back to the driver."""
 
     losses: list[Tensor]
@@ -54,30 +54,30 @@ class Delivery(NamedTuple):
     """What a station needs for an action: the value that a stage takes, or tensors, or that there are none."""
 
     batch: BatchId
-    arrival: Arrival
+    need: Need
     body: bytes
     places: list[int]  # of a value: those of the tensors that require gradients; else, for each, which of `tensors`
     tensors: Sequence[Tensor] = ()
 
     def opened(self) -> Any:
-        """A parcel, or tensors with None where there is none."""
-        if self.arrival[0] == FORWARD:
-            return Parcel(self.body, self.tensors, self.places)
+        """A bundle, or tensors with None where there is none."""
+        if self.need[0] == FORWARD:
+            return Bundle(self.body, self.tensors, self.places)
         return [None if place == _NOTHING else self.tensors[place] for place in self.places]
 
 
-def with_value(batch: BatchId, arrival: Arrival, parcel: Parcel) -> Delivery:
+def with_value(batch: BatchId, need: Need, bundle: Bundle) -> Delivery:
     """A delivery of what a stage takes."""
-    body, tensors, places = parcel.detached()
-    return Delivery(batch, arrival, body, places, tensors)
+    body, tensors, places = bundle.detached()
+    return Delivery(batch, need, body, places, tensors)
 
 
-def with_tensors(batch: BatchId, arrival: Arrival, given: Sequence[Tensor | None]) -> Delivery:
+def with_tensors(batch: BatchId, need: Need, given: Sequence[Tensor | None]) -> Delivery:
     """A delivery of gradients, or of a weight."""
     tensors = [each for each in given if each is not None]
     numbers = iter(range(len(tensors)))
     places = [_NOTHING if each is None else next(numbers) for each in given]
-    return Delivery(batch, arrival, b"", places, tensors)
+    return Delivery(batch, need, b"", places, tensors)
 
 
 class Numbers:

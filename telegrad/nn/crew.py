@@ -12,9 +12,9 @@ from torch import nn
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.errors import UsageError
-from telegrad.nn.batches import Ends, Job, Outcome
+from telegrad.nn.batches import Ends, Job, Product
 from telegrad.nn.schedule import INTERLEAVED, takes_turns
-from telegrad.nn.stage import Parcel, parcel
+from telegrad.nn.stage import Bundle, bundled
 from telegrad.nn.station import Station, make_station, run_stage
 from telegrad.nn.ties import Tie
 from telegrad.rpc import RRef, current, remote, rpc_async
@@ -30,10 +30,10 @@ class Crew(NamedTuple):
     workers: tuple[tuple[str, str], ...]  # of each station, and which incarnation
     ties: list[Tie]  # across workers
 
-    def parcel(self, stage: int, value: Any) -> Parcel:
+    def bundled(self, stage: int, value: Any) -> Bundle:
         """A value for a stage."""
         worker, _ = self.workers[self.stations_of[stage]]
-        return parcel(value, current.agent().shares_program(worker))
+        return bundled(value, current.agent().shares_program(worker))
 
     def through(self, value: Any) -> Future[Any]:
         """Send a micro-batch through all stages, so that what comes out has a history that crosses workers."""
@@ -42,7 +42,7 @@ class Crew(NamedTuple):
             value = remote(station.owner(), run_stage, (station, stage, value))
         return rpc_async(last[1].owner(), run_stage, (last[1], last[0], value))
 
-    def play(self, job: Job, ends: Ends) -> list[Outcome]:
+    def play(self, job: Job, ends: Ends) -> list[Product]:
         """Have all go through a batch; what each gives back, or the error of the first that fails."""
         agent = current.agent()
         errors: list[Exception] = []
@@ -70,7 +70,7 @@ class Crew(NamedTuple):
             raise errors[0]
         return [future.wait() for future in calls]
 
-    def _begin(self, job: Job, ends: Ends, at: int) -> Future[Outcome]:
+    def _begin(self, job: Job, ends: Ends, at: int) -> Future[Product]:
         inputs = ends.inputs if at == self.stations_of[0] else ()
         own = ends._replace(inputs=inputs) if at == self.stations_of[-1] else Ends(inputs)
         limit = current.agent().timeout * job.batches * (1 + job.trains)

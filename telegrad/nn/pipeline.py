@@ -13,14 +13,14 @@ from telegrad.autograd import backward
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.nn.backward import root_of
-from telegrad.nn.batches import Ends, Job, Numbers, Outcome
+from telegrad.nn.batches import Ends, Job, Numbers, Product
 from telegrad.nn.checks import gradients_are_lost, hint_at_context
 from telegrad.nn.crew import Crew, gather
 from telegrad.nn.losses import Loss, shares
 from telegrad.nn.microbatches import joined, sizes_of, split
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.schedule import SCHEDULES
-from telegrad.nn.stage import Parcel
+from telegrad.nn.stage import Bundle
 from telegrad.nn.ties import Tie
 from telegrad.rpc import RRef, current
 
@@ -99,8 +99,8 @@ class Pipeline(nn.Module):
                     "that, or call the pipeline inside of torch.no_grad()"
                 )
             return joined([each.wait() for each in [crew.through(part) for part in parts]])
-        outcomes = self._play(crew, Ends([crew.parcel(0, part) for part in parts]), len(parts), trains=False)
-        return joined(outcomes[crew.stations_of[-1]].outputs)
+        products = self._play(crew, Ends([crew.bundled(0, part) for part in parts]), len(parts), trains=False)
+        return joined(products[crew.stations_of[-1]].outputs)
 
     @not_compiled
     def forward_backward(
@@ -119,17 +119,17 @@ class Pipeline(nn.Module):
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
         crew = self._gather()
-        own = [crew.parcel(0, part) for part in split(inputs, self.chunks)]
-        wanted = [crew.parcel(-1, part) for part in split(targets, self.chunks)]
+        own = [crew.bundled(0, part) for part in split(inputs, self.chunks)]
+        wanted = [crew.bundled(-1, part) for part in split(targets, self.chunks)]
         ends = Ends([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
         with current.conductor().contexts.find(context_id).entered():
-            outcomes = self._play(crew, ends, len(sizes), trains=True)
-        first, last = outcomes[crew.stations_of[0]], outcomes[crew.stations_of[-1]]
+            products = self._play(crew, ends, len(sizes), trains=True)
+        first, last = products[crew.stations_of[0]], products[crew.stations_of[-1]]
         _lead_on(context_id, own, first.gradients)
         _lead_on(context_id, wanted, last.of_targets)
         return torch.stack(last.losses).sum()
 
-    def _play(self, crew: Crew, ends: Ends, batches: int, trains: bool) -> list[Outcome]:
+    def _play(self, crew: Crew, ends: Ends, batches: int, trains: bool) -> list[Product]:
         """Have all stations go through their plans, until all are through or one has failed."""
         with self._numbers.begun() as (number, oldest):
             job = Job(
@@ -139,12 +139,12 @@ class Pipeline(nn.Module):
             return crew.play(job, ends)
 
 
-def _lead_on(context_id: int, parcels: Sequence[Parcel], gradients: dict[int, Sequence[Tensor | None]]) -> None:
+def _lead_on(context_id: int, bundles: Sequence[Bundle], gradients: dict[int, Sequence[Tensor | None]]) -> None:
     """Run backward on this worker, from what it has given to the pipeline."""
     got = [
         (tensor, gradient)
-        for number, parcel in enumerate(parcels)
-        for tensor, gradient in zip(parcel.trained, gradients[number], strict=True)
+        for number, bundle in enumerate(bundles)
+        for tensor, gradient in zip(bundle.trained, gradients[number], strict=True)
         if gradient is not None
     ]
     if got:

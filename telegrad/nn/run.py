@@ -23,11 +23,11 @@ from telegrad.autograd import backward
 from telegrad.autograd.api import check_root
 from telegrad.autograd.record import AutogradContext
 from telegrad.nn.agenda import Agenda
-from telegrad.nn.backward import Backward, Entry
-from telegrad.nn.batches import Delivery, Ends, Job, Outcome, with_tensors, with_value
+from telegrad.nn.backward import Backward, Inlet
+from telegrad.nn.batches import Delivery, Ends, Job, Product, with_tensors, with_value
 from telegrad.nn.losses import check_scalar
 from telegrad.nn.schedule import BACKWARD, FORWARD, INPUT, WEIGHTS, Action, plan
-from telegrad.nn.stage import Parcel, Stage, parcel
+from telegrad.nn.stage import Bundle, Stage, bundled
 from telegrad.nn.ties import BORROW, COLLECT, LEND, RETURN, with_ties
 from telegrad.rpc import current
 from telegrad.wire.messages import INFERENCE, NO_GRAD
@@ -43,7 +43,7 @@ class Run:
     ) -> None:
         """Made by the thread that runs the driver's call. `short`: actions are expected not to take long."""
         self.job = job
-        self.outcome: Future[Outcome | None] = Future()  # None: it was stopped
+        self.outcome: Future[Product | None] = Future()  # None: it was stopped
         self.short = short
         self._agent = agent
         self._stages = stages
@@ -54,7 +54,7 @@ class Run:
         self._setting = _setting_here(self._context)
         # Of the thread that is at it:
         self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and how many of the gradients go back
-        self._result = Outcome([], [], {}, {})
+        self._result = Product([], [], {}, {})
         self._doing = next(iter(stages.values())).name
         self._lock = threading.Lock()  # guards all below
         plans = plan(job.schedule, job.stations, job.batches, job.trains)
@@ -78,13 +78,13 @@ class Run:
         """Do what can be done; `early` came before."""
         with self._lock:
             for delivery in early:
-                self._agenda.come(delivery.arrival, delivery.opened())
+                self._agenda.come(delivery.need, delivery.opened())
         self._go_on()
 
     def take(self, delivery: Delivery) -> None:
         """Something has come."""
         with self._lock:
-            self._agenda.come(delivery.arrival, delivery.opened())
+            self._agenda.come(delivery.need, delivery.opened())
         self._go_on()
 
     def _go_on(self) -> None:
@@ -132,7 +132,7 @@ class Run:
 
     # Forward
 
-    def _infer(self, stage: Stage, action: Action, given: Parcel) -> None:
+    def _infer(self, stage: Stage, action: Action, given: Bundle) -> None:
         with self._setting():
             output = stage.run(given.value(given.trained))
         if self._is_last(action):
@@ -140,11 +140,11 @@ class Run:
         else:
             self._send_on(action, output)
 
-    def _train(self, stage: Stage, action: Action, given: Parcel) -> None:
+    def _train(self, stage: Stage, action: Action, given: Bundle) -> None:
         targets = self._ends.targets[action.batch] if self._is_last(action) else None
         came = [*given.trained, *(targets.trained if targets is not None else ())]
-        entry = Entry(came) if came else None
-        tensors = entry.tensors if entry is not None else ()
+        inlet = Inlet(came) if came else None
+        tensors = inlet.tensors if inlet is not None else ()
         count = len(given.places)
         with self._setting():
             output = stage.run(given.value(tensors[:count]))
@@ -152,7 +152,7 @@ class Run:
                 loss = self._loss(output, stage.near(targets.value(tensors[count:])), self._ends.weights[action.batch])
         trained = [loss] if targets is not None else self._send_on(action, output)
         assert self._context is not None
-        made = Backward(self._context.gradients, trained, entry, partial(backward, self._context.id))
+        made = Backward(self._context.gradients, trained, inlet, partial(backward, self._context.id))
         self._backwards[action.stage, action.batch] = made, count
 
     def _loss(self, output: Any, targets: Any, weight: float) -> Tensor:
@@ -168,7 +168,7 @@ class Run:
     def _send_on(self, action: Action, output: Any) -> list[Tensor]:
         """Pass on what a stage gave; the tensors whose gradients come back."""
         name, _ = self.job.workers[self.job.stations[action.stage + 1]]
-        made = parcel(output, self._agent.shares_program(name))
+        made = bundled(output, self._agent.shares_program(name))
         self._send(with_value(self.job.id, (FORWARD, action.stage + 1, action.batch), made))
         if not made.places:
             with self._lock:
@@ -176,11 +176,11 @@ class Run:
         return made.trained
 
     def _send(self, delivery: Delivery) -> None:
-        kind, stage, _ = delivery.arrival
+        kind, stage, _ = delivery.need
         station = self.job.stations[stage]
         if station == self._here:
             with self._lock:
-                self._agenda.come(delivery.arrival, delivery.opened())
+                self._agenda.come(delivery.need, delivery.opened())
         else:
             name, incarnation = self.job.workers[station]
             message, tensors = delivery._replace(tensors=()), delivery.tensors

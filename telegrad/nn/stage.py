@@ -1,4 +1,4 @@
-"""A stage of a pipeline on its worker, and what comes into it and leaves it: values as parcels."""
+"""A stage of a pipeline on its worker, and what comes into it and leaves it: values as bundles."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Stage:
         return value if self._device is None or self._device.type in ("cpu", "meta") else moved(self._device, value)
 
 
-class Parcel(NamedTuple):
+class Bundle(NamedTuple):
     """A value with its tensors apart."""
 
     body: bytes
@@ -88,7 +88,7 @@ class Parcel(NamedTuple):
         """The tensors that require gradients."""
         return [self.tensors[place] for place in self.places]
 
-    def detached(self) -> Parcel:
+    def detached(self) -> Bundle:
         """As it is sent: its gradients come back by number."""
         return self._replace(tensors=[tensor.detach() for tensor in self.tensors])
 
@@ -100,7 +100,7 @@ class Parcel(NamedTuple):
         return decode(self.body, tensors)
 
 
-def parcel(value: Any, same_program: bool) -> Parcel:
+def bundled(value: Any, same_program: bool) -> Bundle:
     """`same_program`: it will be opened in a process that runs the same main program.
 
     Raises:
@@ -112,4 +112,4 @@ def parcel(value: Any, same_program: bool) -> Parcel:
             f"what passes between the stages of a Pipeline cannot hold references, as {references[0]!r}: "
             "let the stage fetch what it refers to, with to_here()"
         )
-    return Parcel(body, tensors, [place for place, tensor in enumerate(tensors) if tensor.requires_grad])
+    return Bundle(body, tensors, [place for place, tensor in enumerate(tensors) if tensor.requires_grad])

@@ -42,7 +42,7 @@ class Station:
         return f"<Station of {', '.join(stage.name for stage in self.stages.values())}: {list(self._runs.values())}>"
 
     def run(self, job: Job, ends: Ends) -> Later:
-        """Go through the plan for a batch; gives an `Outcome` in the end."""
+        """Go through the plan for a batch; gives an `Product` in the end."""
         number = job.id[1]
         run = Run(self._agent, self.stages, job, ends, self._short, lambda: self._end(number))
         with self._lock:

@@ -23,7 +23,6 @@ from telegrad.rpc import RRef, rpc_sync
 
 pytestmark = pytest.mark.usefixtures("here")
 
-WORKERS = ["w1", "w2", "w0"]
 WIDTH = 6
 
 
@@ -254,8 +253,8 @@ def trains_as_one_process(
 
 def workers_of(count: int, schedule: str) -> list[str]:
     """Some of which have several stages; in turn where the schedule wants that."""
-    own = WORKERS[: 2 if count % 2 == 0 else 3] if schedule == "interleaved" and count % len(WORKERS) else WORKERS
-    return (own * count)[:count]
+    used = next(each for each in (3, 2, 5, 1) if count % each == 0) if schedule == "interleaved" else 3
+    return (["w1", "w2", "w0", "w3", "w4"][:used] * count)[:count]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -402,7 +401,7 @@ def most_living(module: RRef[Noting]) -> int:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 def test_a_stage_keeps_no_more_activations_than_its_schedule_says(schedule: str) -> None:
-    stages = [RemoteModule(worker, Noting) for worker in WORKERS]
+    stages = [RemoteModule(worker, Noting) for worker in ("w1", "w2", "w0")]
     pipeline = Pipeline(stages, chunks=9, schedule=schedule)
     for _ in range(2):
         gc.collect()
@@ -438,3 +437,13 @@ class Types(nn.Module):
 
 def types_seen(module: RRef[Types]) -> set[torch.dtype]:
     return module.local_value().seen
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 25))])
+def test_random_models_have_the_same_parameters_after_fifty_steps(seed: int, schedule: str) -> None:
+    chance = random.Random(seed)
+    model = forms(seed, chance.randint(1, 6))
+    workers = workers_of(len(model), schedule)
+    optimizer = chance.choice([torch.optim.SGD, torch.optim.Adam])
+    trains_as_one_process(model, workers, schedule, chance.randint(1, 16), optimizer, 50)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from telegrad.nn.agenda import Agenda, Arrival
+from telegrad.nn.agenda import Agenda, Need
 from telegrad.nn.schedule import (
     BACKWARD,
     FORWARD,
@@ -126,8 +126,8 @@ def test_stages_that_go_around() -> None:
 def test_an_agenda_waits_for_what_its_next_action_needs() -> None:
     (own,) = (each for each in plan("1f1b", (0, 1, 2), 2) if each[0].stage == 1)
     agenda = Agenda(own, 3)
-    onward: list[Arrival] = [(FORWARD, 1, 0), (FORWARD, 1, 1)]
-    back: list[Arrival] = [(BACKWARD, 1, 0), (BACKWARD, 1, 1)]
+    onward: list[Need] = [(FORWARD, 1, 0), (FORWARD, 1, 1)]
+    back: list[Need] = [(BACKWARD, 1, 0), (BACKWARD, 1, 1)]
     assert agenda.awaited() == onward[0]
     agenda.come(back[0], "gradients")
     agenda.come(onward[1], "second")
