@@ -15,7 +15,7 @@ RUNS = {
     "parameter_server.py --mode sync --steps 200": "of the same, in one process",
     "multi_machine.py --steps 150": "largest difference of outputs",
     "rnn.py --steps 60": "loss per character",
-    "pipeline.py --steps 80 --chunks 4": "step by step",
+    "pipeline.py --steps 30 --chunks 4": "step by step",
     "reinforcement.py --steps 8": "mean reward",
     "embeddings.py --steps 300": "largest difference of outputs",
     "federated.py --steps 8": "accuracy",
@@ -23,7 +23,7 @@ RUNS = {
 }
 VARIANTS = {
     "parameter_server.py --mode async --steps 200": "of the same, in one process",
-    "pipeline.py --steps 80 --chunks 4 --schedule gpipe": "step by step",
+    "pipeline.py --steps 30 --chunks 4 --schedule zero-bubble": "step by step",
 }
 
 
