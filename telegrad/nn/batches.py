@@ -24,9 +24,10 @@ class Job(NamedTuple):
 
     id: BatchId
     oldest: int  # of the batches of that pipeline that have not ended
+    driver: tuple[str, str]  # its name, and which incarnation
     schedule: str
     stations: tuple[int, ...]  # of each stage
-    workers: tuple[tuple[str, str], ...]  # of each station, and which incarnation
+    workers: tuple[tuple[str, str], ...]  # of each station, likewise
     ties: tuple[Tie, ...]
     batches: int
     trains: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import nn
 
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
-from telegrad.errors import UsageError
+from telegrad.errors import TelegradError, UsageError
 from telegrad.nn.batches import Ends, Job, Product
 from telegrad.nn.schedule import INTERLEAVED, takes_turns
 from telegrad.nn.stage import Bundle, bundled
@@ -27,7 +28,8 @@ class Crew(NamedTuple):
     pipeline: str  # a name that no other has
     stations: list[RRef[Station]]
     stations_of: tuple[int, ...]  # the stages
-    workers: tuple[tuple[str, str], ...]  # of each station, and which incarnation
+    driver: tuple[str, str]  # its name, and which incarnation
+    workers: tuple[tuple[str, str], ...]  # of each station, likewise
     ties: list[Tie]  # across workers
 
     def bundled(self, stage: int, value: Any) -> Bundle:
@@ -80,7 +82,8 @@ class Crew(NamedTuple):
     def _stop(self, job: Job) -> None:
         """Somebody cannot go on: the others need not."""
         for station in self.stations:
-            station._call_async("stop", DEFAULT, (job.id[1],), {}, "Pipeline.forward_backward").heed()
+            with contextlib.suppress(TelegradError):  # its worker may be the one that has died
+                station._call_async("stop", DEFAULT, (job.id[1],), {}, "Pipeline.forward_backward").heed()
 
 
 def gather(places: Sequence[RRef[nn.Module]], schedule: str, ties: Sequence[Tie]) -> Crew:
@@ -105,4 +108,5 @@ def gather(places: Sequence[RRef[nn.Module]], schedule: str, ties: Sequence[Tie]
     agent = current.agent()
     workers = tuple((name, agent.identify(name).incarnation) for name in names)
     across = [tie for tie in ties if stations_of[tie.owner] != stations_of[tie.borrower]]
-    return Crew(pipeline, [made[name] for name in names], stations_of, workers, across)
+    driver = agent.name, agent.incarnation
+    return Crew(pipeline, [made[name] for name in names], stations_of, driver, workers, across)

@@ -133,7 +133,7 @@ class Pipeline(nn.Module):
         """Have all stations go through their plans, until all are through or one has failed."""
         with self._numbers.begun() as (number, oldest):
             job = Job(
-                *((crew.pipeline, number), oldest, self.schedule, crew.stations_of, crew.workers),
+                *((crew.pipeline, number), oldest, crew.driver, self.schedule, crew.stations_of, crew.workers),
                 *(tuple(crew.ties), batches, trains),
             )
             return crew.play(job, ends)

@@ -104,6 +104,8 @@ class Run:
                     longest = max(longest, perf_counter() - start)
             except BaseException as error:
                 self.fail(error)
+                if not (isinstance(error, Exception) or self._agent.serves_here()):
+                    raise  # the driver was interrupted, who waits for its pipeline and does this meanwhile
         self.short = longest < SHORT
 
     def _next(self) -> tuple[Action, Any] | None:

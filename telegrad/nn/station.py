@@ -83,7 +83,7 @@ class Station:
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
-            if (who.name, who.incarnation) in run.job.workers:
+            if (who.name, who.incarnation) in (run.job.driver, *run.job.workers):
                 run.fail(PeerLost(f"a batch cannot go through a Pipeline without worker {who.name!r}: {reason}"))
 
     def _end(self, number: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,9 +21,10 @@ from telegrad.errors import PeerError, UsageError
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.nn.batches import Ends, Job
 from telegrad.nn.schedule import SCHEDULES
+from telegrad.nn.station import Stations
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, rpc_sync
-from tests.cluster import group
+from telegrad.rpc import RRef, current, rpc_sync
+from tests.cluster import PATIENCE, agents, group
 
 WIDTH = 4
 MORE_DEATHS = [
@@ -179,7 +182,7 @@ def test_a_worker_that_dies_is_named_at_once_and_its_stage_goes_on_elsewhere(
 def test_a_batch_that_was_stopped_before_it_came_does_not_begin() -> None:
     stages = [RemoteModule("w1", Stage, (0,)), RemoteModule("w2", Stage, (1,))]
     crew = Pipeline(stages, chunks=2)._gather()
-    job = Job((crew.pipeline, 1), 1, "1f1b", crew.stations_of, crew.workers, (), 2, False)
+    job = Job((crew.pipeline, 1), 1, crew.driver, "1f1b", crew.stations_of, crew.workers, (), 2, False)
     crew.stations[1]._call("stop", 5, (1,), {})
     assert crew.stations[1]._call("run", 5, (job, Ends()), {}) is None
 
@@ -188,3 +191,35 @@ def test_a_batch_that_was_stopped_before_it_came_does_not_begin() -> None:
 def test_a_stage_that_is_not_there_cannot_be_replaced() -> None:
     with pytest.raises(UsageError, match="stages 0 to 0, and no stage 1"):
         Pipeline([Stage(0)]).replace(1, Stage(1))
+
+
+class Held(nn.Module):
+    """Waits until it is told to go on."""
+
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.begun.set()
+        assert self.goes_on.wait(PATIENCE)
+        return value
+
+
+def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
+    with agents(3) as (driver, _, second):
+
+        def drive() -> None:
+            current.enter(driver)
+            with torch.no_grad(), pytest.raises(PeerError):
+                Pipeline([RemoteModule("w1", Held), RemoteModule("w2", nn.Identity)])(torch.ones(2, 2))
+
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(drive)
+            assert Held.begun.wait(PATIENCE)
+            (station,) = second.attached(Stations)._stations.values()
+            driver.agent.close()
+            ended.result(PATIENCE)
+            deadline = time.monotonic() + PATIENCE
+            while station._runs and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not station._runs
+            Held.goes_on.set()
