@@ -65,8 +65,11 @@ def draw(run: Run, path: pathlib.Path) -> None:
 
 
 def told(result: Result) -> str:
-    """Both medians."""
+    """All medians."""
     ours = number(statistics.median(result.ours))
-    if not result.theirs:
-        return f"{ours} {result.unit}; the peer has no figure"
-    return f"{ours} beside {number(statistics.median(result.theirs))} {result.unit}"
+    theirs = f" beside {number(statistics.median(result.theirs))}" if result.theirs else ""
+    if result.pipelining:
+        also = f"; {number(statistics.median(result.pipelining))} by torch.distributed.pipelining"
+    else:
+        also = "" if theirs else "; the peer has no figure"
+    return f"{ours}{theirs} {result.unit}{also}"
