@@ -33,7 +33,7 @@ def colour(run: Run, result: Result) -> str:
 
 
 def draw(run: Run, path: pathlib.Path) -> None:
-    """One bar per row; where the peer has no figure, only what Telegrad's is."""
+    """One bar per row; where torch.distributed.rpc has no figure, only the text."""
     shown = [result for result in run.results if result.ours]
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.24 * len(shown)), layout="constrained")
     for place, result in enumerate(shown):
