@@ -1,7 +1,8 @@
 """Measure Telegrad beside torch.distributed.rpc: `python -m benchmarks [words of row names] [--quick]`.
 
-Prints the table. A whole run also writes `latest.json`, `latest.md` and `latest.png` to `benchmarks/results`; one of
-some rows, or a quick one, writes them where `--results` says.
+Pipelines are also measured beside torch.distributed.pipelining. Prints the tables. A whole run also writes
+`latest.json`, `latest.md` and `latest.png` to `benchmarks/results`; one of some rows, a quick one, or one with another
+number of threads writes them where `--results` says.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main() -> int:
     chosen = choose("benchmarks", __doc__, ROWS)
     limits: dict[str, list[float]] = {}
     measure_limits(LIMITS, limits)
-    found = Run(machine(), take_all(chosen.rows, chosen.rounds, limits), limits)
+    found = Run(machine(chosen.rows), take_all(chosen.rows, chosen.rounds, limits), limits)
     print(table(found))
     if chosen.folder:
         chosen.folder.mkdir(parents=True, exist_ok=True)

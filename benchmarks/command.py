@@ -10,7 +10,7 @@ import pathlib
 import platform
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,16 +36,31 @@ def choose(module: str, description: str | None, rows: list[Row], arguments: lis
     parser.add_argument("words", nargs="*", help="measure only rows whose names contain one of these")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
     parser.add_argument("--results", type=pathlib.Path, help="the folder to write to")
+    usual = _threads(rows)
+    if usual is not None:
+        parser.add_argument(
+            "--threads", type=int, default=usual, help=f"of each process in the rows of training; {usual} if not given"
+        )
     given = parser.parse_args(arguments)
     chosen = [row for row in rows if not given.words or any(word in row.name for word in given.words)]
     if not chosen:
         parser.error(f"no row is called so; there are:\n  {chr(10).join(sorted({row.name for row in rows}))}")
-    whole = not given.words and not given.quick
+    if usual is not None and given.threads < 1:
+        parser.error("a process has at least one thread")
+    chosen = [row._replace(threads=given.threads) if row.threads is not None else row for row in chosen]
+    whole = not given.words and not given.quick and (usual is None or given.threads == usual)
     return Chosen(chosen, QUICK_ROUNDS if given.quick else ROUNDS, given.results or (RESULTS if whole else None))
 
 
-def machine() -> str:
-    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+def machine(rows: Sequence[Row] = ()) -> str:
+    threads = _threads(rows)
+    apart = "" if threads is None else f" ({threads} in each process of the rows of training)"
+    return f"{platform.machine()}, {torch.get_num_threads()} threads{apart}, torch {torch.__version__}"
+
+
+def _threads(rows: Sequence[Row]) -> int | None:
+    """Of the rows that have a number of their own, which is the same for all of them."""
+    return next((row.threads for row in rows if row.threads is not None), None)
 
 
 def _compile_package() -> None:

@@ -14,23 +14,26 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
+import torch
+from torch import distributed
+
+from benchmarks.measuring import PIPELINING
 from benchmarks.processes import Child, Failed, answer_all, free_port
 
-TELEGRAD, TORCH = "telegrad.rpc", "torch.distributed.rpc"
 START_PATIENCE = 60.0
 _CLOSE_PATIENCE = 10.0
 _TRANSPORTS = {"host": None, "tcp": ["uv"], "cuda": None}  # the reference's names; Telegrad takes them as hints
 
 
 class Group:
-    """Processes of which the first runs what it is told."""
+    """Processes of which the first runs what it is told; all of them where no worker can call another."""
 
-    def __init__(self, library: str, way: str, size: int) -> None:
+    def __init__(self, library: str, way: str, size: int, threads: int | None = None) -> None:
         port = free_port()
         self._children: list[Child] = []
         try:
             for rank in range(size):
-                self._children.append(Child(_work, rank, size, library, way, port))
+                self._children.append(Child(_work, rank, size, library, way, port, threads))
             for child in self._children:
                 child.wait_answer(START_PATIENCE, self._children)
         except BaseException as error:
@@ -38,20 +41,21 @@ class Group:
             if isinstance(error, Failed):
                 raise Failed(f"did not start: {error}") from None
             raise
+        self._told = self._children if library == PIPELINING else self._children[:1]
         self._signal(signal.SIGSTOP)
 
     def measure(self, function: Callable[[Any], float], patience: float) -> float:
-        """What `function` finds on worker 0.
+        """What `function` finds: on worker 0, or on the last rank.
 
         Raises:
             Failed: it raised, hung, or a worker died; the group must then be killed.
         """
         self._signal(signal.SIGCONT)
-        first = self._children[0]
-        first.tell(function)
-        figure = float(first.wait_answer(patience, self._children))
+        for child in self._told:
+            child.tell(function)
+        figures = [child.wait_answer(patience, self._children) for child in self._told]
         self._signal(signal.SIGSTOP)
-        return figure
+        return float(figures[-1])
 
     def _signal(self, number: int) -> None:
         for child in self._children:
@@ -85,14 +89,25 @@ def join(library: str, rank: int, size: int, way: str, port: int) -> Any:
     return rpc
 
 
-def _work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
+def _join_ranks(rank: int, size: int, port: int) -> Any:
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    return importlib.import_module(PIPELINING)
+
+
+def _work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int, threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
-        importlib.import_module(library.replace("rpc", "nn"))  # the reference needs it on all workers
-        rpc = join(library, rank, size, way, port)
+        if library == PIPELINING:
+            joined, leave = _join_ranks(rank, size, port), distributed.destroy_process_group
+        else:
+            importlib.import_module(library.replace("rpc", "nn"))  # the reference needs it on all workers
+            joined = join(library, rank, size, way, port)
+            leave = joined.shutdown
     except Exception:
         pipe.send((False, traceback.format_exc()))
         return
     pipe.send((True, None))
-    answer_all(pipe, lambda function: function(rpc))
+    answer_all(pipe, lambda function: function(joined))
     with contextlib.suppress(Exception):  # the others may have been killed
-        rpc.shutdown()
+        leave()

@@ -33,7 +33,7 @@ def colour(run: Run, result: Result) -> str:
 
 
 def draw(run: Run, path: pathlib.Path) -> None:
-    """One bar per row; where the peer has no figure, only what Telegrad's is."""
+    """One bar per row; where torch.distributed.rpc has no figure, only the text."""
     shown = [result for result in run.results if result.ours]
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.24 * len(shown)), layout="constrained")
     for place, result in enumerate(shown):
@@ -65,8 +65,11 @@ def draw(run: Run, path: pathlib.Path) -> None:
 
 
 def told(result: Result) -> str:
-    """Both medians."""
+    """All medians."""
     ours = number(statistics.median(result.ours))
-    if not result.theirs:
-        return f"{ours} {result.unit}; the peer has no figure"
-    return f"{ours} beside {number(statistics.median(result.theirs))} {result.unit}"
+    theirs = f" beside {number(statistics.median(result.theirs))}" if result.theirs else ""
+    if result.pipelining:
+        also = f"; {number(statistics.median(result.pipelining))} by torch.distributed.pipelining"
+    else:
+        also = "" if theirs else "; the peer has no figure"
+    return f"{ours}{theirs} {result.unit}{also}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from benchmarks.limits import LIMITS
 from benchmarks.results import Checked, Result, Run
@@ -14,22 +15,21 @@ def number(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
 
 
-def spread(figures: list[float], failed: str = "") -> str:
-    """Median, and the range from the least to the greatest; where some are missing, why."""
+def spread(figures: Sequence[float], failed: str = "") -> str:
+    """Median, and the range from the least to the greatest; where some are missing, why; nothing where none belong."""
     if not figures:
-        return f"not measured: {_cell(failed)}"
+        return f"not measured: {_cell(failed)}" if failed else ""
     told = f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
     return f"{told}, then {_cell(failed)}" if failed else told
 
 
-def verdict(result: Result) -> str:
-    """The ratio, said so that more is always better."""
-    if result.ratio is None:
+def verdict(result: Result, peer: Sequence[float]) -> str:
+    """The ratio to a peer's figures, said so that more is always better."""
+    ratio = result.ratio_to(peer)
+    if ratio is None:
         return ""
-    factor = result.ratio if result.higher_is_better else 1 / result.ratio
-    return f"{result.ratio:.2f}" + (
-        f" ({factor:.1f} times better)" if factor >= 1 else f" ({1 / factor:.1f} times worse)"
-    )
+    factor = ratio if result.higher_is_better else 1 / ratio
+    return f"{ratio:.2f}" + (f" ({factor:.1f} times better)" if factor >= 1 else f" ({1 / factor:.1f} times worse)")
 
 
 def goal(result: Result, checked: Checked) -> str:
@@ -54,14 +54,26 @@ def table(run: Run) -> str:
         checked = run.checked(r)
         lines.append(
             f"| {r.name} | {r.way} | {r.unit} | {spread(r.ours, r.ours_failed)} | {spread(r.theirs, r.theirs_failed)} "
-            f"| {verdict(r)} | {'; '.join(goal(r, each) for each in checked)} "
+            f"| {verdict(r, r.theirs)} | {'; '.join(goal(r, each) for each in checked)} "
             f"| {', '.join(_ANSWERS[each.met] for each in checked)} |"
         )
     met = [each.met for r in run.results for each in run.checked(r)]
     lines += ["", f"{met.count(True)} of {len(met)} targets met."]
+    lines += _beside_pipelining([each for each in run.results if each.pipelining or each.pipelining_failed])
     lines += ["", "| limit of the machine | unit | figure |", "| --- | --- | --- |"]
     lines += [f"| {name} | {_unit(name)} | {spread(figures)} |" for name, figures in run.limits.items()]
     return "\n".join(lines) + "\n"
+
+
+def _beside_pipelining(results: Sequence[Result]) -> list[str]:
+    if not results:
+        return []
+    rows = [
+        f"| {r.name} | {r.unit} | {spread(r.ours, r.ours_failed)} | {spread(r.pipelining, r.pipelining_failed)} "
+        f"| {verdict(r, r.pipelining)} |"
+        for r in results
+    ]
+    return ["", "| row | unit | Telegrad | torch.distributed.pipelining | ratio |", f"|{' --- |' * 5}", *rows]
 
 
 def _unit(limit: str) -> str:

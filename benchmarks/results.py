@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.targets import Measured, Target
 
 
 class Result(NamedTuple):
-    """All rounds of one row over one transport, of both libraries."""
+    """All rounds of one row over one transport, of all libraries."""
 
     name: str
     way: str
@@ -20,13 +21,16 @@ class Result(NamedTuple):
     targets: tuple[Target, ...] = ()
     ours_failed: str = ""  # why there are fewer figures than rounds
     theirs_failed: str = ""
+    pipelining: Sequence[float] = ()  # torch.distributed.pipelining's
+    pipelining_failed: str = ""
+
+    def ratio_to(self, peer: Sequence[float]) -> float | None:
+        """Of the medians, ours to a peer's: of times below 1 is better, of rates above 1."""
+        return statistics.median(self.ours) / statistics.median(peer) if self.ours and peer else None
 
     @property
     def ratio(self) -> float | None:
-        """Of the medians, ours to theirs: of times below 1 is better, of rates above 1."""
-        if not self.ours or not self.theirs:
-            return None
-        return statistics.median(self.ours) / statistics.median(self.theirs)
+        return self.ratio_to(self.theirs)
 
     def factor(self, figure: float) -> float | None:
         """How many times better a figure is than the peer's median."""
@@ -57,7 +61,7 @@ class Run(NamedTuple):
 
     def checked(self, result: Result) -> list[Checked]:
         elsewhere = {each.name: each.ours for each in self.results if each.way == result.way}
-        measured = Measured(result.theirs, elsewhere, self.limits)
+        measured = Measured(result.theirs, elsewhere, self.limits, result.pipelining)
         thresholds = [(target, target.threshold(measured)) for target in result.targets]
         return [
             Checked(target, threshold, None if threshold is None or not result.ours else result.reaches(threshold))
@@ -72,4 +76,5 @@ class Run(NamedTuple):
             {"reason": target.reason, "threshold": threshold, "met": met}
             for target, threshold, met in self.checked(result)
         ]
-        return dict(result._asdict(), ratio=result.ratio, targets=targets)
+        ratios = {"ratio": result.ratio, "ratio_to_pipelining": result.ratio_to(result.pipelining)}
+        return {**result._asdict(), **ratios, "targets": targets}

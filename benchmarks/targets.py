@@ -6,7 +6,7 @@ A time must be at most its threshold, a rate at least. Where what it is compared
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 Figures = Sequence[float]
@@ -18,6 +18,7 @@ class Measured(NamedTuple):
     theirs: Figures  # the peer's figures of this row
     ours_elsewhere: Mapping[str, Figures]  # Telegrad's of other rows over the same transport, by name
     limits: Mapping[str, Figures]  # what the machine allows, by name
+    pipelining: Figures = ()  # torch.distributed.pipelining's of this row
 
 
 class Target(Protocol):
@@ -38,6 +39,19 @@ class OfPeer(NamedTuple):
     @property
     def reason(self) -> str:
         return f"{self.factor:g} of the peer's" if self.factor < 1 else f"{self.factor:g} times the peer's"
+
+
+class OfPipelining(NamedTuple):
+    """So many times the figure of torch.distributed.pipelining."""
+
+    factor: float
+
+    def threshold(self, measured: Measured) -> float | None:
+        return _times(self.factor, measured.pipelining)
+
+    @property
+    def reason(self) -> str:
+        return f"{self.factor:g} times torch.distributed.pipelining's"
 
 
 class OfLimit(NamedTuple):
@@ -79,6 +93,16 @@ class Absolute(NamedTuple):
     @property
     def reason(self) -> str:
         return ""
+
+
+class Computed(NamedTuple):
+    """A figure that is worked out when it is asked for."""
+
+    compute: Callable[[], float]
+    reason: str
+
+    def threshold(self, measured: Measured) -> float | None:
+        return self.compute()
 
 
 def _times(factor: float, figures: Figures) -> float | None:

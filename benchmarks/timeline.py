@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.groups import TELEGRAD, Group
-from benchmarks.measuring import OTHER
+from benchmarks.groups import Group
+from benchmarks.measuring import OTHER, TELEGRAD
 
 STEPS, WARM = 300, 500
 BETWEEN = 3  # steps before each that is looked at, since asking the other worker for its marks disturbs

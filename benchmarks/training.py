@@ -10,27 +10,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.nn.functional import mse_loss
 
-from benchmarks.measuring import OTHER, THIRD, Row, times
+from benchmarks.measuring import OTHER, TELEGRAD, THIRD, Row, times
 from benchmarks.targets import OfPeer
 
-TELEGRAD = "telegrad.rpc"
-
 # What the other workers run
-
-
-class Stage(torch.nn.Module):
-    """A part of a pipeline."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
-
-    def forward(self, reference: Any) -> torch.Tensor:
-        value = self.layers(reference.to_here() if hasattr(reference, "to_here") else reference)
-        assert isinstance(value, torch.Tensor)
-        return value
 
 
 def hop(library: str, tensor: torch.Tensor, left: int) -> torch.Tensor:
@@ -74,22 +58,6 @@ def chain_step(rpc: Any, hops: int, fast: bool) -> float:
     return training_step(rpc, lambda: hop(rpc.__name__, tensor, hops).sum(), 100, **options)
 
 
-def pipeline_step(rpc: Any, batches: int) -> float:
-    """Three stages, the last one here; eight batches at a time, since more block all threads of the reference."""
-    first, second, third = rpc.remote(OTHER, Stage), rpc.remote(THIRD, Stage), Stage()
-    inputs = [torch.ones(32, 128) for _ in range(batches)]
-
-    def forward() -> torch.Tensor:
-        losses = []
-        for start in range(0, batches, 8):
-            some = inputs[start : start + 8]
-            passed = [second.rpc_async().forward(first.remote().forward(each)) for each in some]
-            losses += [third(future.wait()).sum() for future in passed]
-        return torch.stack(losses).sum()
-
-    return training_step(rpc, forward, 30)
-
-
 def local_graph(rpc: Any, nodes: int = 10_000) -> float:
     """Backward in a context through a graph of this worker alone; how many times as long as without."""
     autograd = neighbour(rpc, "autograd")
@@ -113,11 +81,6 @@ def local_graph(rpc: Any, nodes: int = 10_000) -> float:
         root.backward()
         without.append(perf_counter() - start)
     return statistics.median(within) / statistics.median(without)
-
-
-def batches_growth(rpc: Any) -> float:
-    """How many times as long 32 micro-batches take as 8; they share their parameters."""
-    return pipeline_step(rpc, 32) / pipeline_step(rpc, 8)
 
 
 def module_step(rpc: Any) -> float:
@@ -167,55 +130,13 @@ def server_steps(rpc: Any, trainers: int, steps: int = 100) -> float:
     return trainers * steps / (perf_counter() - start)
 
 
-def pipeline_training(rpc: Any, batches: int = 8) -> float:
-    """Forward, backward and step of three stages; ours by `Pipeline`, the reference's as its tutorial has it."""
-    autograd, optim = neighbour(rpc, "autograd"), neighbour(rpc, "optim")
-    stages = [rpc.remote(worker, Stage) for worker in (OTHER, THIRD, "worker0")]
-    inputs, targets = torch.ones(32 * batches, 128), torch.zeros(32 * batches, 128)
-    if rpc.__name__ == TELEGRAD:
-        pipeline = neighbour(rpc, "nn").Pipeline(stages, chunks=batches)
-        optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=1e-6)
-    else:
-        parameters = [parameter for stage in stages for parameter in parameters_of(stage)]
-        optimizer = optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=1e-6)
-
-    def step() -> None:
-        with autograd.context() as context:
-            if rpc.__name__ == TELEGRAD:
-                pipeline.forward_backward(context, inputs, targets, mse_loss)
-            else:
-                first, second, third = stages
-                middle = [second.remote().forward(first.remote().forward(each)) for each in inputs.chunk(batches)]
-                outputs = [third.rpc_async().forward(each) for each in middle]
-                autograd.backward(context, [mse_loss(torch.cat(torch.futures.wait_all(outputs)), targets)])
-            optimizer.step(context)
-
-    return statistics.median(times(30, step)) * 1e6
-
-
-def parameters_of(stage: Any) -> list[Any]:
-    """References to the parameters of a stage, in the reference's way."""
-    rpc = importlib.import_module("torch.distributed.rpc")
-    found: list[Any] = rpc.rpc_sync(stage.owner(), references_to_parameters, (stage,))
-    return found
-
-
-def references_to_parameters(stage: Any) -> list[Any]:
-    rpc = importlib.import_module("torch.distributed.rpc")
-    return [rpc.RRef(parameter) for parameter in stage.local_value().parameters()]
-
-
 _QUICKER = (OfPeer(0.3),)
 
 TRAINING = [
     Row("context, forward, backward of an add", "µs", False, add_step, targets=_QUICKER),
     Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False), targets=_QUICKER),
     Row("backward through 8 hops, fast mode", "µs", False, partial(chain_step, hops=8, fast=True), targets=_QUICKER),
-    Row(
-        "pipeline of 3 stages, 8 micro-batches", "µs", False, partial(pipeline_step, batches=8), targets=(OfPeer(0.9),)
-    ),
     Row("backward, 10000 local nodes, to plain", "times", False, local_graph, rounds=3),
-    Row("pipeline, 32 micro-batches to 8", "times", False, batches_growth, rounds=3),
     Row("RemoteModule forward, backward", "µs", False, module_step),
     Row(
         "optimizer step over 4 owners",
@@ -236,5 +157,4 @@ TRAINING = [
         )
         for count in (1, 2, 4)
     ),
-    Row("pipeline training step, 3 stages", "µs", False, pipeline_training, targets=(OfPeer(0.9),)),
 ]

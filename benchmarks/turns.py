@@ -1,4 +1,4 @@
-"""Both libraries' workers take turns, round by round, so that a drift of the machine meets both.
+"""All libraries' workers take turns, round by round, so that a drift of the machine meets all.
 
 What crashes or hangs costs its own figures of that row: its group is killed, and the next row has a new one.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
-from benchmarks.groups import TELEGRAD, TORCH, Group
+from benchmarks.groups import Group
 from benchmarks.limits import LIMITS
-from benchmarks.measuring import Row
+from benchmarks.measuring import LIBRARIES, PIPELINING, TELEGRAD, TORCH, Row
 from benchmarks.processes import Failed
 from benchmarks.results import Result
 from benchmarks.targets import OfLimit
@@ -35,15 +35,15 @@ class Side(Protocol):
 class Workers:
     """One library's workers, of one number and over one transport."""
 
-    def __init__(self, library: str, way: str, workers: int) -> None:
-        self._library, self._way, self._workers = library, way, workers
+    def __init__(self, library: str, way: str, workers: int, threads: int | None = None) -> None:
+        self._library, self._way, self._workers, self._threads = library, way, workers, threads
         self._group: Group | None = None
 
     def measure(self, row: Row) -> float:
         if row.alone:
             return row.measure(self._library, self._way)
         if self._group is None:
-            self._group = Group(self._library, self._way, self._workers)
+            self._group = Group(self._library, self._way, self._workers, self._threads)
         try:
             return self._group.measure(row.measure, row.patience)
         except BaseException:
@@ -98,15 +98,33 @@ def measure_limits(names: Iterable[str], into: dict[str, list[float]]) -> None:
 def take_all(rows: list[Row], rounds: int, limits: dict[str, list[float]]) -> list[Result]:
     """All rows, those of the same workers together; with each, the limits of the host that it is compared with."""
     results = []
-    for way, workers in dict.fromkeys((way, row.workers) for row in rows for way in row.ways):
-        sides = [Workers(library, way, workers) for library in (TELEGRAD, TORCH)]
-        with closed(sides):
+    for way, workers, threads in dict.fromkeys((way, row.workers, row.threads) for row in rows for way in row.ways):
+        sides = {library: Workers(library, way, workers, threads) for library in LIBRARIES}
+        with closed(list(sides.values())):
             for row in rows:
-                if way in row.ways and row.workers == workers:
+                if way in row.ways and (row.workers, row.threads) == (workers, threads):
                     print(f"\r{way}: {row.name:45}", end="", file=sys.stderr, flush=True)
                     needed = [each.limit for each in row.targets if isinstance(each, OfLimit) and each.limit in LIMITS]
-                    figures, failures = take_turns(row, sides, rounds, partial(measure_limits, needed, limits))
-                    about = (row.name, way, row.unit, row.higher_is_better)
-                    results.append(Result(*about, figures[0], figures[1], row.targets, failures[0], failures[1]))
+                    own = [sides[library] for library in row.libraries]
+                    found = take_turns(row, own, rounds, partial(measure_limits, needed, limits))
+                    results.append(_result(row, way, *found))
     print(file=sys.stderr)
     return results
+
+
+def _result(row: Row, way: str, figures: list[list[float]], failures: list[str]) -> Result:
+    of = dict(zip(row.libraries, figures, strict=True))
+    why = dict(zip(row.libraries, failures, strict=True))
+    return Result(
+        row.name,
+        way,
+        row.unit,
+        row.higher_is_better,
+        ours=of.get(TELEGRAD, []),
+        theirs=of.get(TORCH, []),
+        targets=row.targets,
+        ours_failed=why.get(TELEGRAD, ""),
+        theirs_failed=why.get(TORCH, ""),
+        pipelining=of.get(PIPELINING, []),
+        pipelining_failed=why.get(PIPELINING, ""),
+    )

@@ -7,17 +7,22 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import schedules, timeline
-from benchmarks.command import RESULTS, choose
+from benchmarks import schedules, timeline, turns
+from benchmarks.command import RESULTS, choose, machine
+from benchmarks.groups import Group
 from benchmarks.limits import LIMITS
+from benchmarks.measuring import PIPELINING, TELEGRAD, TORCH
 from benchmarks.peers.report import Line, beside
 from benchmarks.peers.rows import ROWS as SHARED_ROWS
 from benchmarks.peers.side import why_not_installed
-from benchmarks.plot import draw, needed
+from benchmarks.pipelines import CountingStage, SleepingStage, Training, most_kept
+from benchmarks.plot import draw, needed, told
 from benchmarks.processes import Child, Failed, answer_all, children_killed
 from benchmarks.programs.__main__ import ROWS as PROGRAMS
 from benchmarks.programs.__main__ import STEP, WHOLE, measure
@@ -27,25 +32,30 @@ from benchmarks.programs.side import FOLDER, ProgramSide
 from benchmarks.report import number, spread, table, verdict
 from benchmarks.results import Result, Run
 from benchmarks.rows import ROWS
-from benchmarks.targets import Absolute, OfLimit, OfPeer, OfRow
-from benchmarks.turns import closed, take_turns
+from benchmarks.targets import Absolute, Computed, OfLimit, OfPeer, OfPipelining, OfRow
+from benchmarks.turns import closed, take_all, take_turns
+from telegrad.autograd.gradients import Gradients
+from telegrad.nn.backward import Backward, Entry
 
 TIME = Result("call", "host", "µs", False, [10.0, 30.0, 20.0], [100.0, 80.0, 90.0], (OfPeer(0.3),))
 RATE = Result("rate", "tcp", "GB/s", True, [1.0, 3.0, 2.0], [4.0, 4.0, 4.0], (OfPeer(1), OfLimit(0.5, "copy")))
 ALONE = Result("grown", "host", "µs", False, [50.0], [], (OfRow(1.5, "call"), OfPeer(0.3)), "", "hung")
+BESIDE = TIME._replace(name="step", targets=(OfPipelining(1),), pipelining=[25.0, 16.0, 16.0])
 RUN = Run("a machine", [TIME, RATE, ALONE], {"copy": [3.0, 5.0, 4.0]})
 
 
 def test_verdicts() -> None:
-    assert verdict(TIME) == "0.22 (4.5 times better)"
-    assert verdict(RATE) == "0.50 (2.0 times worse)"
-    assert verdict(ALONE) == ""
+    assert verdict(TIME, TIME.theirs) == "0.22 (4.5 times better)"
+    assert verdict(RATE, RATE.theirs) == "0.50 (2.0 times worse)"
+    assert verdict(ALONE, ALONE.theirs) == ""
+    assert verdict(BESIDE, BESIDE.pipelining) == "1.25 (1.2 times worse)"
 
 
 def test_numbers() -> None:
     assert [number(x) for x in (1234.5, 12.34, 1.234)] == ["1,234", "12.3", "1.23"]
     assert spread(TIME.ours) == "20.0 (10.0 to 30.0)"
     assert spread([], "hung") == "not measured: hung"
+    assert not spread([])
     assert spread([2.0], "crashed: SIGSEGV") == "2.00 (2.00 to 2.00), then crashed: SIGSEGV"
 
 
@@ -54,6 +64,8 @@ def test_targets_are_met_from_their_side() -> None:
     assert thresholds == [[(27.0, True)], [(4.0, False), (2.0, True)], [(30.0, False), (None, None)]]
     assert RUN.checked(TIME._replace(targets=(Absolute(19),)))[0].met is False
     assert RUN.checked(TIME._replace(ours=[]))[0].met is None
+    assert RUN.checked(BESIDE)[0] == (OfPipelining(1), 16.0, False)
+    assert RUN.checked(TIME._replace(targets=(Computed(lambda: 21.0, "worked out"),)))[0].met is True
     rows = RUN.as_json()["rows"]
     assert rows[1]["targets"][1] == {"reason": "50% of the copy", "threshold": 2.0, "met": True}
 
@@ -67,6 +79,11 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| not measured: hung |  | ≤ 30.0 (1.5 times call); 0.3 of the peer's | **no**, unknown |" in text
     assert "2 of 5 targets met." in text
     assert text.endswith("| copy | GB/s | 4.00 (3.00 to 5.00) |\n")
+    assert "pipelining" not in text
+    text = table(Run("a machine", [TIME, BESIDE], {}))
+    assert "| ≤ 16.0 (1 times torch.distributed.pipelining's) | **no** |" in text
+    assert "| step | µs | 20.0 (10.0 to 30.0) | 16.0 (16.0 to 25.0) | 1.25 (1.2 times worse) |" in text
+    assert "| call | µs |" not in text
 
 
 def test_the_plot_shows_what_the_strictest_target_asks_for(tmp_path: pathlib.Path) -> None:
@@ -74,6 +91,9 @@ def test_the_plot_shows_what_the_strictest_target_asks_for(tmp_path: pathlib.Pat
     assert needed(RUN, RATE) == 1
     draw(RUN, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert told(TIME) == "20.0 beside 90.0 µs"
+    assert told(ALONE) == "50.0 µs; the peer has no figure"
+    assert told(BESIDE) == "20.0 beside 90.0 µs; 16.0 by torch.distributed.pipelining"
 
 
 def test_rows_can_be_sent_and_their_targets_exist() -> None:
@@ -94,6 +114,19 @@ def test_rows_are_chosen_by_words() -> None:
     assert choose("benchmarks", "", ROWS, []).folder == RESULTS
     with pytest.raises(SystemExit):
         choose("benchmarks", "", ROWS, ["no such row"])
+
+
+def test_the_rows_of_training_have_a_number_of_threads() -> None:
+    usual = choose("benchmarks", "", ROWS, [])
+    assert {row.threads for row in usual.rows if "backward" in row.name or "pipeline" in row.name} == {1}
+    assert {row.threads for row in usual.rows if "rpc" in row.name or "start" in row.name} == {None}
+    assert "(1 in each process of the rows of training)" in machine(usual.rows)
+    other = choose("benchmarks", "", ROWS, ["--threads", "3"])
+    assert {row.threads for row in other.rows} == {None, 3}
+    assert other.folder is None
+    assert "rows of training" not in machine(choose("benchmarks", "", ROWS, ["empty"]).rows)
+    with pytest.raises(SystemExit):
+        choose("benchmarks", "", ROWS, ["--threads", "0"])
 
 
 class FakeSide:
@@ -117,6 +150,54 @@ class FakeSide:
 def test_a_side_that_fails_costs_its_own_figures_only() -> None:
     good, bad = FakeSide(1.0, 2.0, 3.0), FakeSide(1.0, Failed("hung"))
     assert take_turns(ROWS[0], [good, bad], 3) == ([[1.0, 2.0, 3.0], [1.0]], ["", "hung"])
+
+
+def test_each_row_is_measured_on_the_libraries_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {TELEGRAD: 1.0, TORCH: 2.0, PIPELINING: Failed("hung")}
+    made: list[tuple[object, ...]] = []
+
+    def side(library: str, *which: object) -> FakeSide:
+        made.append(which)
+        return FakeSide(*[answers[library]] * 2)
+
+    monkeypatch.setattr(turns, "Workers", side)
+    plain, trained = ROWS[0]._replace(rounds=1), ROWS[0]._replace(rounds=1, threads=1, libraries=(TELEGRAD, PIPELINING))
+    ways = ("host",)
+    first, second = take_all([plain._replace(ways=ways), trained._replace(ways=ways)], 1, {})
+    assert made == [("host", 3, None)] * 3 + [("host", 3, 1)] * 3
+    assert (first.ours, first.theirs, first.pipelining) == ([1.0], [2.0], [])
+    assert (second.ours, second.theirs, second.theirs_failed) == ([1.0], [], "")
+    assert (second.pipelining, second.pipelining_failed) == ([], "hung")
+
+
+def threads_here(_: object) -> float:
+    return torch.get_num_threads()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("library", [TELEGRAD, PIPELINING])
+def test_a_pipeline_is_trained_by_each_library(library: str) -> None:
+    group = Group(library, "host", 3, threads=1)
+    try:
+        assert group.measure(threads_here, 30) == 1
+        training = Training("1f1b", CountingStage, width=8, samples=2)
+        assert group.measure(partial(most_kept, training=training), 60) == max(training.timeline().kept) == 3
+    finally:
+        group.kill()
+
+
+def test_a_stage_sleeps_for_inputs_and_weights_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    stage, sums, entry = SleepingStage(4, 0.5), Gradients(), Entry([torch.ones(2, 4)])
+    output = stage(*entry.tensors)
+    assert slept == [0.5]
+    backward = Backward(sums, [output], entry, lambda _: None)
+    (gradient,) = backward.run([torch.ones(2, 4)], in_steps=True)
+    assert gradient is not None
+    assert slept == [0.5] * 2
+    backward.run_weights()
+    assert slept == [0.5] * 3
 
 
 def test_an_interrupt_kills_all_sides() -> None:

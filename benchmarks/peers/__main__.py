@@ -10,7 +10,7 @@ import json
 import sys
 
 from benchmarks.command import choose, machine, run
-from benchmarks.groups import TELEGRAD
+from benchmarks.measuring import TELEGRAD
 from benchmarks.peers.report import Line, table
 from benchmarks.peers.rows import ROWS
 from benchmarks.peers.side import PEERS, PeerSide, version
