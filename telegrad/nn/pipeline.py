@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,24 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
+from telegrad.agent.naming import known_as
 from telegrad.autograd import backward
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.nn.backward import root_of
 from telegrad.nn.checks import gradients_are_lost, hint_at_context
+from telegrad.nn.cutting import cut, keep_names
 from telegrad.nn.losses import Loss, shares
+from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.schedule import INTERLEAVED, SCHEDULES, takes_turns
 from telegrad.nn.stage import Parcel, parcel
 from telegrad.nn.station import Ends, Job, Outcome, make_station, run_stage
-from telegrad.rpc import RRef, current, remote, rpc_async
+from telegrad.rpc import RRef, WorkerInfo, current, remote, rpc_async
 from telegrad.rpc.together import together
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Pipeline(nn.Module):
@@ -83,6 +89,52 @@ class Pipeline(nn.Module):
         made = together(modules, lambda worker, own: rpc_async(worker, make_station, (self._token, own, len(owners))))
         self._stations = [made[worker] for worker in workers]
         self._workers = tuple((name, current.agent().identify(name).incarnation) for name in workers)
+
+    @classmethod
+    def split(
+        cls,
+        model: nn.Module,
+        workers: Sequence[str | WorkerInfo],
+        at: Sequence[str] | None = None,
+        balance: Sequence[int] | None = None,
+        chunks: int = 8,
+        schedule: str = "1f1b",
+    ) -> Self:
+        """A pipeline of copies of the parts of `model`, one stage on each of `workers`.
+
+        A worker is written as for a `RemoteModule`: "w1", "w1/cuda:0". Who is named several times gets several stages.
+        `at` names the modules with which the stages begin, but for the first: at=["layers.4", "layers.8"] makes three
+        stages. `balance` says how many of the children of an `nn.Sequential` each stage gets. Without either, stages
+        get about as many parameters each.
+
+        Only the modules inside of which a stage begins are taken apart. They may be `nn.Sequential`s; of any others
+        the forward pass is recorded as it runs now, without choices that depend on tensors: training mode and the
+        arguments that have defaults stay as they are. What remains whole, such as `nn.Dropout`, follows `train` and
+        `eval`. A model with one argument takes the inputs as they are; to others they are given as a tuple, or as
+        a dictionary by the arguments' names.
+
+        The state has the names of the model: `pipeline.load_state_dict(model.state_dict())`, and the other way.
+
+        Raises:
+            UsageError: the model cannot be cut so; it says why, and what can be done.
+        """
+        if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
+            raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
+        places = [(worker, parse_place(worker)[0]) for worker in workers]
+        found = cut(model, len(workers), at, balance)
+        if found.ties:
+            early, name, late, other = found.ties[0]
+            raise UsageError(
+                f"stage {early + 1} and stage {late + 1} share a parameter ({name!r}, {other!r}), and so could only be "
+                "trained as one: choose `at` such that one stage has all modules that share it"
+            )
+        made = [remote(on, _arrived, (stage,)) for (_, on), stage in zip(places, found.stages, strict=True)]
+        stages = [
+            RemoteModule.init_from_module_rref(place, each) for (place, _), each in zip(places, made, strict=True)
+        ]
+        pipeline = cls(stages, chunks, schedule)
+        keep_names(pipeline, found.parts)
+        return pipeline
 
     @not_compiled
     def forward(self, inputs: Any) -> Any:
@@ -217,6 +269,11 @@ def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
             "a stage is a RemoteModule, a reference to a module or a module of this worker, not "
             f"{stage!r}: write Pipeline([RemoteModule('worker1', First), Second()])"
         )
+    return stage
+
+
+@known_as("Pipeline.split")
+def _arrived(stage: nn.Module) -> nn.Module:
     return stage
 
 
