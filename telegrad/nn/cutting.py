@@ -233,21 +233,19 @@ def keep_names(pipeline: nn.Module, parts: Sequence[Sequence[str]]) -> None:
 
 def _name_as_whole(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
     """stages.1.layers.4.weight becomes layers.4.weight."""
+    start = f"{prefix}{STAGES}."
     for names in (state, state._metadata):
-        for name in [name for name in names if name.startswith(f"{prefix}{STAGES}.")]:
-            _, _, own = name.removeprefix(f"{prefix}{STAGES}.").partition(".")
-            value = names.pop(name)
-            if own:
-                names[prefix + own] = value
+        found = {name: names.pop(name) for name in list(names) if name.startswith(start)}
+        own = {name.removeprefix(start).partition(".")[2]: value for name, value in found.items()}
+        names.update({prefix + name: value for name, value in own.items() if name})
 
 
 def _name_by_stages(parts: Sequence[Sequence[str]], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
     """The other way; what several stages use is for each of them."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        own = name.removeprefix(prefix)
+    found = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+    for name, value in found.items():
         holders = [
-            number for number, part in enumerate(parts) if any(f"{own}.".startswith(f"{each}.") for each in part)
+            number for number, part in enumerate(parts) if any(f"{name}.".startswith(f"{each}.") for each in part)
         ]
-        if holders:
-            value = state.pop(name)
-            state.update({f"{prefix}{STAGES}.{number}.{own}": value for number in holders})
+        starts = [f"{STAGES}.{number}." for number in holders] or [""]
+        state.update({f"{prefix}{start}{name}": value for start in starts})

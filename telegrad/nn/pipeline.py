@@ -21,7 +21,7 @@ from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.nn.backward import root_of
 from telegrad.nn.checks import gradients_are_lost, hint_at_context
-from telegrad.nn.cutting import cut, keep_names
+from telegrad.nn.cutting import STAGES, cut, keep_names
 from telegrad.nn.losses import Loss, shares
 from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule
@@ -113,7 +113,8 @@ class Pipeline(nn.Module):
         `eval`. A model with one argument takes the inputs as they are; to others they are given as a tuple, or as
         a dictionary by the arguments' names.
 
-        The state has the names of the model: `pipeline.load_state_dict(model.state_dict())`, and the other way.
+        Its state, optimizers and checkpoints have the names of the model:
+        `pipeline.load_state_dict(model.state_dict())`, and the other way.
 
         Raises:
             UsageError: the model cannot be cut so; it says why, and what can be done.
@@ -132,6 +133,8 @@ class Pipeline(nn.Module):
         stages = [
             RemoteModule.init_from_module_rref(place, each) for (place, _), each in zip(places, made, strict=True)
         ]
+        for number, stage in enumerate(stages):
+            stage._surplus = f"{STAGES}.{number}"
         pipeline = cls(stages, chunks, schedule)
         keep_names(pipeline, found.parts)
         return pipeline

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -160,12 +162,45 @@ def test_gradients_of_a_loss_of_ones_own() -> None:
     assert torch.allclose(found, inputs["value"].grad)
 
 
-def test_a_checkpoint(tmp_path: pathlib.Path) -> None:
-    first, second = (Pipeline.split(Masked(), WORKERS) for _ in range(2))
-    checkpoint.save({"model": first}, tmp_path)
-    checkpoint.load({"model": second}, tmp_path)
-    for one, other in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
+def test_names_of_a_model_that_has_stages_itself() -> None:
+    model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), stages=nn.Sequential(named(), named())))
+    pipeline = Pipeline.split(model, ["w1", "w2", "w0"], at=["stages.0.layers", "stages.1"])
+    wanted = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    pipeline.load_state_dict(wanted)
+    found = pipeline.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+
+
+def trained(pipeline: Pipeline, optimizer: DistributedOptimizer, inputs: Any, targets: Tensor) -> Tensor:
+    with autograd.context() as context:
+        loss = pipeline.forward_backward(context, inputs, targets, mse_loss)
+        optimizer.step(context)
+    return loss
+
+
+def test_a_checkpoint_is_read_into_another_cut_and_into_the_whole(tmp_path: pathlib.Path) -> None:
+    model, other, (inputs, targets) = Own().double().eval(), Own().double(), plain_batch()
+    other.table, other.plain = model.table, model.plain  # which are in no state
+    first = Pipeline.split(model, ["w1", "w1", "w2"], at=["first", "second"])
+    second = Pipeline.split(other, ["w2", "w0"], at=["second"]).eval()
+    states: list[dict[str, Any]] = []
+    for pipeline in (first, second):
+        optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+        states.append({"model": pipeline, "optimizer": optimizer})
+    for _ in range(2):
+        trained(first, states[0]["optimizer"], inputs, targets)
+    checkpoint.save(states[0], tmp_path)
+    saved = first.state_dict()
+    checkpoint.load(states[1], tmp_path)
+    assert {name for name, _ in model.named_parameters()} == set(states[1]["optimizer"].param_groups[0]["param_names"])
+    for _ in range(2):  # with the optimizer's state, the second step depends on what was loaded
+        one, other_one = (trained(each["model"], each["optimizer"], inputs, targets) for each in states)
+        assert torch.allclose(one, other_one)
+    flat = {f"model.{name}": torch.empty_like(value) for name, value in model.state_dict().items()}
+    torch.distributed.checkpoint.load(flat, checkpoint_id=tmp_path, no_dist=True)
+    assert set(flat) == {f"model.{name}" for name in saved}
+    assert all(torch.equal(flat[f"model.{name}"], value) for name, value in saved.items())
 
 
 def test_what_cannot_be_split() -> None:
