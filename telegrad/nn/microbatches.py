@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from telegrad.errors import UsageError
 
 
-def split(batch: Any, chunks: int) -> list[Any]:
+def parts_of(batch: Any, chunks: int) -> list[Any]:
     """The tensors in `batch` in parts of about the same size; what else is in it goes with each."""
     leaves, form = tree_flatten(batch)
     parts = min(chunks, max(_size(batch), 1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.naming import known_as
 from telegrad.autograd import backward
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
@@ -16,13 +17,18 @@ from telegrad.nn.backward import root_of
 from telegrad.nn.batches import Ends, Job, Numbers, Product
 from telegrad.nn.checks import gradients_are_lost, hint_at_context
 from telegrad.nn.crew import Crew, gather
+from telegrad.nn.cutting import STAGES, cut, keep_names
 from telegrad.nn.losses import Loss, shares
-from telegrad.nn.microbatches import joined, sizes_of, split
+from telegrad.nn.microbatches import joined, parts_of, sizes_of
+from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.schedule import SCHEDULES
 from telegrad.nn.stage import Bundle
-from telegrad.nn.ties import Tie
-from telegrad.rpc import RRef, current
+from telegrad.nn.ties import parse_ties
+from telegrad.rpc import RRef, WorkerInfo, current, remote
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Pipeline(nn.Module):
@@ -64,9 +70,10 @@ class Pipeline(nn.Module):
         self.chunks = chunks
         self.schedule = schedule
         self.stages = nn.ModuleList(map(_as_module, stages))
-        self._ties = [tie for names in tied for tie in _ties_of(names, len(self.stages))]
+        self._ties = [tie for names in tied for tie in parse_ties(names, len(self.stages))]
         self._numbers = Numbers()
         self._crew: Crew | None = None
+        self.register_state_dict_post_hook(Pipeline._complete_state)  # type: ignore[no-untyped-call]
         self._gather()
 
     def replace(self, stage: int, module: RemoteModule | RRef[nn.Module] | nn.Module) -> None:
@@ -79,18 +86,69 @@ class Pipeline(nn.Module):
         self.stages[stage] = _as_module(module)
         self._crew = None
 
+    def _complete_state(self, state: Any, prefix: str, *_: Any) -> None:
+        """What stages have borrowed is as old as the last batch: the owners have the value."""
+        for tie in self._ties:
+            owned = state.get(f"{prefix}{STAGES}.{tie.owner}.{tie.name}")
+            if owned is not None:
+                state[f"{prefix}{STAGES}.{tie.borrower}.{tie.borrowed}"] = owned
+
     def _gather(self) -> Crew:
         """The stations, which are made where there are none."""
         if self._crew is None:
             self._crew = gather(list(map(_place_of, self.stages)), self.schedule, self._ties)
         return self._crew
 
+    @classmethod
+    def split(
+        cls,
+        model: nn.Module,
+        workers: Sequence[str | WorkerInfo],
+        at: Sequence[str] | None = None,
+        balance: Sequence[int] | None = None,
+        chunks: int = 8,
+        schedule: str = "1f1b",
+    ) -> Self:
+        """A pipeline of copies of the parts of `model`, one stage on each of `workers`.
+
+        A worker is written as for a `RemoteModule`: "w1", "w1/cuda:0". Who is named several times gets several stages.
+        `at` names the modules with which the stages begin, but for the first: at=["layers.4", "layers.8"] makes three
+        stages. `balance` says how many of the children of an `nn.Sequential` each stage gets. Without either, stages
+        get about as many parameters each.
+
+        Only the modules inside of which a stage begins are taken apart. They may be `nn.Sequential`s; of any others
+        the forward pass is recorded as it runs now, without choices that depend on tensors: training mode and the
+        arguments that have defaults stay as they are. What remains whole, such as `nn.Dropout`, follows `train` and
+        `eval`. A model with one argument takes the inputs as they are; to others they are given as a tuple, or as
+        a dictionary by the arguments' names.
+
+        Its state, optimizers and checkpoints have the names of the model:
+        `pipeline.load_state_dict(model.state_dict())`, and the other way.
+
+        Raises:
+            UsageError: the model cannot be cut so; it says why, and what can be done.
+        """
+        if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
+            raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
+        places = [(worker, parse_place(worker)[0]) for worker in workers]
+        found = cut(model, len(workers), at, balance)
+        made = [remote(on, _arrived, (stage,)) for (_, on), stage in zip(places, found.stages, strict=True)]
+        stages = [
+            RemoteModule.init_from_module_rref(place, each) for (place, _), each in zip(places, made, strict=True)
+        ]
+        for number, stage in enumerate(stages):
+            stage._surplus = f"{STAGES}.{number}"
+        tied = [(f"{early}.{name}", f"{late}.{other}") for early, name, late, other in found.ties]
+        pipeline = cls(stages, chunks, schedule, tied)
+        keep_names(pipeline, found.parts)
+        return pipeline
+
     @not_compiled
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
             hint_at_context("a pipeline")
-        parts = split(inputs, self.chunks)
+        parts = parts_of(inputs, self.chunks)
         crew = self._gather()
         if torch.is_grad_enabled() and entered_id() is not None:
             if any(crew.ties):
@@ -119,8 +177,8 @@ class Pipeline(nn.Module):
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
         crew = self._gather()
-        own = [crew.bundled(0, part) for part in split(inputs, self.chunks)]
-        wanted = [crew.bundled(-1, part) for part in split(targets, self.chunks)]
+        own = [crew.bundled(0, part) for part in parts_of(inputs, self.chunks)]
+        wanted = [crew.bundled(-1, part) for part in parts_of(targets, self.chunks)]
         ends = Ends([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
         with current.conductor().contexts.find(context_id).entered():
             products = self._play(crew, ends, len(sizes), trains=True)
@@ -166,21 +224,9 @@ def _as_module(stage: RemoteModule | RRef[nn.Module] | nn.Module) -> nn.Module:
     return stage
 
 
-def _ties_of(names: Sequence[str], count: int) -> list[Tie]:
-    """A parameter of one stage, and those of others that are the same."""
-    if isinstance(names, str) or len(names) < 2:
-        raise UsageError(
-            f"tied parameters are named together, not as {names!r}: tied=[('0.embedding.weight', '2.head.weight')]"
-        )
-    found = [name.partition(".") for name in names]
-    for name, (stage, _, rest) in zip(names, found, strict=True):
-        if not stage.isdigit() or int(stage) >= count or not rest:
-            raise UsageError(
-                f"{name!r} names no parameter of one of {count} stages: write the number of the stage, and the name "
-                "in it, such as '0.embedding.weight'"
-            )
-    (owner, _, own), *others = found
-    return [Tie(int(owner), own, int(stage), name) for stage, _, name in others]
+@known_as("Pipeline.split")
+def _arrived(stage: nn.Module) -> nn.Module:
+    return stage
 
 
 def _trains(stage: nn.Module) -> bool:

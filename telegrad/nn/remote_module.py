@@ -64,6 +64,7 @@ class RemoteModule(nn.Module):
     _signature: inspect.Signature | None = None
     _hints = True  # says so where gradients are lost
     _trains = True  # the module has parameters that require gradients
+    _surplus = ""  # the end of its name in a model, where the names of its parts in that model do without
 
     def __init__(
         self,

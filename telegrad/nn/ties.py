@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from telegrad.errors import UsageError
 from telegrad.nn.schedule import Action
 
 LEND, BORROW, RETURN, COLLECT = "lend", "borrow", "return", "collect"
@@ -20,6 +21,23 @@ class Tie(NamedTuple):
     name: str
     borrower: int
     borrowed: str
+
+
+def parse_ties(names: Sequence[str], count: int) -> list[Tie]:
+    """A parameter of one stage, and those of others that are the same."""
+    if isinstance(names, str) or len(names) < 2:
+        raise UsageError(
+            f"tied parameters are named together, not as {names!r}: tied=[('0.embedding.weight', '2.head.weight')]"
+        )
+    found = [name.partition(".") for name in names]
+    for name, (stage, _, rest) in zip(names, found, strict=True):
+        if not stage.isdigit() or int(stage) >= count or not rest:
+            raise UsageError(
+                f"{name!r} names no parameter of one of {count} stages: write the number of the stage, and the name "
+                "in it, such as '0.embedding.weight'"
+            )
+    (owner, _, own), *others = found
+    return [Tie(int(owner), own, int(stage), name) for stage, _, name in others]
 
 
 def with_ties(

@@ -40,7 +40,10 @@ def branches(model: Model) -> list[Branch]:
     seen = {model._handle.id}
     wave = [Branch("", model)]
     while wave:
-        named = {f"{branch.name or 'the model'} on {branch.root.owner_name()}": branch for branch in wave}
+        named = {
+            f"{branch.name or 'the model'} on {branch.root.owner_name()}, {number} of {len(wave)}": branch
+            for number, branch in enumerate(wave, 1)
+        }
         looked = together(named, lambda _, branch: rpc_async(branch.root.owner(), _look, (branch.root, branch.name)))
         wave = []
         for branch, (trained, further) in zip(named.values(), looked.values(), strict=True):
@@ -68,7 +71,7 @@ def _references(module: nn.Module, prefix: str) -> Iterator[Branch]:
     for name, part in module.named_modules():
         path = joined(prefix, name)
         if isinstance(part, RemoteModule):
-            yield Branch(path, part.module_rref)
+            yield Branch(path.removesuffix(part._surplus).removesuffix("."), part.module_rref)
         else:
             for attribute, value in vars(part).items():
                 if attribute not in _OF_EVERY_MODULE:

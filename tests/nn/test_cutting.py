@@ -1,0 +1,374 @@
+"""Stages that are cut out of a model do, one after the other, what it does in one piece."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.utils._pytree import tree_leaves
+
+from telegrad.errors import TelegradWarning, UsageError
+from telegrad.nn.cutting import Cut, cut
+
+WIDTH = 6
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def sequence() -> nn.Module:
+    return nn.Sequential(linear(), nn.Tanh(), linear(), nn.ReLU(), linear())
+
+
+def named() -> nn.Module:
+    again = nn.ReLU()  # one module in two places
+    layers = nn.Sequential(linear(), again, nn.Sequential(linear(), nn.Tanh()), linear(), again)
+    return nn.Sequential(OrderedDict(embed=linear(), layers=layers, head=linear()))
+
+
+class Block(nn.Module):
+    """Cannot be traced, and need not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = linear(), nn.Dropout(0.5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.layer(value) if value.sum() > 0 else self.layer(-value)
+        return self.drop(found.tanh())
+
+
+class Layers(nn.Module):
+    """Blocks in a list."""
+
+    def __init__(self, count: int = 4, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(count))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+class Skips(nn.Module):
+    """Uses early values late: the input, what the first layer made, and a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        rows = value.shape[0]
+        first = self.layers[0](value)
+        second = self.layers[1](first).tanh()
+        third = self.layers[2](second + first)
+        return self.layers[3](third).view(rows, -1) + first * value
+
+
+class Several(nn.Module):
+    """Takes several inputs, of which one has a default, and gives several values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = linear(), linear(), linear()
+
+    def forward(self, input: Tensor, mask: Tensor, scale: float = 2.0, *, other: Tensor) -> Any:  # noqa: A002
+        found = self.first(input).masked_fill(mask, 0.0)
+        found = self.second(found * scale) + other
+        return self.third(found).masked_fill(mask, 1.0), {"mask": mask, "found": found}
+
+
+class Own(nn.Module):
+    """Has parameters, buffers and constants of its own, and makes something of them."""
+
+    bias: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("bias", torch.rand(WIDTH))
+        self.register_buffer("table", torch.rand(64, WIDTH), persistent=False)
+        self.plain = torch.rand(WIDTH)
+        self.norm, self.first, self.second = nn.BatchNorm1d(WIDTH), linear(), linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.norm(value + self.table[: value.size(0)]) * self.scale
+        value = self.first(value) + self.bias
+        return self.second(value) * self.plain + self.bias + torch.ones(WIDTH)
+
+
+class Inside(nn.Module):
+    """Its layers are deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Layers(3), linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.encoder(value)).relu()
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    at: list[str]
+    inputs: Callable[[], Any] = lambda: torch.randn(5, WIDTH)
+
+
+def several() -> dict[str, Tensor]:
+    return {
+        "input": torch.randn(5, WIDTH),
+        "mask": torch.rand(5, WIDTH) > 0.5,
+        "other": torch.randn(5, WIDTH, requires_grad=True),
+    }
+
+
+CASES = {
+    "a sequence": Case(sequence, ["2", "4"]),
+    "a sequence in a sequence": Case(named, ["layers", "layers.2.1", "layers.4"]),
+    "a sequence, of which a part is traced": Case(lambda: nn.Sequential(linear(), Inside()), ["1.encoder.layers.1"]),
+    "a list": Case(Layers, ["layers.1", "layers.3"]),
+    "deeper layers": Case(Inside, ["encoder.layers.1", "encoder.layers.2", "head"]),
+    "a module with the first of its parts": Case(lambda: nn.Sequential(linear(), Inside()), ["1"]),
+    "skips": Case(Skips, ["layers.1", "layers.2", "layers.3"]),
+    "several inputs and outputs": Case(Several, ["second", "third"], several),
+    "several inputs in order": Case(Several, ["third"], lambda: tuple(several().values())),
+    "own parameters and buffers": Case(Own, ["first", "second"]),
+    "one stage": Case(sequence, []),
+    "one stage of several inputs": Case(Several, [], several),
+}
+
+
+def sent(made: Cut) -> list[nn.Module]:
+    """As the workers get them."""
+    return [pickle.loads(pickle.dumps(stage)) for stage in made.stages]
+
+
+def applied(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(inputs[0], inputs[1], other=inputs[2]) if isinstance(inputs, tuple) else model(inputs)
+
+
+def total(outputs: Any) -> Tensor:
+    return torch.stack([each.square().sum() for each in tree_leaves(outputs)]).sum()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_give_what_the_whole_gives(name: str) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]
+    model, inputs = case.make(), case.inputs()
+    before = dict(vars(model)), set(model.state_dict())
+    made = cut(model, len(case.at) + 1, at=case.at)
+    assert (dict(vars(model)), set(model.state_dict())) == before
+    stages = sent(made)
+    torch.manual_seed(1)
+    wanted = applied(model, inputs)
+    torch.manual_seed(1)
+    found = inputs
+    for stage in stages:
+        found = stage(found)
+    for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        assert torch.equal(one, other)
+    total(wanted).backward()
+    total(found).backward()
+    gradients = {name: own.grad for stage in stages for name, own in stage.named_parameters()}
+    assert set(gradients) == {name for name, _ in model.named_parameters()}
+    for parameter, own in model.named_parameters():
+        torch.testing.assert_close(gradients[parameter], own.grad)
+    state = {key: value for stage in stages for key, value in stage.state_dict().items()}
+    assert set(state) == set(model.state_dict())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_what_is_not_cut_stays_as_it_is() -> None:
+    model = Inside()
+    stages = cut(model, 3, at=["encoder.layers.2", "head"]).stages
+    assert stages[1].get_submodule("encoder.layers.2") is model.encoder.layers[2]
+    chain = cut(named(), 2, at=["layers.2"]).stages
+    assert [type(stage) for stage in chain] == [nn.Sequential, nn.Sequential]
+    assert list(chain[0].state_dict()) == ["embed.weight", "embed.bias", "layers.0.weight", "layers.0.bias"]
+
+
+def test_dropout_follows_train_and_eval() -> None:
+    model = Layers().eval()
+    stages = sent(cut(model, 2, at=["layers.2"]))
+    assert [stage.training for stage in stages] == [False, False]
+    inputs = torch.randn(5, WIDTH)
+    assert torch.equal(stages[1](stages[0](inputs)), model(inputs))
+    for stage in stages:
+        stage.train()
+    assert not torch.equal(stages[1](stages[0](inputs)), model(inputs))
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.second(dropout(self.first(value), 0.5, self.training))
+
+
+def test_a_recorded_training_mode_is_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TelegradWarning, match="training mode of dropout is recorded"):
+            cut(Functional(), 2, at=["second"])
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "wanted"),
+    [
+        (lambda: nn.Sequential(*(linear() for _ in range(12))), 5, [2, 3, 2, 3, 2]),
+        (lambda: nn.Sequential(linear(), nn.Linear(WIDTH, 100), nn.Linear(100, WIDTH), linear()), 3, [2, 1, 1]),
+        (lambda: Layers(6), 3, [2, 2, 2]),
+        (lambda: Layers(2), 2, [1, 1]),
+        (lambda: nn.Sequential(linear(), Layers(4, linear), nn.ReLU()), 5, [1, 1, 1, 1, 1]),
+        (lambda: nn.Sequential(linear(), Block(), Block()), 2, [1, 2]),
+        (sequence, 1, [3]),
+    ],
+)
+def test_by_itself_it_is_cut_into_stages_of_about_equal_size(
+    make: Callable[[], nn.Module], count: int, wanted: list[int]
+) -> None:
+    stages = cut(make(), count).stages
+    assert [sum(isinstance(part, nn.Linear) for part in stage.modules()) for stage in stages] == wanted
+
+
+class Large(nn.Module):
+    """Has more parameters than a stage shall have, and cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 50), nn.Linear(50, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.second(self.first(value)) if value.sum() > 0 else value
+
+
+def test_a_large_module_that_cannot_be_traced_stays_whole() -> None:
+    made = cut(nn.Sequential(linear(), Large(), linear()), 3)
+    assert made.parts == [["0"], ["1"], ["2"]]
+
+
+def test_a_count_of_children_for_each_stage() -> None:
+    assert cut(sequence(), 3, balance=[1, 3, 1]).parts == [["0"], ["1", "2", "3"], ["4"]]
+
+
+class Tied(nn.Module):
+    """Uses the weights of its first part in its last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = linear(), linear(), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(value))) @ self.middle.weight
+
+
+def test_what_several_stages_train_is_listed() -> None:
+    assert cut(Tied(), 3, at=["middle", "head"]).ties == [
+        (0, "embed.weight", 2, "head.weight"),
+        (1, "middle.weight", 2, "middle.weight"),
+    ]
+    assert cut(Tied(), 1).ties == []
+
+
+class Uncalled(nn.Module):
+    """Has no argument that must be given."""
+
+    def forward(self, value: Any = None) -> Any:
+        return value
+
+
+def hooked() -> nn.Module:
+    model = sequence()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
+    "no module": (lambda: [linear()], 1, {}, "what is cut into stages is a module"),
+    "both": (sequence, 2, {"at": ["2"], "balance": [2, 3]}, "by `at` or by `balance`, not by both"),
+    "a name": (
+        sequence,
+        2,
+        {"at": "2"},
+        r"a list of the names of modules, such as \['layers.4', 'layers.8'\], not '2'",
+    ),
+    "too few names": (sequence, 3, {"at": ["2"]}, "for 3 workers 2, not 1"),
+    "an unknown name": (Layers, 2, {"at": ["layer.1"]}, r"no module 'layer.1' with .* There are 'layers'"),
+    "an unknown part": (Layers, 2, {"at": ["layers.9"]}, "There are 'layers.0', 'layers.1', 'layers.2', 'layers.3'"),
+    "a part of a leaf": (sequence, 2, {"at": ["2.weight"]}, "no module '2.weight' .* '2' has no parts"),
+    "the first": (sequence, 2, {"at": ["0"]}, "a stage would be empty"),
+    "the first, traced": (Layers, 2, {"at": ["layers.0"]}, "a stage would be empty"),
+    "one twice": (sequence, 3, {"at": ["2", "2"]}, "a stage would be empty"),
+    "one and its first part": (Inside, 3, {"at": ["encoder", "encoder.layers.0"]}, "a stage would be empty"),
+    "the wrong order": (sequence, 3, {"at": ["4", "2"]}, r"name these in the order \['2', '4'\]"),
+    "a list": (Layers, 2, {"at": ["layers"]}, "'layers' is not called itself"),
+    "no forward that can be traced": (Block, 2, {"at": ["drop"]}, r"the model \(Block\) cannot be cut.*\n.*by hand"),
+    "a part that cannot be traced": (
+        Layers,
+        2,
+        {"at": ["layers.1.drop"]},
+        r"'layers.1' \(Block\) cannot be cut, as torch.fx cannot trace its forward: TraceError",
+    ),
+    "no input": (Uncalled, 2, {}, "Uncalled.forward needs no argument"),
+    "hooks": (hooked, 2, {"at": ["2"]}, r"the model \(Sequential\) has hooks"),
+    "counts of no sequence": (Layers, 2, {"balance": [2, 2]}, "counts the children of an nn.Sequential, and Layers is"),
+    "too many counts": (
+        sequence,
+        2,
+        {"balance": [2, 2, 1]},
+        r"5 children each of the 2 stages gets.*\[2, 2, 1\] does not",
+    ),
+    "a wrong sum": (sequence, 2, {"balance": [2, 2]}, r"\[2, 2\] does not"),
+    "an empty stage": (sequence, 3, {"balance": [5, 0, 0]}, "at least one"),
+    "too many stages": (sequence, 4, {}, r"there are 3 \['0', '2', '4'\]. Name fewer workers"),
+    "nothing to train": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), 2, {}, r"there are 0 \[\]"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_cut(what: str) -> None:
+    make, count, where, said = REFUSED[what]
+    with pytest.raises(UsageError, match=said):
+        cut(make(), count, **where)
+
+
+class Slow(nn.Module):
+    """Waits while it is traced."""
+
+    def __init__(self, others: Callable[[], None]) -> None:
+        super().__init__()
+        self.first, self.second, self.others = linear(), linear(), others
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.others()
+        return self.second(self.first(value))
+
+
+def test_other_threads_use_their_modules_meanwhile() -> None:
+    other, inputs = Layers(), torch.randn(5, WIDTH)
+    found: list[Tensor] = []
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=lambda: found.append(other(inputs)))
+        thread.start()
+        thread.join()
+
+    cut(Slow(meanwhile), 2, at=["second"])
+    assert found[0].shape == (5, WIDTH)

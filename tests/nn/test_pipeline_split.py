@@ -1,0 +1,231 @@
+"""A model that is split over workers trains as in one process, and keeps its names."""
+
+from __future__ import annotations
+
+import pathlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import telegrad.autograd as autograd
+import telegrad.checkpoint as checkpoint
+from telegrad.errors import UsageError
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.nn.schedule import SCHEDULES
+from telegrad.optim import DistributedOptimizer
+from tests.nn.test_cutting import CASES, WIDTH, Layers, Own, Tied, named, sequence
+
+pytestmark = pytest.mark.usefixtures("here")
+
+WORKERS = ["w1", "w2", "w0"]
+
+
+class Masked(nn.Module):
+    """Takes a batch and a mask, which are used in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, value: Tensor, mask: Tensor) -> Tensor:
+        given = value
+        for layer in self.layers:
+            value = layer(value).tanh().masked_fill(mask, 0.0) + given
+        return self.norm(value)
+
+
+def masked_batch() -> tuple[Any, Tensor]:
+    inputs = {"value": torch.randn(10, WIDTH).double(), "mask": torch.rand(10, WIDTH) > 0.5}
+    return inputs, torch.randn(10, WIDTH).double()
+
+
+def plain_batch() -> tuple[Any, Tensor]:
+    return torch.randn(10, WIDTH).double(), torch.randn(10, WIDTH).double()
+
+
+def trains_alike(pipeline: Pipeline, model: nn.Module, batch: Callable[[], tuple[Any, Tensor]]) -> None:
+    ours = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+    theirs = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(3):
+        inputs, targets = batch()
+        with autograd.context() as context:
+            loss = pipeline.forward_backward(context, inputs, targets, mse_loss)
+            ours.step(context)
+        theirs.zero_grad()
+        wanted = mse_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
+        wanted.backward()
+        theirs.step()
+        assert torch.allclose(loss, wanted.detach(), rtol=1e-8)
+    state = pipeline.state_dict()
+    assert list(state) == list(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.allclose(state[name], value, rtol=1e-6, atol=1e-9), name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_sequence_trains_as_in_one_process(schedule: str) -> None:
+    model = named().double()
+    trains_alike(Pipeline.split(model, WORKERS, at=["layers.1", "layers.3"], schedule=schedule), model, plain_batch)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_skips_stages_trains_as_in_one_process(schedule: str) -> None:
+    model = Masked().double()
+    workers = ["w1", "w0", "w1", "w0"]
+    pipeline = Pipeline.split(model, workers, at=[f"layers.{number}" for number in (1, 2, 3)], schedule=schedule)
+    trains_alike(pipeline, model, masked_batch)
+
+
+def test_it_is_split_by_itself() -> None:
+    model = Masked().double()
+    pipeline = Pipeline.split(model, WORKERS, chunks=3)
+    assert [stage.on for stage in pipeline.stages] == WORKERS
+    inputs, _ = masked_batch()
+    with torch.no_grad():
+        assert torch.allclose(pipeline(inputs), model(**inputs))
+        assert torch.allclose(pipeline((inputs["value"], inputs["mask"])), model(**inputs))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_are_those_of_the_whole(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.make().eval(), case.inputs()
+    pipeline = Pipeline.split(model, ["w1", "w2", "w0", "w1"][: len(case.at) + 1], at=case.at, chunks=1)
+    assert not pipeline.stages[0].training
+    given = dict(zip(("input", "mask", "other"), inputs, strict=True)) if isinstance(inputs, tuple) else inputs
+    with torch.no_grad():
+        wanted = model(**given) if isinstance(given, dict) else model(given)
+        torch.testing.assert_close(pipeline(inputs), wanted)
+
+
+def test_the_model_is_copied_and_the_state_fits_it() -> None:
+    model, other, inputs = sequence(), sequence(), torch.randn(5, WIDTH)
+    pipeline = Pipeline.split(model, ["w0", "w1/cpu"], balance=[2, 3], chunks=1)
+    assert all(isinstance(stage, RemoteModule) for stage in pipeline.stages)
+    with torch.no_grad():
+        wanted = model(inputs)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(pipeline(inputs), wanted)
+        other.load_state_dict(pipeline.state_dict())
+        assert torch.equal(other(inputs), wanted)
+        pipeline.load_state_dict(model.state_dict())
+        assert torch.equal(pipeline(inputs), model(inputs))
+
+
+def test_the_state_of_a_model_around_it_has_the_names_of_the_whole() -> None:
+    model, other = nn.ModuleDict({"body": named(), "head": nn.Linear(2, 2)}), named()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model["body"] = Pipeline.split(other, WORKERS)
+    model.load_state_dict(state)
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert "body.layers.0" in vars(model.state_dict())["_metadata"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*embed.weight[\s\S]*Unexpected key.*body.strange"):
+        model.load_state_dict({name: state[name] for name in state if "embed" not in name} | {"body.strange": None})
+
+
+def test_what_several_stages_use_is_loaded_into_each() -> None:
+    model, other = Own().eval(), Own().eval()
+    pipeline, inputs = Pipeline.split(model, WORKERS, at=["first", "second"], chunks=1), torch.randn(5, WIDTH)
+    with torch.no_grad():
+        other.bias.fill_(7)
+        pipeline.load_state_dict(other.state_dict())
+        other.table.copy_(model.table)  # neither is in the state
+        other.plain = model.plain
+        assert torch.allclose(pipeline(inputs), other(inputs))
+
+
+def test_train_and_eval_reach_the_stages() -> None:
+    model = Layers()
+    pipeline, inputs = Pipeline.split(model, ["w1", "w2"], chunks=1), torch.randn(5, WIDTH)
+    with torch.no_grad():
+        wanted = model.eval()(inputs)
+        assert not torch.allclose(pipeline(inputs), wanted)
+        assert torch.allclose(pipeline.eval()(inputs), wanted)
+
+
+def test_gradients_of_a_loss_of_ones_own() -> None:
+    model, (inputs, _) = Masked().double(), masked_batch()
+    pipeline = Pipeline.split(model, WORKERS, chunks=3)
+    inputs["value"].requires_grad_()
+    with autograd.context() as context:
+        autograd.backward(context, pipeline(inputs).square().sum())
+        found = autograd.get_gradients(context)[inputs["value"]]
+    model(**inputs).square().sum().backward()
+    assert torch.allclose(found, inputs["value"].grad)
+
+
+def test_names_of_a_model_that_has_stages_itself() -> None:
+    model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), stages=nn.Sequential(named(), named())))
+    pipeline = Pipeline.split(model, ["w1", "w2", "w0"], at=["stages.0.layers", "stages.1"])
+    wanted = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    pipeline.load_state_dict(wanted)
+    found = pipeline.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+
+
+def trained(pipeline: Pipeline, optimizer: DistributedOptimizer, inputs: Any, targets: Tensor) -> Tensor:
+    with autograd.context() as context:
+        loss = pipeline.forward_backward(context, inputs, targets, mse_loss)
+        optimizer.step(context)
+    return loss
+
+
+def test_a_checkpoint_is_read_into_another_cut_and_into_the_whole(tmp_path: pathlib.Path) -> None:
+    model, other, (inputs, targets) = Own().double().eval(), Own().double(), plain_batch()
+    other.table, other.plain = model.table, model.plain  # which are in no state
+    first = Pipeline.split(model, ["w1", "w1", "w2"], at=["first", "second"])
+    second = Pipeline.split(other, ["w2", "w0"], at=["second"]).eval()
+    states: list[dict[str, Any]] = []
+    for pipeline in (first, second):
+        optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+        states.append({"model": pipeline, "optimizer": optimizer})
+    for _ in range(2):
+        trained(first, states[0]["optimizer"], inputs, targets)
+    checkpoint.save(states[0], tmp_path)
+    saved = first.state_dict()
+    checkpoint.load(states[1], tmp_path)
+    assert {name for name, _ in model.named_parameters()} == set(states[1]["optimizer"].param_groups[0]["param_names"])
+    for _ in range(2):  # with the optimizer's state, the second step depends on what was loaded
+        one, other_one = (trained(each["model"], each["optimizer"], inputs, targets) for each in states)
+        assert torch.allclose(one, other_one)
+    flat = {f"model.{name}": torch.empty_like(value) for name, value in model.state_dict().items()}
+    torch.distributed.checkpoint.load(flat, checkpoint_id=tmp_path, no_dist=True)
+    assert set(flat) == {f"model.{name}" for name in saved}
+    assert all(torch.equal(flat[f"model.{name}"], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("workers", [WORKERS, ["w1", "w2", "w1"], ["w1", "w1", "w1"]])
+def test_parameters_that_stages_share_are_one(workers: list[str], tmp_path: pathlib.Path) -> None:
+    model = Tied().double()
+    pipeline = Pipeline.split(model, workers, at=["middle", "head"], chunks=3)
+    trains_alike(pipeline, model, plain_batch)
+    state = pipeline.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.allclose(state[name], value) for name, value in model.state_dict().items())
+    Tied().double().load_state_dict(state)
+    checkpoint.save({"model": pipeline}, tmp_path)
+    other = Pipeline.split(Tied().double(), workers, at=["middle", "head"], chunks=3)
+    checkpoint.load({"model": other}, tmp_path)
+    inputs, _ = plain_batch()
+    with torch.no_grad():
+        assert torch.allclose(other(inputs), model(inputs))
+
+
+def test_what_cannot_be_split() -> None:
+    with pytest.raises(UsageError, match=r"`workers` is a list.*Pipeline.split\(model, \[\"w1\", \"w2\"\]\)"):
+        Pipeline.split(sequence(), "w1")
+    with pytest.raises(UsageError, match="'cpu' is no place for a module"):
+        Pipeline.split(sequence(), ["w1", "cpu"])
+    with pytest.raises(UsageError, match="a pipeline needs at least one stage, and one chunk"):
+        Pipeline.split(sequence(), ["w1"], chunks=0)
+    with pytest.raises(ValueError, match="w9"):
+        Pipeline.split(sequence(), ["w1", "w9"])
