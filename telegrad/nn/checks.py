@@ -35,6 +35,15 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
+def check_context_id(context_id: Any, method: str) -> None:
+    """Raise UsageError where that cannot be the id of a context, the first argument of a method."""
+    if not isinstance(context_id, int):
+        raise UsageError(
+            f"{method}() takes the id of a context first, not {type(context_id).__name__}: "
+            f"write `with autograd.context() as context_id:`, and {method}(context_id, ...) inside"
+        )
+
+
 def gradients_are_lost(trains: bool, *inputs: Any) -> bool:
     """Whether a module that is called elsewhere should get gradients, or lead them on, but cannot.
 

@@ -15,7 +15,7 @@ from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.nn.backward import root_of
 from telegrad.nn.batches import Ends, Job, Numbers, Product
-from telegrad.nn.checks import gradients_are_lost, hint_at_context
+from telegrad.nn.checks import check_context_id, gradients_are_lost, hint_at_context
 from telegrad.nn.crew import Crew, gather
 from telegrad.nn.cutting import STAGES, cut, keep_names
 from telegrad.nn.losses import Loss, shares
@@ -81,7 +81,7 @@ class Pipeline(nn.Module):
 
         Optimizers have parameters of the old one: make them anew, and load what a checkpoint has of both.
         """
-        if not 0 <= stage < len(self.stages):
+        if not (isinstance(stage, int) and 0 <= stage < len(self.stages)):
             raise UsageError(f"this pipeline has the stages 0 to {len(self.stages) - 1}, and no stage {stage!r}")
         self.stages[stage] = _as_module(module)
         self._crew = None
@@ -174,6 +174,7 @@ class Pipeline(nn.Module):
             UsageError: inputs and targets do not fit each other; the loss is no scalar, or not what `reduction` says.
             What a stage or the loss raised, with the worker's name.
         """
+        check_context_id(context_id, "forward_backward")
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
         crew = self._gather()

@@ -151,6 +151,7 @@ class Run:
         with self._setting():
             output = stage.run(given.value(tensors[:count]))
             if targets is not None:
+                self._doing = f"the loss, after {stage.name}"
                 loss = self._loss(output, stage.near(targets.value(tensors[count:])), self._ends.weights[action.batch])
         trained = [loss] if targets is not None else self._send_on(action, output)
         assert self._context is not None

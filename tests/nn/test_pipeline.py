@@ -228,6 +228,12 @@ def test_a_loss_that_a_pipeline_cannot_use_is_refused(what: str) -> None:
         spread(chunks=4).forward_backward(context, inputs, targets, loss, reduction)
 
 
+def test_the_context_comes_first() -> None:
+    inputs, targets = batch(8)
+    with pytest.raises(UsageError, match=r"takes the id of a context first, not Tensor"):
+        spread().forward_backward(inputs, targets, mse_loss, 1)  # type: ignore[arg-type]
+
+
 def test_inputs_and_targets_must_fit_each_other() -> None:
     pipeline, (inputs, targets) = spread(chunks=4), batch(8)
     for some, others in ((inputs, targets[:6]), (inputs, targets[:3]), (inputs[:0], targets[:0])):
