@@ -166,8 +166,8 @@ class LocalParts:
                 return
             with Inside(context.id):
                 letters = part.participant.take(tasks)
-                if spec.rider:
-                    self._let_ride(mailbox, part)
+            if spec.rider:
+                self._let_ride(mailbox, part)
             self._agent.streams.publish()  # before anybody hears that it is done
             for worker, task in letters:
                 self.give(context, worker, task)
@@ -192,7 +192,8 @@ class LocalParts:
             part.outbox.send_early()
         start = perf_counter()
         try:
-            outcome = True, rider.ride(spec.context, spec.request)
+            with Inside(None):
+                outcome = True, rider.ride(spec.context, spec.request)
         except Exception as error:
             outcome = False, describe(error, self._name, user_name(rider.ride))
         self._brief = perf_counter() - start < BRIEF

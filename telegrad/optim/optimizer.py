@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
+from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.hints import hint
 from telegrad.nn.remote_module import RemoteModule
@@ -59,6 +61,7 @@ class DistributedOptimizer(Optimizer):
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
         self._rider = secrets.randbits(63)  # under which passes know the owners' shares
         self._rides: WeakSet[StepRide] = WeakSet()  # under way
+        self._keeps = False  # owners may have kept gradients for the next step
         self._done: dict[int, Done] = {}  # by contexts, for the call of `step` that follows; each use is atomic
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # what the owners have, by group
@@ -96,6 +99,8 @@ class DistributedOptimizer(Optimizer):
         added = together(by_worker, lambda worker, own: self._add(worker, number, own, options))
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():
+            if not own_names:
+                continue  # and no share, which each step would call
             self.locals[worker] = local
             self._names.setdefault(worker, set()).update(own_names)
             names += own_names
@@ -132,6 +137,7 @@ class DistributedOptimizer(Optimizer):
         done = self._done.get(context_id, Done())
         changes = self._changes() if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
+        self._keeps = False
         for number, changed in changes.items():
             self._sent[number].update(changed)
 
@@ -170,6 +176,7 @@ class DistributedOptimizer(Optimizer):
     @not_compiled
     def accumulate(self, context_id: int) -> None:
         """Keep the gradients of a context: they are added to those of the context of the next step or clipping."""
+        self._keeps = True
         self._on_all("accumulate", context_id)
 
     def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
@@ -178,15 +185,18 @@ class DistributedOptimizer(Optimizer):
                 f"{method}() takes the id of a context, not {type(context_id).__name__}: "
                 f"write `with autograd.context() as context_id:`, and {method}(context_id) inside"
             )
-        if current.conductor().contexts.has_ended(context_id):  # the owners may not have heard of it yet
+        contexts = current.conductor().contexts
+        if contexts.has_ended(context_id):  # the owners may not have heard of it yet
             raise ContextEnded(
                 f"the autograd context with id: {context_id} has ended, and its gradients with it: "
                 f"call {method}() inside of its `with` block"
             )
-        counts = together(
-            self.locals, lambda worker, local: done.get(worker) or ask(local, method, context_id, *args)
-        ).values()
-        if all(count is None for count in counts):
+        # The calls are no part of the context, unless owners that have kept something may have to join it.
+        with nullcontext() if self._keeps else Inside(None):
+            counts = together(
+                self.locals, lambda worker, local: done.get(worker) or ask(local, method, context_id, *args)
+            ).values()
+        if contexts.get(context_id) is None and all(count is None for count in counts):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
                 "took no part in it; call this inside of its `with` block"
