@@ -60,7 +60,7 @@ class DistributedOptimizer(Optimizer):
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
         self._rider = secrets.randbits(63)  # under which passes know the owners' shares
-        self._rides: WeakSet[StepRide] = WeakSet()  # under way
+        self._rides: WeakSet[StepRide] = WeakSet()
         self._keeps = False  # owners may have kept gradients for the next step
         self._done: dict[int, Done] = {}  # by contexts, for the call of `step` that follows; each use is atomic
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
@@ -151,12 +151,10 @@ class DistributedOptimizer(Optimizer):
         plain = type(self).step is DistributedOptimizer.step and not self._optimizer_step_pre_hooks
         if not plain or (changes and (self._rides or not may_ride(changes))):
             return StepRide(whole, context_id, None)
-        ride = StepRide(whole, context_id, changes)
-        self._rides.add(ride)
-        return ride
+        return StepRide(whole, context_id, changes)
 
     def _whole(self) -> Whole:
-        return Whole(self._rider, self.locals, self._finish)
+        return Whole(self._rider, self.locals, self._finish, self._rides)
 
     def _finish(self, context_id: int, done: Done) -> None:
         """Take a step, of which a pass has done a part."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Whole(NamedTuple):
     rider: int  # the number under which passes know its shares
     locals: Mapping[str, RRef[LocalOptimizer]]
     finish: Callable[[int, Done], None]  # takes the step of a context, of which so much is done
+    rides: WeakSet[StepRide]  # under way; of a pass that failed, until nobody knows it any more
 
 
 class StepRide:
@@ -48,10 +50,15 @@ class StepRide:
         self._changes = changes
         self.rider = 0 if changes is None else whole.rider
         self.request = b"" if changes is None else pickle.dumps(("step", changes), 5)
+        if changes is not None:
+            whole.rides.add(self)
 
     def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
         """Have the others step, too."""
-        self._whole.finish(self._context_id, Done(_futures(rode), self._changes))
+        try:
+            self._whole.finish(self._context_id, Done(_futures(rode), self._changes))
+        finally:
+            self._whole.rides.discard(self)
 
 
 class Clipped:

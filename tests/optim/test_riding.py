@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections import Counter
@@ -395,6 +396,32 @@ def test_steps_over_the_same_parameters_take_turns(five: list[Worker]) -> None:
     optimizers = [DistributedOptimizer(Alone, [leaf], lr=0.125) for _ in range(4)]
     in_threads(*(lambda own=own: train(own) for own in optimizers))
     assert leaf.to_here()[0, 0] == 1 - 20 * 0.125
+
+
+class Waits(torch.optim.SGD):
+    """Steps once a gradient has come to where the next worker is."""
+
+    came = threading.Event()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert Waits.came.wait(PATIENCE)
+        super().step(closure)
+
+
+def times(x: torch.Tensor, weight: RRef[torch.Tensor]) -> torch.Tensor:
+    return x * weight.local_value()
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_nobody_waits_for_a_step_elsewhere(five: list[Worker], brief: bool) -> None:
+    five[1].conductor._parts._brief = five[1].conductor._parts._short = brief
+    Waits.came.clear()
+    weight, x = remote("w1", make_leaf), torch.ones(3, 3, requires_grad=True)
+    x.register_hook(lambda _: Waits.came.set())
+    optimizer = DistributedOptimizer(Waits, [weight], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", times, (x, weight)).sum(), step=optimizer)
+    assert weight.to_here().sum() == 0
 
 
 def test_a_root_elsewhere_and_a_pass_that_nobody_waits_for() -> None:
