@@ -29,8 +29,6 @@ SHORT = 1e-3  # tasks that took less last time are run by the thread that reads,
 
 GATHER = 1e-3  # how long gradients wait at most for others that the same step will bring for the same worker
 
-BRIEF = 1e-4  # what the next worker waits for goes out before the rider's turn, unless that took less last time
-
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
 
 
@@ -67,7 +65,6 @@ class LocalParts:
         self._mailboxes: dict[int, Mailbox] = {}  # by contexts
         self._gathering: set[Outbox] = set()
         self._short = False  # what was done last did not take long
-        self._brief = False  # nor did a rider
         for task in (Start, Mark, Bury):
             agent.on(task, self._take_task)
         agent.on(PackedShipment, self._take_shipment)
@@ -188,15 +185,12 @@ class LocalParts:
         others = (each.participant for each in mailbox.parts.copy().values() if each is not None)
         if rider is None or mailbox.early or not participant.may_ride(others):
             return
-        if not self._brief:
-            part.outbox.send_early()
-        start = perf_counter()
+        part.outbox.send_early()  # the driver may wait for these
         try:
             with Inside(None):
                 outcome = True, rider.ride(spec.context, spec.request)
         except Exception as error:
             outcome = False, describe(error, self._name, user_name(rider.ride))
-        self._brief = perf_counter() - start < BRIEF
         participant.ride(outcome)
 
     def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:

@@ -1,4 +1,4 @@
-"""Steps that ride with a backward pass, so that they need no messages of their own.
+"""Steps that ride with a backward pass, so that they need no calls of their own.
 
 The pass brings a request for its share of the optimizer to each owner that it comes to: to step, or to tell the norm of
 its gradients where these will be clipped. What owners have done by themselves, `step` need not ask for any more.

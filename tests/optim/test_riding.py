@@ -107,7 +107,8 @@ def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
             loss = loss_of(spread, seed)
             counts = backward(sent, context, loss, step=optimizer)
         assert counts["PackedShipment"] == 6
-        assert counts.keys() <= {"PackedShipment", "Report"}
+        assert counts["Report"] <= 6
+        assert counts.keys() == {"PackedShipment", "Report"}
         reference.zero_grad()
         loss_of(whole, seed).backward()
         reference.step()
@@ -412,9 +413,7 @@ def times(x: torch.Tensor, weight: RRef[torch.Tensor]) -> torch.Tensor:
     return x * weight.local_value()
 
 
-@pytest.mark.parametrize("brief", [False, True])
-def test_nobody_waits_for_a_step_elsewhere(five: list[Worker], brief: bool) -> None:
-    five[1].conductor._parts._brief = five[1].conductor._parts._short = brief
+def test_nobody_waits_for_a_step_elsewhere() -> None:
     Waits.came.clear()
     weight, x = remote("w1", make_leaf), torch.ones(3, 3, requires_grad=True)
     x.register_hook(lambda _: Waits.came.set())
