@@ -26,7 +26,7 @@ from telegrad.agent.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad.agent.naming import OWN_ARGUMENTS, user_name
 from telegrad.agent.outgoing import OutgoingCalls
 from telegrad.agent.pending import Pending
-from telegrad.agent.reactor import INSTANT, LONG, QUICK, Reactor, Work
+from telegrad.agent.reactor import LONG, OWED, QUICK, Reactor, Work
 from telegrad.agent.server import Server
 from telegrad.agent.underway import Underway
 from telegrad.devices.streams import Streams
@@ -322,8 +322,8 @@ class Agent:
         self._clock.before(when, rough)
 
     def later(self, act: Callable[[Any], None], argument: Any) -> None:
-        """Have `act(argument)` run soon on a thread that may run anybody's code."""
-        self._reactor.submit(Work(act, argument, INSTANT))
+        """Have `act(argument)` run soon on a thread that may run anybody's code, even if this worker is closing."""
+        self._reactor.submit(Work(act, argument, OWED))
 
     def wait_for(self, future: Future[Any] | Signal, timeout: float = -1, senders: Iterable[str] = ()) -> bool:
         """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -24,6 +24,25 @@ class RemoteRoot(Protocol):
 
 
 Root = Tensor | RemoteRoot
+
+
+class Ride(Protocol):
+    """A step that rides with a pass: on workers that it comes to, what has the number `rider` is given the request."""
+
+    rider: int  # 0: nothing rides
+    request: bytes
+
+    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
+        """The pass has ended: do what is left, given what became of it where it has ridden, by workers."""
+
+
+class Step(Protocol):
+    """What steps with the gradients of a context; optimizers do."""
+
+    def _telegrad_ride(self, context_id: int) -> Ride:
+        """Begin a step that rides with a pass."""
+
+
 BACKWARD_EVENT = "torch::distributed::autograd::backward"  # as the profiler shows it, and in engine.py SEND_EVENT
 
 
@@ -82,6 +101,7 @@ def backward(
     mode: str = "smart",
     timeout: float | None = None,
     create_graph: bool = False,
+    step: Step | None = None,
 ) -> None:
     """Run the backward pass from `roots` across all workers; returns when it has ended everywhere.
 
@@ -89,18 +109,23 @@ def backward(
     Roots are tensors of one element or references to such. With `mode="fast"` the program states that every tensor
     that was sent in the context takes part. `timeout` is in seconds: None for the worker's `rpc_timeout`, 0 for none.
 
+    With `step=optimizer` the optimizer steps, too, as `optimizer.step(context_id)` would after the pass: but each owner
+    does so by itself, as soon as it has its last gradient. Should the pass fail, some may have stepped.
+
     Raises:
         ContextEnded: there is no such context.
         UnusedSends: in fast mode, something that was sent did not take part.
         CallTimeout: the pass did not end in its time.
         PeerLost: a worker died that took part.
-        What was raised in the backward of a function, on whatever worker.
+        What was raised in the backward of a function, on whatever worker; what the step raised.
     """
     conductor = _find()
 
     def run() -> None:
-        outcome = Signal()
-        conductor.wait(_begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, outcome))
+        driven, ride = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, step, Signal())
+        conductor.wait(driven)
+        if ride is not None:
+            ride.end(driven.rode)
 
     if profiling.enabled():
         profiling.recorded(BACKWARD_EVENT, run)
@@ -117,12 +142,28 @@ def backward_async(
     mode: str = "smart",
     timeout: float | None = None,
     create_graph: bool = False,
+    step: Step | None = None,
 ) -> Future[None]:
-    """As `backward`, but gives a future that is done when the pass has ended."""
-    future: Future[None] = Future()
-    future.about = "backward_async"
-    _begin(_find(), context_id, roots, retain_graph, mode, timeout, create_graph, future)
-    return future
+    """As `backward`, but gives a future that is done when the pass has ended, and the step with it."""
+    conductor, passed = _find(), Future[None]()
+    passed.about = "backward_async"
+    driven, ride = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, step, passed)
+    if ride is None:
+        return passed
+    stepped = Future[None]()
+    stepped.about = passed.about
+
+    def end(passed: Future[None]) -> None:
+        try:
+            passed.wait()
+            ride.end(driven.rode)
+        except Exception as error:
+            stepped.set_exception(error)  # type: ignore[arg-type]
+        else:
+            stepped.set_result(None)
+
+    conductor.follow(passed, end)
+    return stepped
 
 
 @not_compiled
@@ -143,22 +184,29 @@ def _begin(
     mode: str,
     timeout: float | None,
     create: bool,
+    step: Step | None,
     outcome: Signal | Future[None],
-) -> DrivenPass:
+) -> tuple[DrivenPass, Ride | None]:
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
+    if step is not None and not hasattr(step, "_telegrad_ride"):
+        raise UsageError(f"step must be a DistributedOptimizer, not {type(step).__name__}")
     found = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
-    return conductor.begin(
+    ride = step._telegrad_ride(context_id) if step is not None else None
+    driven = conductor.begin(
         found,
         places,
         retain=retain or create,
         create=create,
         fast=mode == "fast",
         timeout=timeout,
-        keeps=roots,  # a value lives as long as a reference to it
+        keeps=(roots, ride),  # a value lives as long as a reference to it
         outcome=outcome,
+        rider=ride.rider if ride is not None else 0,
+        request=ride.request if ride is not None else b"",
     )
+    return driven, ride
 
 
 def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:

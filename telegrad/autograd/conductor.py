@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
 from functools import partial
 from math import inf
 from time import monotonic
@@ -60,6 +61,12 @@ class DrivenPass:
             return self._driver.report(worker, report), self._driver.state == ENDED
 
     @property
+    def rode(self) -> dict[str, tuple[bool, Any]]:
+        """By workers, what became of the rider where it has had its turn."""
+        with self._lock:
+            return self._driver.rode.copy()
+
+    @property
     def workers(self) -> set[str]:
         """Those that take part, as far as they have reported or were told to."""
         with self._lock:
@@ -84,6 +91,7 @@ class Conductor:
         self.contexts = Contexts(agent, self._context_ended)
         self._agent = agent
         self._parts = LocalParts(agent, self.contexts, open_roots, self._on_report, self._on_failed)
+        self.riders = self._parts.riders
         self._numbers = itertools.count(1)  # of passes; `next` is atomic
         self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one operation of a dict, which is atomic
         self._closed = False
@@ -139,16 +147,20 @@ class Conductor:
         timeout: float | None,
         keeps: Any,
         outcome: Signal | Future[None],
+        rider: int = 0,
+        request: bytes = b"",
     ) -> DrivenPass:
         """Run backward from `roots`: of this worker tensors or values, of others values that live there.
 
         `keeps` is held until the end, of which `outcome` is told. With a signal, `wait` must follow: this thread has
-        nothing better to do than this worker's part.
+        nothing better to do than this worker's part. Workers that have a `rider` of that number in `riders` give it the
+        request as soon as all their gradients are there; those that cannot know leave it alone.
         """
         if timeout is None:
             timeout = self._agent.timeout
         self._agent.streams.publish()
-        spec = PassSpec(context.id, self.name, next(self._numbers), retain, create, fast, tuple(sorted(roots)))
+        workers = tuple(sorted(roots))
+        spec = PassSpec(context.id, self.name, next(self._numbers), retain, create, fast, workers, rider, request)
         driven = DrivenPass(context, spec, monotonic() + timeout if timeout else inf, keeps, outcome)
         self._driven[spec] = driven
         if timeout:
@@ -164,6 +176,15 @@ class Conductor:
             self._agent.wait_for(driven.outcome, senders=driven.workers - {self.name})
         driven.outcome.wait()
         self._agent.streams.join()
+
+    def follow(self, passed: Future[None], act: Callable[[Future[None]], None]) -> None:
+        """Have `act(passed)`, which may wait for other workers, run once that pass has ended."""
+        context = copy_context()
+
+        def run(passed: Future[None]) -> None:
+            context.run(act, passed)
+
+        passed.add_done_callback(lambda _: self._agent.later(run, passed))
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
         """The gradients of this worker's leaves in a context, ready to be used by this thread."""

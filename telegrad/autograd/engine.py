@@ -166,6 +166,11 @@ class EngineRunner:
         return bool(self._pending or self._unreduced)
 
     @property
+    def expects(self) -> bool:
+        """Whether gradients may come to something that was sent, or to a root."""
+        return bool(self._schedule.open)
+
+    @property
     def waiting(self) -> Iterator[str]:
         """What was sent and has not received, in words."""
         return (str(self._sends[entry]) for entry in self._schedule.open)

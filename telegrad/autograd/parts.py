@@ -8,12 +8,14 @@ import queue
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
+from telegrad.agent.naming import user_name
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.mailbox import LocalPart, Mailbox
 from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
@@ -28,6 +30,13 @@ SHORT = 1e-3  # tasks that took less last time are run by the thread that reads,
 GATHER = 1e-3  # how long gradients wait at most for others that the same step will bring for the same worker
 
 OpenRoots = Callable[[Sequence[Any]], Future[list[Tensor]]]
+
+
+class Rider(Protocol):
+    """What wants all gradients that a worker has in a context; an optimizer's share does."""
+
+    def ride(self, context_id: int, request: bytes) -> Any:
+        """Do what the pass asks for, now that they are there; something plain."""
 
 
 class LocalParts:
@@ -51,6 +60,7 @@ class LocalParts:
         self._open_roots = open_roots
         self._reported = reported
         self._tell_failed = failed
+        self.riders: WeakValueDictionary[int, Rider] = WeakValueDictionary()  # by the numbers that passes have
         # These need no lock: each use is one operation of a dict or a set, which is atomic, or sets a flag.
         self._mailboxes: dict[int, Mailbox] = {}  # by contexts
         self._gathering: set[Outbox] = set()
@@ -153,6 +163,8 @@ class LocalParts:
                 return
             with Inside(context.id):
                 letters = part.participant.take(tasks)
+            if spec.rider:
+                self._let_ride(mailbox, part)
             self._agent.streams.publish()  # before anybody hears that it is done
             for worker, task in letters:
                 self.give(context, worker, task)
@@ -165,6 +177,21 @@ class LocalParts:
                 self._agent.notify(spec.driver, report)
         except BaseException as error:
             self._failed(spec, error)
+
+    def _let_ride(self, mailbox: Mailbox, part: LocalPart) -> None:
+        """Give the pass's rider its turn, if that has come."""
+        spec, participant = part.ledger.spec, part.participant
+        rider = self.riders.get(spec.rider)
+        others = (each.participant for each in mailbox.parts.copy().values() if each is not None)
+        if rider is None or mailbox.early or not participant.may_ride(others):
+            return
+        part.outbox.send_early()  # the driver may wait for these
+        try:
+            with Inside(None):
+                outcome = True, rider.ride(spec.context, spec.request)
+        except Exception as error:
+            outcome = False, describe(error, self._name, user_name(rider.ride))
+        participant.ride(outcome)
 
     def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:
         """Make this worker's part, once its own roots are there; what there is to do then.

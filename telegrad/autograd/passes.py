@@ -23,6 +23,12 @@ Quiet, a worker may still hold gradients for nodes that wait for others which wi
 no part in this pass. Then the driver has it marked, from those nodes along the graph and across workers, which sends
 are led to; when that is quiet, too, all other sends are declared dead, and the waiting nodes run. What was marked
 will receive something, so this happens once at most. Nothing is asked where nothing waits.
+
+A pass can have a rider on the workers that it comes to: an optimizer that shall step with all gradients of the context.
+A worker has all of its own once no send of it is open; nothing waits there then. So the rider has its turn, and the
+next report tells what became of it: this costs no message. A worker cannot know where something that it sent is not
+used, or another pass of the context is not through, and leaves the rider alone. By the end of the pass the driver knows
+where the rider had its turn, and whoever gave it to the pass sees to the others.
 """
 
 from __future__ import annotations
@@ -48,6 +54,8 @@ class PassSpec(NamedTuple):
     create: bool  # the gradients have a graph of their own
     fast: bool  # every send takes part
     roots: tuple[str, ...]  # the workers where it begins
+    rider: int = 0  # what wants the gradients of each worker, where there is something under that number; 0: nothing
+    request: bytes = b""  # what the rider shall do
 
     def __str__(self) -> str:
         return f"pass {self.number} of {self.driver!r} in context {self.context}"
@@ -96,6 +104,7 @@ class Report(NamedTuple):
     sent: Sequence[tuple[Key, str]]  # and to whom
     starved: bool  # something waits here
     waiting: Sequence[str]  # in a fast pass: what has not received, in words
+    rode: tuple[bool, Any] | None = None  # once: whether the rider did it, and its value or failure
 
 
 class Failed(NamedTuple):
@@ -129,6 +138,7 @@ class Driver:
         self.state = RUNNING
         self.workers: set[str] = set()  # that take part
         self.marked = 0  # times that the question was asked
+        self.rode: dict[str, tuple[bool, Any]] = {}  # by workers, what became of the rider where it had its turn
         self._balance: dict[Key, int] = {}
         self._asked: dict[Key, str] = {}  # of the sent ones in the balance, who has to do it
         self._last: dict[str, Report] = {}
@@ -163,6 +173,8 @@ class Driver:
             self._sent(key, asked)
         for key in report.done:
             self._done(key)
+        if report.rode is not None:
+            self.rode[worker] = report.rode
         last = self._last.get(worker)
         if last is None or last.number < report.number:
             self._last[worker] = report
@@ -223,6 +235,10 @@ class GraphRunner(Protocol):
         """Whether gradients wait for others."""
 
     @property
+    def expects(self) -> bool:
+        """Whether it is not known of all that was sent, and of the roots, that nothing comes there any more."""
+
+    @property
     def waiting(self) -> Iterable[str]:
         """What was sent and has not received."""
 
@@ -264,6 +280,8 @@ class Participant:
         self._runner = runner
         self._done: list[Key] = []
         self._reports = 0
+        self._waits_to_ride = ledger.spec.rider != 0
+        self._rode: tuple[bool, Any] | None = None  # to be reported
 
     def __repr__(self) -> str:
         state = "gradients wait here" if self._runner.starved else "nothing waits here"
@@ -286,9 +304,24 @@ class Participant:
         self._done += [task.key for task in tasks]
         return letters
 
+    @property
+    def through(self) -> bool:
+        """Whether no gradient can come to a leaf here any more in this pass."""
+        return not self._runner.expects
+
+    def may_ride(self, others: Iterable[Participant]) -> bool:
+        """Whether the rider's turn has come, given this worker's `others` of the context; then `ride` must follow."""
+        return self._waits_to_ride and self.through and all(other.through for other in others)
+
+    def ride(self, outcome: tuple[bool, Any]) -> None:
+        """The rider has had its turn, and has none again."""
+        self._waits_to_ride = False
+        self._rode = outcome
+
     def report(self) -> Report:
         """What the driver has to know, after everything that was to be sent was."""
         done, self._done = self._done, []
+        rode, self._rode = self._rode, None
         self._reports += 1
         waiting = [*islice(self._runner.waiting, NAMED)] if self.spec.fast else ()
-        return Report(self.spec, self._reports, done, self._ledger.take(), self._runner.starved, waiting)
+        return Report(self.spec, self._reports, done, self._ledger.take(), self._runner.starved, waiting, rode)

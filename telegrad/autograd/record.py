@@ -108,11 +108,11 @@ class Running(Protocol):
 
 
 class Inside:
-    """A context manager: what this thread runs inside of it belongs to the context of that id."""
+    """A context manager: what this thread runs inside of it belongs to the context of that id; with None, to none."""
 
     __slots__ = ("_id", "_token")
 
-    def __init__(self, id_: int) -> None:
+    def __init__(self, id_: int | None) -> None:
         self._id = id_
         self._token: Token[int | None] | None = None  # while inside
 

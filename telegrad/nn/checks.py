@@ -40,7 +40,7 @@ def check_context_id(context_id: Any, method: str) -> None:
     if not isinstance(context_id, int):
         raise UsageError(
             f"{method}() takes the id of a context first, not {type(context_id).__name__}: "
-            f"write `with autograd.context() as context_id:`, and {method}(context_id, ...) inside"
+            f"write `with autograd.context() as context_id:`, and {method}(context_id...) inside"
         )
 
 

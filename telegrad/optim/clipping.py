@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
+from telegrad.optim.norms import limited, norm_of, scale
 from telegrad.optim.optimizer import DistributedOptimizer
 from telegrad.rpc import RRef, current, rpc_async
 from telegrad.rpc.together import together
@@ -38,15 +38,8 @@ def clip_grad_norm_(
     def on_all(function: Callable[..., Any], argument: float) -> dict[str, Any]:
         return together(by_worker, lambda worker, own: rpc_async(worker, function, (own, context_id, argument)))
 
-    norms = [norm.cpu() for norm in on_all(_norm, norm_type).values() if norm is not None]  # a map may lead elsewhere
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "
-            "so they cannot be clipped. Give error_if_nonfinite=False to scale them all the same"
-        )
-    factor = max_norm / (total.item() + 1e-6)
-    if not factor >= 1:
+    total, factor = limited(on_all(_norm, norm_type).values(), max_norm, norm_type, error_if_nonfinite, context_id)
+    if factor != 1:
         on_all(_scale, factor)
     return total
 
@@ -66,19 +59,11 @@ def _references(params: Any) -> list[RRef[Any]]:
 
 
 def _norm(own: list[RRef[Any]], context_id: int, norm_type: float) -> Tensor | None:
-    """On the CPU: the host waits for it once."""
-    gradients = _gradients(own, context_id)
-    return nn.utils.get_total_norm(map(_values, gradients), norm_type).cpu() if gradients else None
+    return norm_of(_gradients(own, context_id), norm_type)
 
 
 def _scale(own: list[RRef[Any]], context_id: int, factor: float) -> None:
-    with torch.no_grad():
-        for gradient in _gradients(own, context_id):
-            gradient.mul_(factor)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+    scale(_gradients(own, context_id), factor)
 
 
 def _gradients(own: list[RRef[Any]], context_id: int) -> list[Tensor]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.futures import Future
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
@@ -16,9 +19,12 @@ from telegrad.nn.remote_module import on_host
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
-from telegrad.rpc import current
+from telegrad.optim.norms import norm_of, scale
+from telegrad.rpc import RRef, current
 
 Hyperparameters = dict[str, Any]
+Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by the numbers of their groups
+USER_NAMES = {"ride": "step", "norm": "step", "state": "state_dict", "load": "load_state_dict"}
 
 
 class LocalOptimizer:
@@ -39,7 +45,7 @@ class LocalOptimizer:
         self._kept = Gradients()  # of contexts that have ended, for the next step
 
     def _telegrad_runs(self, method: str) -> str:
-        return f"DistributedOptimizer.{method} ({type(self._optimizer).__name__})"
+        return f"{_user_name(method)} ({type(self._optimizer).__name__})"
 
     def add_group(
         self, number: int, branches: Sequence[Branch], options: Hyperparameters
@@ -67,8 +73,13 @@ class LocalOptimizer:
 
     # Stepping
 
-    def step(self, context_id: int, changes: Mapping[int, Hyperparameters]) -> int | None:
-        """Apply the gradients of a context; to how many parameters, or None where there is no such context here.
+    def ride(self, context_id: int, request: bytes) -> Any:
+        """With a backward pass: do what was pickled, which is one of the following."""
+        method, *args = pickle.loads(request)
+        return getattr(self, method)(context_id, *args)
+
+    def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> int | None:
+        """Apply the gradients of a context, scaled before; to how many parameters, or None where it is not known here.
 
         `changes` are those of the groups' hyperparameters since the last step.
         """
@@ -77,6 +88,8 @@ class LocalOptimizer:
             context = self._gather(context_id)
             gradients = {} if context is None else context.gradients.as_dict()
             self._adopt(changes)
+            if factor != 1:
+                scale((gradients[each] for each in self.parameters if each in gradients), factor)
             before = [target.grad for target in self._targets]
             try:
                 for parameter, target in zip(self.parameters, self._targets, strict=True):
@@ -89,7 +102,15 @@ class LocalOptimizer:
                     target.grad = gradient
         return None if context is None else sum(parameter in gradients for parameter in self.parameters)
 
-    def _adopt(self, changes: Mapping[int, Hyperparameters]) -> None:
+    def norm(self, context_id: int, norm_type: float) -> float | None:
+        """That of the gradients of a context, if there are any, with what was kept for the next step."""
+        with holding(self._guards):
+            context = self._gather(context_id)
+        gradients = {} if context is None else context.gradients.as_dict()
+        found = norm_of((gradients[each] for each in self.parameters if each in gradients), norm_type)
+        return None if found is None else found.item()
+
+    def _adopt(self, changes: Changes) -> None:
         assert self._optimizer is not None
         if changes:
             for number, group in zip(self.groups, self._optimizer.param_groups, strict=True):
@@ -141,6 +162,15 @@ class LocalOptimizer:
             whole = untraced.call(self._optimizer, "state_dict")
             whole["state"] = {index: state[name] for index, name in enumerate(self.names) if name in state}
             untraced.call(self._optimizer, "load_state_dict", whole)
+
+
+def ask(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
+    """Call a method of an owner's share, under the name that a timeout shall tell."""
+    return local._call_async(method, DEFAULT, args, {}, _user_name(method))
+
+
+def _user_name(method: str) -> str:
+    return f"DistributedOptimizer.{USER_NAMES.get(method, method)}"
 
 
 def check_needs_no_closure(optimizer_class: type) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
+from telegrad.autograd.record import Inside
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.hints import hint
+from telegrad.nn.checks import check_context_id
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.tree import Branch, Model, branches
-from telegrad.optim.local import Hyperparameters, LocalOptimizer, check_needs_no_closure, hyperparameters
+from telegrad.optim.local import Hyperparameters, LocalOptimizer, ask, check_needs_no_closure, hyperparameters
+from telegrad.optim.riding import Clipped, Done, StepRide, Whole, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
 from telegrad.rpc import RRef, current, rpc_async
 from telegrad.rpc.together import together
@@ -55,6 +60,10 @@ class DistributedOptimizer(Optimizer):
         _check_maker(optimizer_class)
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
+        self._rider = secrets.randbits(63)  # under which passes know the owners' shares
+        self._rides: WeakSet[StepRide] = WeakSet()
+        self._keeps = False  # owners may have kept gradients for the next step
+        self._done: dict[int, Done] = {}  # by contexts, for the call of `step` that follows; each use is atomic
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # what the owners have, by group
         super().__init__(_checked(params_rref), {})
@@ -91,6 +100,8 @@ class DistributedOptimizer(Optimizer):
         added = together(by_worker, lambda worker, own: self._add(worker, number, own, options))
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():
+            if not own_names:
+                continue  # and no share, which each step would call
             self.locals[worker] = local
             self._names.setdefault(worker, set()).update(own_names)
             names += own_names
@@ -112,7 +123,7 @@ class DistributedOptimizer(Optimizer):
         ]
 
     def _add(self, worker: str, number: int, own: list[Branch], options: Hyperparameters) -> Future[Any]:
-        return rpc_async(worker, _add_group, (self.locals.get(worker), self._maker, number, own, options))
+        return rpc_async(worker, _add_group, (self.locals.get(worker), self._rider, self._maker, number, own, options))
 
     # Stepping
 
@@ -124,29 +135,63 @@ class DistributedOptimizer(Optimizer):
             ContextEnded: there is no such context.
             What the optimizer raised on a worker; WorkersFailed where it did so on several. The others have stepped.
         """
-        changes = self._changes()
-        self._on_all("step", context_id, changes)
+        done = self._done.get(context_id, Done())
+        changes = self._changes() if done.changes is None else done.changes
+        self._on_all("step", context_id, changes, done.factor, done=done.counts)
+        self._keeps = False
         for number, changed in changes.items():
             self._sent[number].update(changed)
+
+    def _telegrad_ride(self, context_id: int) -> StepRide:
+        """For `backward(..., step=self)`: a step that the owners take by themselves, where nobody could tell.
+
+        Not where a hook of this optimizer, or the method of a subclass, may do something before; nor with changes of
+        hyperparameters where another such is under way: the owners might take them over in another order.
+        """
+        whole, changes = self._whole(), self._changes()
+        plain = type(self).step is DistributedOptimizer.step and not self._optimizer_step_pre_hooks
+        if not plain or (changes and (self._rides or not may_ride(changes))):
+            return StepRide(whole, context_id, None)
+        return StepRide(whole, context_id, changes)
+
+    def _whole(self) -> Whole:
+        return Whole(self._rider, self.locals, self._finish, self._rides)
+
+    def _finish(self, context_id: int, done: Done) -> None:
+        """Take a step, of which a pass has done a part."""
+        self._done[context_id] = done
+        try:
+            self.step(context_id)
+        finally:
+            del self._done[context_id]
+
+    def clipped(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Clipped:
+        """For `backward(..., step=optimizer.clipped(1.0))`: gradients are clipped first, as `clip_grad_norm_` does.
+
+        The norm that they had is the `norm` of what this gives, which can be used again and again.
+        """
+        return Clipped(self._whole(), max_norm, norm_type, error_if_nonfinite)
 
     @not_compiled
     def accumulate(self, context_id: int) -> None:
         """Keep the gradients of a context: they are added to those of the context of the next step or clipping."""
+        self._keeps = True
         self._on_all("accumulate", context_id)
 
-    def _on_all(self, method: str, context_id: int, *args: Any) -> None:
-        if not isinstance(context_id, int):
-            raise UsageError(
-                f"{method}() takes the id of a context, not {type(context_id).__name__}: "
-                f"write `with autograd.context() as context_id:`, and {method}(context_id) inside"
-            )
-        if current.conductor().contexts.has_ended(context_id):  # the owners may not have heard of it yet
+    def _on_all(self, method: str, context_id: int, *args: Any, done: Mapping[str, Future[Any]] = {}) -> None:
+        check_context_id(context_id, method)
+        contexts = current.conductor().contexts
+        if contexts.has_ended(context_id):  # the owners may not have heard of it yet
             raise ContextEnded(
                 f"the autograd context with id: {context_id} has ended, and its gradients with it: "
                 f"call {method}() inside of its `with` block"
             )
-        counts = together(self.locals, lambda _, local: _begin(local, method, context_id, *args)).values()
-        if all(count is None for count in counts):
+        # The calls are no part of the context, unless owners that have kept something may have to join it.
+        with nullcontext() if self._keeps else Inside(None):
+            counts = together(
+                self.locals, lambda worker, local: done.get(worker) or ask(local, method, context_id, *args)
+            ).values()
+        if contexts.get(context_id) is None and all(count is None for count in counts):
             raise ContextEnded(
                 f"no owner of these parameters knows an autograd context with id: {context_id}. It has ended, or they "
                 "took no part in it; call this inside of its `with` block"
@@ -182,7 +227,7 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """A copy of the whole state, by the names of the parameters; of the same form on any number of workers."""
         has_map = current.agent().maps_devices_to
-        states = together(self.locals, lambda worker, local: _begin(local, "state", has_map(worker)))
+        states = together(self.locals, lambda worker, local: ask(local, "state", has_map(worker)))
         return {
             "state": {name: state for own in states.values() for name, state in own.items()},
             "param_groups": self.state_groups(),
@@ -203,7 +248,7 @@ class DistributedOptimizer(Optimizer):
         shares = {
             worker: {name: state[name] for name in names if name in state} for worker, names in self._names.items()
         }
-        together(shares, lambda worker, own: _begin(self.locals[worker], "load", own))
+        together(shares, lambda worker, own: ask(self.locals[worker], "load", own))
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take over the hyperparameters of a state; the owners hear of them with the next step."""
@@ -260,19 +305,17 @@ def _reference(given: Any) -> RRef[Any]:
     )
 
 
-def _begin(local: RRef[LocalOptimizer], method: str, *args: Any) -> Future[Any]:
-    """Call a method of an owner's share, under the name that a timeout shall tell."""
-    return local._call_async(method, DEFAULT, args, {}, f"DistributedOptimizer.{_ASKED.get(method, method)}")
-
-
-_ASKED = {"state": "state_dict", "load": "load_state_dict"}
-
-
 @known_as("DistributedOptimizer()")
 def _add_group(
-    local: RRef[LocalOptimizer] | None, maker: Any, number: int, own: list[Branch], options: Hyperparameters
+    local: RRef[LocalOptimizer] | None,
+    rider: int,
+    maker: Any,
+    number: int,
+    own: list[Branch],
+    options: Hyperparameters,
 ) -> tuple[RRef[LocalOptimizer], list[str], Hyperparameters]:
     """On an owner: another group of its parameters, the first of which makes its optimizer."""
     if local is None:
         local = RRef(LocalOptimizer(*maker))
+        current.conductor().riders[rider] = local.local_value()
     return (local, *local.local_value().add_group(number, own, options))

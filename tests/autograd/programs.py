@@ -26,6 +26,7 @@ SIZE = 3
 BOUND = 0.3
 
 device = "cpu"  # where the leaves are, and so all else
+step: Any = None  # what rides with the last pass, where that is the only one at its time
 stages: dict[tuple[int, str], Stage] = {}  # of the programs that run at this moment
 
 
@@ -351,13 +352,15 @@ def _backward(context: int, roots: list[Any], variant: str) -> None:
         return
     if variant == "fast":
         try:
-            autograd.backward(context, roots, mode="fast")
+            autograd.backward(context, roots, mode="fast", step=step)
         except UnusedSends as error:
             raise Unused from error
         return
-    autograd.backward(context, roots, retain_graph=variant in TWICE, create_graph=variant == "second order")
-    if variant in TWICE:
-        autograd.backward(context, roots)
+    twice = variant in TWICE
+    first = None if twice else step
+    autograd.backward(context, roots, retain_graph=twice, create_graph=variant == "second order", step=first)
+    if twice:
+        autograd.backward(context, roots, step=step)
 
 
 class Unused(Exception):

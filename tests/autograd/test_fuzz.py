@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
+import torch
 
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
@@ -25,6 +27,52 @@ def five() -> Iterator[list[Worker]]:
         yield workers
 
 
+class Rider:
+    """Takes a copy of the gradients of one worker when its turn comes."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.seen: list[dict[torch.Tensor, torch.Tensor]] = []
+
+    def gradients(self, context: int) -> dict[torch.Tensor, torch.Tensor]:
+        return {leaf: each.detach().clone() for leaf, each in self.worker.conductor.gradients(context).items()}
+
+    def ride(self, context: int, request: bytes) -> str:
+        self.seen.append(self.gradients(context))
+        return request.decode()
+
+
+class Riding:
+    """Looks after each pass whether its riders have had their turns when all gradients were there."""
+
+    rider = 1
+    request = b"now"
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.riders = {worker.me.name: Rider(worker) for worker in workers}
+        self.turns = 0
+        self._context = 0
+        for rider in self.riders.values():
+            rider.worker.conductor.riders[self.rider] = rider
+
+    def _telegrad_ride(self, context: int) -> Riding:
+        self._context = context
+        for rider in self.riders.values():
+            rider.seen.clear()  # of a pass that has failed
+        return self
+
+    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
+        for name, outcome in rode.items():
+            assert outcome == (True, "now"), f"the rider of {name} failed: {outcome}"
+            (seen,), self.riders[name].seen = self.riders[name].seen, []
+            found = self.riders[name].gradients(self._context)
+            assert seen.keys() == found.keys(), f"the rider of {name} missed gradients"
+            for leaf, gradient in found.items():
+                assert torch.equal(gradient.to_dense(), seen[leaf].to_dense()), f"the rider of {name} was too early"
+        assert not any(rider.seen for rider in self.riders.values()), "a rider had a turn that nobody heard of"
+        self.turns += len(rode)
+
+
 def run(seeds: Iterable[int], workers: list[Worker]) -> None:
     compared = 0
     for seed in seeds:
@@ -35,6 +83,13 @@ def run(seeds: Iterable[int], workers: list[Worker]) -> None:
     assert compared
     for worker in workers:
         wait_until_empty(worker)
+
+
+def run_with_riders(seeds: Iterable[int], workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    riding = Riding(workers)
+    monkeypatch.setattr(programs, "step", riding)
+    run(seeds, workers)
+    assert riding.turns
 
 
 def wait_until_empty(worker: Worker) -> None:
@@ -48,6 +103,15 @@ def test_random_programs(five: list[Worker]) -> None:
     run(SEEDS, five)
 
 
+def test_riders_of_random_programs(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with_riders(list(SEEDS)[:100], five, monkeypatch)
+
+
 @pytest.mark.nightly
 def test_ten_thousand_random_programs(five: list[Worker]) -> None:
     run(MANY_SEEDS, five)
+
+
+@pytest.mark.nightly
+def test_riders_of_ten_thousand_random_programs(five: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with_riders(MANY_SEEDS, five, monkeypatch)

@@ -196,10 +196,11 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("hogwild", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_devices
-def test_steps_as_on_the_host(kind: str, name: str, hogwild: bool) -> None:
+def test_steps_as_on_the_host(kind: str, name: str, hogwild: bool, rides: bool) -> None:
     here, there = places(kind)
     make, options = OPTIMIZERS[name]
     with group(kind, 3, share=hogwild):
@@ -208,8 +209,12 @@ def test_steps_as_on_the_host(kind: str, name: str, hogwild: bool) -> None:
         reference = make(model.parameters(), **options)
         for seed in range(6):
             with autograd.context() as context:
-                autograd.backward(context, loss_of(spread, data(seed, here)))
-                optimizer.step(context)
+                loss = loss_of(spread, data(seed, here))
+                if rides:
+                    autograd.backward(context, loss, step=optimizer)
+                else:
+                    autograd.backward(context, loss)
+                    optimizer.step(context)
             reference.zero_grad()
             loss_of(model, data(seed)).backward()
             reference.step()
@@ -240,21 +245,29 @@ def test_schedulers_kept_gradients_and_the_state_of_an_optimizer(kind: str, mapp
         assert same(spread, model)
 
 
+@pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("limit", [0.01, 1e6])
 @on_devices
-def test_clipping(kind: str, limit: float) -> None:
+def test_clipping(kind: str, limit: float, rides: bool) -> None:
     here, there = places(kind)
     with group(kind, 3):
         spread, model = Tower(here, there, 3), whole()
         optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.5)
         reference = torch.optim.SGD(model.parameters(), lr=0.5)
+        clipped = optimizer.clipped(limit)
         for seed in range(3):
             with autograd.context() as context:
-                autograd.backward(context, loss_of(spread, data(seed, here)))
-                norm = clip_grad_norm_(context, optimizer, limit)
-                optimizer.step(context)
+                loss = loss_of(spread, data(seed, here))
+                if rides:
+                    autograd.backward(context, loss, step=clipped)
+                    norm = clipped.norm
+                else:
+                    autograd.backward(context, loss)
+                    norm = clip_grad_norm_(context, optimizer, limit)
+                    optimizer.step(context)
             reference.zero_grad()
             loss_of(model, data(seed)).backward()
+            assert norm is not None
             assert close(norm, nn.utils.clip_grad_norm_(model.parameters(), limit))
             reference.step()
         assert same(spread, model)

@@ -511,7 +511,34 @@ def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_hear
     with pytest.raises(ContextEnded, match=r"has ended.*call step\(\) inside"):
         optimizer.step(context)
     with pytest.raises(
-        UsageError, match=r"takes the id of a context, not context: write `with autograd\.context\(\) as"
+        UsageError, match=r"takes the id of a context first, not context: write `with autograd\.context\(\) as"
     ):
         optimizer.step(autograd.context())  # type: ignore[arg-type]
     assert leaf.to_here().sum() == 9
+
+
+def test_a_worker_without_parameters_has_no_share() -> None:
+    model = nn.Sequential(nn.Tanh(), RemoteModule("w1", linear, (2, 2)))
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)
+    assert list(optimizer.locals) == ["w1"]
+    optimizer.add_param_group({"params": [RRef(nn.Tanh()), RRef(linear(2, 2))], "lr": 0.5})
+    assert list(optimizer.locals) == ["w1", "w0"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+
+
+def test_a_step_does_not_make_owners_join_a_context_in_which_they_took_no_part(five: list[Worker]) -> None:
+    used, unused = remote("w1", make_leaf), remote("w2", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [used, unused], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, used.to_here().sum())
+        optimizer.step(context)
+        assert [worker.conductor.contexts.get(context) is not None for worker in five[:3]] == [True, True, False]
+    with autograd.context() as context:
+        autograd.backward(context, unused.to_here().sum())
+        optimizer.accumulate(context)
+    with autograd.context() as context:
+        autograd.backward(context, used.to_here().sum())
+        optimizer.step(context)
+        assert five[2].conductor.contexts.get(context) is not None, "what was kept went nowhere"
+    assert used.to_here().sum() == -9
+    assert unused.to_here().sum() == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
@@ -77,6 +77,7 @@ class FakeRunner:
         self.arrive([(0, [1])])
 
     def arrive(self, gradients: Any) -> None:
+        assert str(self.me) not in self.world.rode, "a gradient came after the rider's turn"
         for entry, came in gradients:
             if any(came):
                 self.pending.update(node for node in self.node_of(entry) if type(node) is not Leaf)
@@ -96,6 +97,10 @@ class FakeRunner:
         for entry in [entry for entry in self.schedule.open if entry not in self.marked]:
             self.schedule.close(entry)
         self.run()
+
+    @property
+    def expects(self) -> bool:
+        return bool(self.schedule.open)
 
     def run(self) -> None:
         ordered = self.world.draw.random() < 0.2
@@ -138,6 +143,7 @@ class FakeRunner:
             self.run_node(node)
 
     def run_node(self, node: Node) -> None:
+        assert str(self.me) not in self.world.rode, "a node ran after the rider's turn"
         self.pending.remove(node)
         node.runs += 1
         self.world.check(node)
@@ -179,7 +185,8 @@ class World:
             self.grow()
         self.letters: Counter[str] = Counter()
         self.mail: list[tuple[str, str, Any]] = []
-        spec = PassSpec(1, "0", 1, False, False, fast, ("0",))
+        self.rode: set[str] = set()
+        spec = PassSpec(1, "0", 1, False, False, fast, ("0",), rider=1)
         self.driver = Driver(spec)
         self.roots = [Node(0, *self.draw.sample(self.nodes[0], min(8, len(self.nodes[0]))))]
         self.join(range(size))
@@ -238,9 +245,15 @@ class World:
                 if self.draw.random() < 0.5:
                     self.mail.remove(other)
                     tasks.append(other[2])
-            for worker, task in self.parts[to].take(tasks):
+            part = self.parts[to]
+            letters = part.take(tasks)
+            if part.may_ride([part]):
+                assert to not in self.rode, "the rider had a second turn"
+                self.rode.add(to)
+                part.ride((True, to))
+            for worker, task in letters:
                 self.post(to, worker, task)
-            self.post(to, "0", self.parts[to].report())
+            self.post(to, "0", part.report())
 
 
 def run_seed(seed: int) -> World:
@@ -250,7 +263,11 @@ def run_seed(seed: int) -> World:
     world.run()
     assert world.driver.ended, "the pass did not end"
     assert world.driver.marked <= 1
+    assert world.driver.rode == {worker: (True, worker) for worker in world.rode}, "the driver does not know who rode"
     reachable = world.reachable()
+    unused = {str(received.sender) for received in world.sources if received not in reachable}
+    could_know = world.driver.workers if world.driver.marked else world.driver.workers - unused
+    assert could_know == world.rode, "a rider had no turn, or one too many"
     for nodes in world.nodes:
         for node in nodes:
             if type(node) is not Leaf:
@@ -319,6 +336,48 @@ def test_the_simulation_finds_a_driver_that_does_not_ask(monkeypatch: pytest.Mon
     monkeypatch.setattr(Driver, "_quiet", end)
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(range(50))
+
+
+@pytest.mark.parametrize(
+    "through",
+    [lambda part: True, lambda part: not part._runner.starved],
+    ids=["for nothing", "for what can still come"],
+)
+def test_the_simulation_finds_riders_that_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch, through: Callable[[Participant], bool]
+) -> None:
+    monkeypatch.setattr(Participant, "through", property(through))
+    with pytest.raises(AssertionError, match=r"SEED=.*rider"):
+        run_seeds(range(50))
+
+
+def test_a_rider_waits_for_other_passes_of_the_context() -> None:
+    first, second = (ridden_world(number) for number in (1, 2))
+    one, other = first.parts["0"], second.parts["0"]
+    assert not one.through
+    other.take([start for _, start in second.driver.start([("0", second.roots)])])
+    assert other.through
+    assert not other.may_ride([one, other])
+    one.take([start for _, start in first.driver.start([("0", first.roots)])])
+    assert other.may_ride([one, other])
+    other.ride((True, 1))
+    assert not other.may_ride([one, other])
+    assert [other.report().rode for _ in range(2)] == [(True, 1), None]
+
+
+def test_nothing_rides_with_a_pass_that_has_no_rider() -> None:
+    world = ridden_world(1)
+    world.driver.spec = world.driver.spec._replace(rider=0)
+    world.join([0])
+    part = world.parts["0"]
+    part.take([start for _, start in world.driver.start([("0", world.roots)])])
+    assert part.through
+    assert not part.may_ride([part])
+
+
+def ridden_world(seed: int) -> World:
+    """One worker that sends nothing."""
+    return World(seed, 1, 0)
 
 
 def test_the_simulation_finds_marks_that_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,39 @@
+"""Norms of gradients, and how far they are above a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
+    """That of one worker's gradients, if there are any; on the CPU: the host waits for it once."""
+    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
+
+
+def scale(gradients: Iterable[Tensor], factor: float) -> None:
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def limited(
+    norms: Iterable[Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool, context_id: int
+) -> tuple[Tensor, float]:
+    """The norm over all workers, and the factor that keeps it at `max_norm`: at most 1.
+
+    Raises:
+        RuntimeError: with `error_if_nonfinite`, where the norm is infinite or not a number.
+    """
+    there = [norm.cpu() for norm in norms if norm is not None]  # a map may lead elsewhere
+    total = torch.linalg.vector_norm(torch.stack(there), norm_type) if there else torch.tensor(0.0)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "
+            "so they cannot be clipped. Give error_if_nonfinite=False to scale them all the same"
+        )
+    factor = max_norm / (total.item() + 1e-6)
+    return total, 1.0 if factor >= 1 else factor

@@ -1,0 +1,121 @@
+"""Steps that ride with a backward pass, so that they need no calls of their own.
+
+The pass brings a request for its share of the optimizer to each owner that it comes to: to step, or to tell the norm of
+its gradients where these will be clipped. What owners have done by themselves, `step` need not ask for any more.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from telegrad.agent.futures import Future
+from telegrad.optim.local import Changes, LocalOptimizer, ask
+from telegrad.optim.norms import limited
+from telegrad.rpc import RRef
+from telegrad.rpc.together import together
+from telegrad.wire.failures import rebuild
+
+PLAIN = (int, float, bool, str, type(None))  # kinds of hyperparameters that a pass can take along, and tuples of such
+
+
+class Done(NamedTuple):
+    """What a pass has done of a step already."""
+
+    counts: Mapping[str, Future[int | None]] = {}  # of owners that have stepped
+    changes: Changes | None = None  # which these have taken over
+    factor: float = 1.0  # for the gradients
+
+
+class Whole(NamedTuple):
+    """What is known here of an optimizer over several workers."""
+
+    rider: int  # the number under which passes know its shares
+    locals: Mapping[str, RRef[LocalOptimizer]]
+    finish: Callable[[int, Done], None]  # takes the step of a context, of which so much is done
+    rides: WeakSet[StepRide]  # under way; of a pass that failed, until nobody knows it any more
+
+
+class StepRide:
+    """A step that rides; or, without `changes`, one that waits for the end of the pass."""
+
+    def __init__(self, whole: Whole, context_id: int, changes: Changes | None) -> None:
+        self._whole = whole
+        self._context_id = context_id
+        self._changes = changes
+        self.rider = 0 if changes is None else whole.rider
+        self.request = b"" if changes is None else pickle.dumps(("step", changes), 5)
+        if changes is not None:
+            whole.rides.add(self)
+
+    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
+        """Have the others step, too."""
+        try:
+            self._whole.finish(self._context_id, Done(_futures(rode), self._changes))
+        finally:
+            self._whole.rides.discard(self)
+
+
+class Clipped:
+    """An optimizer's step with clipped gradients, for `backward(..., step=...)`."""
+
+    def __init__(self, whole: Whole, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.error_if_nonfinite = error_if_nonfinite
+        self.norm: Tensor | None = None  # of the last pass, before it was clipped
+        self._whole = whole
+
+    def __repr__(self) -> str:
+        return f"<Clipped: to a norm of {self.max_norm:g}; the last was {self.norm}>"
+
+    def _telegrad_ride(self, context_id: int) -> ClippedRide:
+        return ClippedRide(self._whole, context_id, self)
+
+
+class ClippedRide:
+    """The norms of gradients ride; then all step with the factor that follows from these."""
+
+    def __init__(self, whole: Whole, context_id: int, clipped: Clipped) -> None:
+        self._whole = whole
+        self._context_id = context_id
+        self._clipped = clipped
+        self.rider = whole.rider
+        self.request = pickle.dumps(("norm", clipped.norm_type), 5)
+
+    def end(self, rode: Mapping[str, tuple[bool, Any]]) -> None:
+        """Have the others tell their norms, and all step."""
+        there, how = _futures(rode), self._clipped
+        told = together(
+            self._whole.locals,
+            lambda worker, local: there.get(worker) or ask(local, "norm", self._context_id, how.norm_type),
+        )
+        norms = [torch.tensor(norm, dtype=torch.float64) for norm in told.values() if norm is not None]
+        how.norm, factor = limited(norms, how.max_norm, how.norm_type, how.error_if_nonfinite, self._context_id)
+        self._whole.finish(self._context_id, Done(factor=factor))
+
+
+def may_ride(changes: Changes) -> bool:
+    """Whether a pass can take these along."""
+    return all(_is_plain(value) for changed in changes.values() for value in changed.values())
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in PLAIN
+
+
+def _futures(rode: Mapping[str, tuple[bool, Any]]) -> dict[str, Future[Any]]:
+    """Of what owners have done by themselves, as if they had been asked."""
+    futures: dict[str, Future[Any]] = {}
+    for worker, (worked, value) in rode.items():
+        future = futures[worker] = Future()
+        if worked:
+            future.set_result(value)
+        else:
+            future.set_exception(rebuild(value))
+    return futures

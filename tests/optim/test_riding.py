@@ -1,0 +1,495 @@
+"""Optimizers whose steps ride with the backward pass: the same steps, without messages of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import telegrad.autograd as autograd
+from telegrad.agent.agent import Agent
+from telegrad.errors import ContextEnded, TelegradWarning, UsageError, WorkersFailed
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer, clip_grad_norm_
+from telegrad.rpc import RRef, current, remote, rpc_sync
+from telegrad.rpc.worker import Worker
+from telegrad.transport.link import Link
+from telegrad.wire.messages import CALL, FAILURE, RESULT, Message
+from tests.cluster import PATIENCE, in_threads
+from tests.optim.test_optimizer import Fails, Model, Squared, data, linear, loss_of, make_leaf, same, together
+
+pytestmark = pytest.mark.usefixtures("here")
+
+OF_PASSES = ("Start", "PackedShipment", "Report", "Mark", "Bury")
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What leaves: messages of passes, calls and their answers."""
+    counts: Counter[str] = Counter()
+    write, notify = Link.send, Agent.notify
+    names = {CALL: "call", RESULT: "answer", FAILURE: "answer"}
+
+    def send(link: Link, message: Message, later: bool = False) -> None:
+        if message.kind in names:
+            counts[names[message.kind]] += 1
+        write(link, message, later)
+
+    def tell(agent: Agent, to: str | int, message: tuple[Any, ...], *rest: Any, **more: Any) -> None:
+        if type(message).__name__ in OF_PASSES:
+            counts[type(message).__name__] += 1
+        notify(agent, to, message, *rest, **more)
+
+    monkeypatch.setattr(Link, "send", send)
+    monkeypatch.setattr(Agent, "notify", tell)
+    return counts
+
+
+def step_at_once(
+    spread: Model, optimizer: DistributedOptimizer, whole: Model, reference: torch.optim.Optimizer, seed: int
+) -> None:
+    with autograd.context() as context:
+        autograd.backward(context, loss_of(spread, seed), step=optimizer)
+    reference.zero_grad()
+    loss_of(whole, seed).backward()
+    reference.step()
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_twenty_steps_as_in_one_process(kind: Callable[..., torch.optim.Optimizer], owners: int) -> None:
+    spread, whole = together(owners)
+    optimizer = DistributedOptimizer.for_module(kind, spread, lr=0.05)
+    reference = kind(whole.parameters(), lr=0.05)
+    for seed in range(20):
+        step_at_once(spread, optimizer, whole, reference, seed)
+    assert same(spread, whole, 1e-6)
+
+
+# Messages
+
+
+def backward(sent: Counter[str], context: int, loss: torch.Tensor, **options: Any) -> Counter[str]:
+    """What leaves in a backward pass."""
+    sent.clear()
+    autograd.backward(context, loss, **options)
+    return sent.copy()
+
+
+def test_a_step_on_a_parameter_server_needs_no_message_of_its_own(sent: Counter[str]) -> None:
+    server = RemoteModule("w1", linear, (4, 4))
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, server, lr=0.1)
+    for _ in range(3):
+        with autograd.context() as context:
+            loss = server(data(0)).sum()
+            alone = backward(sent, context, loss)
+        with autograd.context() as context:
+            loss = server(data(0)).sum()
+            assert backward(sent, context, loss, step=optimizer) == alone
+        assert alone == {"PackedShipment": 1, "Report": 1}
+
+
+def test_a_step_on_a_chain_of_workers_needs_no_call(sent: Counter[str]) -> None:
+    spread, whole = together(4)
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.1)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for seed in range(3):
+        with autograd.context() as context:
+            loss = loss_of(spread, seed)
+            counts = backward(sent, context, loss, step=optimizer)
+        assert counts["PackedShipment"] == 6
+        assert counts["Report"] <= 6
+        assert counts.keys() == {"PackedShipment", "Report"}
+        reference.zero_grad()
+        loss_of(whole, seed).backward()
+        reference.step()
+    assert same(spread, whole)
+
+
+def test_changes_of_hyperparameters_travel_along(sent: Counter[str]) -> None:
+    spread, whole = together(3)
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, spread, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    schedulers = [lr_scheduler.StepLR(each, 2, 0.5) for each in (optimizer, reference)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as when a scheduler takes a step for missing
+        for seed in range(6):
+            with autograd.context() as context:
+                loss = loss_of(spread, seed)
+                counts = backward(sent, context, loss, step=optimizer)
+            assert "call" not in counts
+            reference.zero_grad()
+            loss_of(whole, seed).backward()
+            reference.step()
+            for scheduler in schedulers:
+                scheduler.step()
+    assert same(spread, whole)
+
+
+# Where the owners cannot know
+
+
+def test_what_was_sent_and_not_used_makes_the_owner_wait_to_be_asked(sent: Counter[str]) -> None:
+    used, other = (remote(f"w{number}", make_leaf) for number in (1, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [used, other], lr=1)
+    with autograd.context() as context:
+        used.to_here()
+        loss = (used.to_here() * other.to_here()).sum()
+        counts = backward(sent, context, loss, step=optimizer)
+    assert counts["call"] == counts["answer"] == 1
+    assert used.to_here().sum() == other.to_here().sum() == 0
+
+
+def test_gradients_that_wait_for_what_was_not_used() -> None:
+    """A node waits for two sends, one of which gets nothing: the owner steps once it has been told."""
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    with autograd.context() as context:
+        one, _ = rpc_sync("w1", halves, (leaf,))
+        autograd.backward(context, one.sum(), step=optimizer)
+    assert leaf.to_here().sum() == 9 - 9 * 2
+
+
+def halves(weight: RRef[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    middle = weight.local_value() * 2
+    rpc_sync("w2", torch.neg, (middle,))
+    return middle + 0, middle + 1
+
+
+def test_owners_that_take_no_part(sent: Counter[str]) -> None:
+    used, unused = remote("w1", make_leaf), remote("w2", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, [used, unused], lr=0.1, weight_decay=0.5)
+    with autograd.context() as context:
+        autograd.backward(context, unused.to_here().sum())
+        optimizer.accumulate(context)
+    with autograd.context() as context:
+        autograd.backward(context, used.to_here().sum(), step=optimizer)
+    assert used.to_here().sum() < 9
+    assert unused.to_here().sum() < 9  # with what was kept
+    before = unused.to_here()
+    with autograd.context() as context:
+        autograd.backward(context, used.to_here().sum(), step=optimizer)
+    assert torch.equal(unused.to_here(), before)
+
+
+def test_two_passes_in_a_context() -> None:
+    spread, whole = together(3)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, spread, lr=0.05)
+    reference = torch.optim.Adam(whole.parameters(), lr=0.05)
+    for seed in range(4):
+        with autograd.context() as context:
+            autograd.backward(context, loss_of(spread, seed), retain_graph=True)
+            autograd.backward(context, loss_of(spread, seed + 1), step=optimizer)
+        reference.zero_grad()
+        (loss_of(whole, seed) + loss_of(whole, seed + 1)).backward()
+        reference.step()
+    assert same(spread, whole, 1e-6)
+
+
+def test_the_same_graph_twice() -> None:
+    leaf, here = remote("w1", make_leaf), nn.Parameter(torch.ones(3, 3))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf, RRef(here)], lr=1)
+    with autograd.context() as context:
+        loss = (leaf.to_here() + here).sum()
+        autograd.backward(context, loss, retain_graph=True)
+        autograd.backward(context, loss, step=optimizer)
+    assert leaf.to_here().sum() == here.sum() == 9 - 2 * 9
+
+
+# What goes wrong
+
+
+class FailsOn(torch.optim.SGD):
+    """Fails where its first parameter has that value."""
+
+    def __init__(self, params: Any, lr: float, value: float) -> None:
+        super().__init__(params, lr)
+        self.value = value
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].flatten()[0] == self.value:
+            raise ArithmeticError("cannot step")
+        super().step(closure)
+
+
+def make_twos() -> torch.Tensor:
+    return torch.full((3, 3), 2.0, requires_grad=True)
+
+
+def test_an_owner_that_fails() -> None:
+    good, bad = remote("w1", make_leaf), remote("w2", make_twos)
+    optimizer = DistributedOptimizer(FailsOn, [good, bad], lr=1, value=2.0)
+    with (
+        autograd.context() as context,
+        pytest.raises(ArithmeticError, match=r"cannot step[\s\S]*On worker 'w2'.*DistributedOptimizer\.step \(FailsOn"),
+    ):
+        autograd.backward(context, (good.to_here() * bad.to_here()).sum(), step=optimizer)
+    assert good.to_here().sum() == 9 - 9 * 2
+    assert bad.to_here().sum() == 18
+
+
+def test_owners_that_fail() -> None:
+    leaves = [remote(f"w{number}", make_leaf) for number in (1, 2, 3)]
+    optimizer = DistributedOptimizer(Fails, leaves, lr=1, when="later")
+    with autograd.context() as context, pytest.raises(WorkersFailed, match=r"3 of 3[\s\S]*w2: ArithmeticError") as seen:
+        autograd.backward(context, sum(leaf.to_here().sum() for leaf in leaves), step=optimizer)
+    assert set(seen.value.errors) == {"w1", "w2", "w3"}
+    with autograd.context() as context:
+        future = autograd.backward_async(context, leaves[0].to_here().sum(), step=optimizer)
+        with pytest.raises(WorkersFailed, match="3 of 3"):
+            future.wait()
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no way back")
+
+
+def broken(weight: RRef[torch.Tensor]) -> torch.Tensor:
+    return Broken.apply(weight.local_value())
+
+
+def begin_and_wait(context: int, loss: torch.Tensor, step: DistributedOptimizer) -> None:
+    autograd.backward_async(context, loss, step=step).wait()
+
+
+@pytest.mark.parametrize("begin", [autograd.backward, begin_and_wait])
+def test_a_pass_that_fails(begin: Callable[..., Any]) -> None:
+    good, bad = remote("w1", make_leaf), remote("w2", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [good, bad], lr=1)
+    with autograd.context() as context:
+        loss = (good.to_here() + rpc_sync("w2", broken, (bad,))).sum()
+        with pytest.raises(ArithmeticError, match="no way back"):
+            begin(context, loss, step=optimizer)
+    assert bad.to_here().sum() == 9
+    assert good.to_here().sum() in (9, 0)  # it may have stepped
+    with autograd.context() as context:
+        autograd.backward(context, bad.to_here().sum(), step=optimizer)
+    assert bad.to_here().sum() == 0
+
+
+def test_what_cannot_step() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    with autograd.context() as context, pytest.raises(UsageError, match="step must be a DistributedOptimizer, not SGD"):
+        autograd.backward(context, leaf.sum(), step=torch.optim.SGD([leaf]))  # type: ignore[arg-type]
+    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
+    with pytest.raises(ContextEnded):
+        autograd.backward(context, leaf.sum(), step=optimizer)
+    assert leaf == 1
+
+
+def test_a_pass_that_comes_to_none_of_the_parameters_says_so() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
+    with autograd.context() as context, pytest.warns(TelegradWarning, match="none of the parameters has a gradient"):
+        autograd.backward(context, leaf.sum(), step=optimizer)
+
+
+# Everything that a step has
+
+
+@pytest.mark.parametrize("norm", [1.0, 2.0, inf])
+@pytest.mark.parametrize("limit", [0.1, 1e6])
+def test_clipping(norm: float, limit: float, sent: Counter[str]) -> None:
+    one, other = Model(3), Model(3)
+    other.load_state_dict(one.state_dict())
+    optimizers = [DistributedOptimizer.for_module(torch.optim.SGD, each, lr=0.5) for each in (one, other)]
+    clipped = optimizers[0].clipped(limit, norm)
+    assert clipped.norm is None
+    for seed in range(3):
+        with autograd.context() as context:
+            loss = loss_of(one, seed)
+            counts = backward(sent, context, loss, step=clipped)
+        assert counts["call"] == counts["answer"] == 2  # one round; this worker's own share needs no connection
+        with autograd.context() as context:
+            autograd.backward(context, loss_of(other, seed))
+            wanted = clip_grad_norm_(context, optimizers[1], limit, norm)
+            optimizers[1].step(context)
+        assert clipped.norm is not None
+        assert torch.allclose(clipped.norm, wanted.double())
+    for mine, theirs in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+def test_a_norm_that_is_no_number() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
+    with autograd.context() as context:
+        loss = (leaf * torch.tensor([inf, 1.0])).sum()
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            autograd.backward(context, loss, step=optimizer.clipped(1.0, error_if_nonfinite=True))
+    assert leaf.tolist() == [1, 1]
+
+
+def test_what_was_kept_is_clipped_too() -> None:
+    leaf = nn.Parameter(torch.zeros(4))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(leaf)], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.sum())
+        optimizer.accumulate(context)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.sum(), step=optimizer.clipped(1.0))
+    assert leaf.tolist() == pytest.approx([-0.5] * 4, rel=1e-5)
+
+
+def test_hogwild() -> None:
+    module = RemoteModule("w1", Squared)
+    value = torch.ones(2, requires_grad=True)
+    worker = current.here()
+
+    def run(optimizer: DistributedOptimizer) -> None:
+        with autograd.context() as slow:
+            result = module(value).sum()
+
+            def step_of_another() -> None:
+                current.enter(worker)
+                with autograd.context() as quick:
+                    autograd.backward(quick, module(value).sum(), step=optimizer)
+
+            in_threads(step_of_another)
+            autograd.backward(slow, result, step=optimizer)
+
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation[\s\S]*hogwild=True"):
+        run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1))
+    run(DistributedOptimizer(torch.optim.SGD, [module.module_rref], lr=0.1, hogwild=True))
+    start = 3 - 0.1 * 2 * 3
+    first = start - 0.1 * 2 * start
+    second = first - 0.1 * 2 * first
+    assert module.state_dict()["weight"].tolist() == pytest.approx([second] * 2)
+
+
+class Alone(torch.optim.SGD):
+    """Calls another worker in its step; notices when two steps overlap."""
+
+    inside = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        Alone.inside += 1
+        assert Alone.inside == 1
+        rpc_sync("w0", torch.add, (torch.ones(1), 1))
+        super().step(closure)
+        Alone.inside -= 1
+
+
+def test_steps_over_the_same_parameters_take_turns(five: list[Worker]) -> None:
+    leaf = remote("w1", make_leaf)
+
+    def train(optimizer: DistributedOptimizer) -> None:
+        current.enter(five[0])
+        for _ in range(5):
+            with autograd.context() as context:
+                autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+
+    optimizers = [DistributedOptimizer(Alone, [leaf], lr=0.125) for _ in range(4)]
+    in_threads(*(lambda own=own: train(own) for own in optimizers))
+    assert leaf.to_here()[0, 0] == 1 - 20 * 0.125
+
+
+class Waits(torch.optim.SGD):
+    """Steps once a gradient has come to where the next worker is."""
+
+    came = threading.Event()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert Waits.came.wait(PATIENCE)
+        super().step(closure)
+
+
+def times(x: torch.Tensor, weight: RRef[torch.Tensor]) -> torch.Tensor:
+    return x * weight.local_value()
+
+
+def test_nobody_waits_for_a_step_elsewhere() -> None:
+    Waits.came.clear()
+    weight, x = remote("w1", make_leaf), torch.ones(3, 3, requires_grad=True)
+    x.register_hook(lambda _: Waits.came.set())
+    optimizer = DistributedOptimizer(Waits, [weight], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", times, (x, weight)).sum(), step=optimizer)
+    assert weight.to_here().sum() == 0
+
+
+def test_a_root_elsewhere_and_a_pass_that_nobody_waits_for() -> None:
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.sum(), step=optimizer)
+        assert leaf.to_here().sum() == 0
+    with autograd.context() as context:
+        autograd.backward_async(context, leaf.to_here().sum(), step=optimizer).wait()
+        assert leaf.to_here().sum() == -9
+
+
+def test_hooks_that_come_before_a_step_come_before_it() -> None:
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(leaf.to_here().sum().item()))
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(leaf.to_here().sum().item()))
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    assert seen == [0, 0, -9]
+
+
+class Halving(DistributedOptimizer):
+    """Does something before each step."""
+
+    def step(self, context_id: int) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] /= 2
+        super().step(context_id)
+
+
+def test_what_a_subclass_does_before_a_step() -> None:
+    leaf = remote("w1", make_leaf)
+    optimizer = Halving(torch.optim.SGD, [leaf], lr=1.0)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    assert leaf.to_here()[0, 0] == 0.5
+
+
+def test_a_hyperparameter_that_no_pass_takes_along() -> None:
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1.0)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    with autograd.context() as context:
+        autograd.backward(context, leaf.to_here().sum(), step=optimizer)
+    assert leaf.to_here()[0, 0] == 0.75
+
+
+def test_steps_with_changes_that_overlap() -> None:
+    leaf = remote("w1", make_leaf)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [leaf], lr=1.0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    first = optimizer._telegrad_ride(1)
+    assert first.rider
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert not optimizer._telegrad_ride(2).rider
+    del first
+    assert optimizer._telegrad_ride(2).rider
+
+
+def test_an_optimizer_that_is_gone_leaves_nothing_behind(five: list[Worker]) -> None:
+    riders = five[1].conductor.riders
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1.0)
+    number = optimizer._telegrad_ride(1).rider
+    assert number in riders
+    del optimizer
+    deadline = time.monotonic() + PATIENCE
+    while number in riders:  # the owner hears of it by a letter
+        assert time.monotonic() < deadline
