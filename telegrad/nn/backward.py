@@ -42,13 +42,14 @@ class _Inlet(torch.autograd.Function):
         return None, None, None
 
 
+_apply: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, _Inlet).apply  # without looking for transforms
+
+
 class Inlet:
     """Tensors that require gradients and have come into a stage, with a history that begins here."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors: Sequence[Tensor] = _Inlet.apply(  # type: ignore[no-untyped-call]
-            torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors]
-        )
+        self.tensors = _apply(torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors])
         self.node: Node = self.tensors[0].grad_fn
         self.edges = [GradientEdge(self.node, number) for number in range(len(tensors))]
         self.gradients: Sequence[Tensor | None] = [None] * len(tensors)

@@ -97,23 +97,6 @@ class Calling(nn.Module):
         return found
 
 
-class Hooked(nn.Module):
-    """Has hooks that change gradients: of a leaf, of a tensor on the way, and of the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight.register_hook(lambda gradient: gradient * 3)
-
-    def forward(self, value: Tensor) -> Tensor:
-        middle = self.first(value)
-        if middle.requires_grad:
-            middle.register_hook(lambda gradient: gradient * 2)
-        found = self.second(middle)
-        assert isinstance(found, Tensor)
-        return found
-
-
 class Observed(nn.Module):
     """Has a hook that changes the gradient of a tensor on the way, and none on a leaf."""
 
@@ -128,6 +111,14 @@ class Observed(nn.Module):
         found = self.second(middle)
         assert isinstance(found, Tensor)
         return found
+
+
+class Hooked(Observed):
+    """Has one on a leaf, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight.register_hook(lambda gradient: gradient * 3)
 
 
 class Tied(nn.Module):
