@@ -50,8 +50,9 @@ class Inlet:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = _apply(torch.empty(0, requires_grad=True), self, [tensor.detach() for tensor in tensors])
-        self.node: Node = self.tensors[0].grad_fn
-        self.edges = [GradientEdge(self.node, number) for number in range(len(tensors))]
+        node: Any = self.tensors[0].grad_fn
+        self.node: Node = node
+        self.edges = [GradientEdge(node, number) for number in range(len(tensors))]
         self.gradients: Sequence[Tensor | None] = [None] * len(tensors)
 
 
