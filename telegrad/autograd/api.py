@@ -189,8 +189,7 @@ def _begin(
 ) -> tuple[DrivenPass, Ride | None]:
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
-    if step is not None and not hasattr(step, "_telegrad_ride"):
-        raise UsageError(f"step must be a DistributedOptimizer, not {type(step).__name__}")
+    check_step(step)
     found = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
     ride = step._telegrad_ride(context_id) if step is not None else None
@@ -207,6 +206,12 @@ def _begin(
         request=ride.request if ride is not None else b"",
     )
     return driven, ride
+
+
+def check_step(step: Any) -> None:
+    """Raise UsageError where nothing can ride that way."""
+    if step is not None and not hasattr(step, "_telegrad_ride"):
+        raise UsageError(f"step must be a DistributedOptimizer, not {type(step).__name__}")
 
 
 def _places(here: str, roots: Root | Sequence[Root]) -> dict[str, list[Any]]:

@@ -186,6 +186,14 @@ class Conductor:
 
         passed.add_done_callback(lambda _: self._agent.later(run, passed))
 
+    def let_ride(self, context: AutogradContext, rider: int, request: bytes) -> tuple[bool, Any] | None:
+        """Give a rider its turn where all gradients of this worker are there but for those of passes.
+
+        None where there is no such rider, or one of these may bring more.
+        """
+        found = self.riders.get(rider)
+        return None if found is None or context.sends else self._parts.give_turn(found, context.id, request)
+
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
         """The gradients of this worker's leaves in a context, ready to be used by this thread."""
         gradients = self.contexts.find(context_id).gradients.as_dict()

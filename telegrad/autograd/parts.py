@@ -186,12 +186,15 @@ class LocalParts:
         if rider is None or mailbox.early or not participant.may_ride(others):
             return
         part.outbox.send_early()  # the driver may wait for these
+        participant.ride(self.give_turn(rider, spec.context, spec.request))
+
+    def give_turn(self, rider: Rider, context_id: int, request: bytes) -> tuple[bool, Any]:
+        """What becomes of a rider: whether it did what was asked for, and its value or failure."""
         try:
             with Inside(None):
-                outcome = True, rider.ride(spec.context, spec.request)
+                return True, rider.ride(context_id, request)
         except Exception as error:
-            outcome = False, describe(error, self._name, user_name(rider.ride))
-        participant.ride(outcome)
+            return False, describe(error, self._name, user_name(rider.ride))
 
     def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:
         """Make this worker's part, once its own roots are there; what there is to do then.

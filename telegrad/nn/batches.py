@@ -31,6 +31,8 @@ class Job(NamedTuple):
     ties: tuple[Tie, ...]
     batches: int
     trains: bool
+    rider: int = 0  # under this number, what wants the gradients of each worker; 0: nothing
+    request: bytes = b""  # what it shall do
 
 
 class Ends(NamedTuple):
@@ -49,6 +51,7 @@ class Product(NamedTuple):
     outputs: list[Any]
     gradients: dict[int, Sequence[Tensor | None]]  # of inputs, by micro-batches
     of_targets: dict[int, Sequence[Tensor | None]]
+    rode: list[tuple[bool, Any]]  # once the rider had its turn: whether it did it, and its value or failure
 
 
 class Delivery(NamedTuple):

@@ -61,10 +61,9 @@ class Crew(NamedTuple):
             calls = [self._begin(job, ends, at) for at in range(len(self.stations))]
             for future in calls:
                 future.add_done_callback(look)
-            senders = [name for name, _ in self.workers if name != agent.name]
             for future in calls:
                 if not future.done():
-                    agent.wait_for(future, senders=senders)
+                    agent.wait_for(future)
         except BaseException:
             self._stop(job)
             raise

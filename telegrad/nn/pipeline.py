@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.naming import known_as
 from telegrad.autograd import backward
+from telegrad.autograd.api import Ride, Step, check_step
 from telegrad.autograd.record import entered_id
 from telegrad.errors import UsageError
 from telegrad.nn.backward import root_of
@@ -162,7 +163,14 @@ class Pipeline(nn.Module):
 
     @not_compiled
     def forward_backward(
-        self, context_id: int, inputs: Any, targets: Any, loss: Loss, reduction: str | None = None
+        self,
+        context_id: int,
+        inputs: Any,
+        targets: Any,
+        loss: Loss,
+        reduction: str | None = None,
+        *,
+        step: Step | None = None,
     ) -> Tensor:
         """Forward and backward for a batch; the gradients are in the context. What the loss was.
 
@@ -170,30 +178,42 @@ class Pipeline(nn.Module):
         is the "mean" over the samples that it gets, or their "sum"; without it, torch's own losses are asked, and
         all others are taken for means.
 
+        With `step=optimizer` the optimizer steps, too, as `optimizer.step(context_id)` would behind this; but each
+        worker does so by itself, as soon as its stages are through. Should the batch fail, some may have stepped.
+
         Raises:
             UsageError: inputs and targets do not fit each other; the loss is no scalar, or not what `reduction` says.
             What a stage or the loss raised, with the worker's name.
         """
         check_context_id(context_id, "forward_backward")
+        check_step(step)
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
         crew = self._gather()
         own = [crew.bundled(0, part) for part in parts_of(inputs, self.chunks)]
         wanted = [crew.bundled(-1, part) for part in parts_of(targets, self.chunks)]
         ends = Ends([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
-        with current.conductor().contexts.find(context_id).entered():
-            products = self._play(crew, ends, len(sizes), trains=True)
+        context = current.conductor().contexts.find(context_id)
+        ride = step._telegrad_ride(context_id) if step is not None else None
+        with context.entered():
+            leads_on = any(bundle.places for bundle in (*own, *wanted))  # and so more gradients come to this worker
+            products = self._play(crew, ends, len(sizes), True, ride if not leads_on else None)
         first, last = products[crew.stations_of[0]], products[crew.stations_of[-1]]
         _lead_on(context_id, own, first.gradients)
         _lead_on(context_id, wanted, last.of_targets)
+        if ride is not None:
+            ride.end(
+                {name: rode for (name, _), product in zip(crew.workers, products, strict=True) for rode in product.rode}
+            )
         return torch.stack(last.losses).sum()
 
-    def _play(self, crew: Crew, ends: Ends, batches: int, trains: bool) -> list[Product]:
+    def _play(self, crew: Crew, ends: Ends, batches: int, trains: bool, ride: Ride | None = None) -> list[Product]:
         """Have all stations go through their plans, until all are through or one has failed."""
         with self._numbers.begun() as (number, oldest):
             job = Job(
                 *((crew.pipeline, number), oldest, crew.driver, self.schedule, crew.stations_of, crew.workers),
                 *(tuple(crew.ties), batches, trains),
+                *((ride.rider, ride.request) if ride is not None else ()),
             )
             return crew.play(job, ends)
 

@@ -50,11 +50,12 @@ class Run:
         self._ends = ends
         self._ended = ended
         self._here = job.stations[next(iter(stages))]
-        self._context = current.conductor().current() if job.trains else None
+        self._conductor = current.conductor()
+        self._context = self._conductor.current() if job.trains else None
         self._setting = _setting_here(self._context)
         # Of the thread that is at it:
         self._backwards: dict[tuple[int, int], tuple[Backward, int]] = {}  # and how many of the gradients go back
-        self._result = Product([], [], {}, {})
+        self._result = Product([], [], {}, {}, [])
         self._doing = next(iter(stages.values())).name
         self._lock = threading.Lock()  # guards all below
         plans = plan(job.schedule, job.stations, job.batches, job.trains)
@@ -114,8 +115,9 @@ class Run:
             if not self._over and not self._agenda.done and self._agenda.awaited() is None:
                 return self._agenda.begin()
             self._busy = False
-            is_through = self._agenda.done
+            is_through = self._agenda.done and not self._over
         if is_through:
+            self._let_ride()
             self._end(lambda: self.outcome.set_result(self._result))
         return None
 
@@ -228,6 +230,12 @@ class Run:
             gradients.add(stage.weight(tie.name), what[0], False)
 
     # The end
+
+    def _let_ride(self) -> None:
+        if self.job.rider and self._context is not None:
+            rode = self._conductor.let_ride(self._context, self.job.rider, self.job.request)
+            if rode is not None:
+                self._result.rode.append(rode)
 
     def stop(self) -> None:
         """Do no more."""

@@ -438,3 +438,73 @@ def test_random_models_have_the_same_parameters_after_fifty_steps(seed: int, sch
     workers = workers_of(len(model), schedule)
     optimizer = chance.choice([torch.optim.SGD, torch.optim.Adam])
     trains_as_one_process(model, workers, schedule, chance.randint(1, 16), optimizer, 50)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_rides_with_a_batch(schedule: str, clips: bool) -> None:
+    model = [("plain", 0, 1), ("plain", 0, 2), ("plain", 0, 3)]
+    whole = nn.Sequential(*(made(*form) for form in model))
+    remote = [RemoteModule(worker, made, form) for worker, form in zip(["w1", "w2", "w0"], model, strict=True)]
+    pipeline = Pipeline(remote, chunks=4, schedule=schedule)
+    ours = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+    theirs = torch.optim.Adam(whole.parameters(), lr=0.05)
+    scheduler, theirs_too = (torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (ours, theirs))
+    inputs, targets = torch.randn(16, WIDTH).double(), torch.randn(16, WIDTH).double()
+    for _ in range(3):
+        with autograd.context() as context:
+            pipeline.forward_backward(context, inputs, targets, mse_loss, step=ours.clipped(0.01) if clips else ours)
+        theirs.zero_grad()
+        mse_loss(whole(inputs), targets).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+        theirs.step()
+        scheduler.step()
+        theirs_too.step()
+    for one, other in zip(pipeline.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-7)
+
+
+def test_a_step_that_rides_waits_for_gradients_that_come_otherwise() -> None:
+    embedding, shared = nn.Embedding(10, WIDTH).double(), RemoteModule("w1", filled_linear, (5,))
+    first, last = RemoteModule("w1", made, ("plain", 0, 1)), made("plain", 0, 3)
+    stages = [first, RemoteModule("w2", Using, (shared,)), last]
+    pipeline, alone = Pipeline(stages, chunks=3), filled_linear(5)
+    whole = nn.Sequential(made("plain", 0, 1), alone, made("plain", 0, 3))
+    table = nn.Embedding(10, WIDTH).double()
+    table.load_state_dict(embedding.state_dict())
+    group: list[Any] = [RRef(embedding.weight), *first.remote_parameters(), *shared.remote_parameters()]
+    group += [RRef(each) for each in last.parameters()]
+    ours = DistributedOptimizer(torch.optim.SGD, group, lr=0.1)
+    theirs = torch.optim.SGD([*table.parameters(), *whole.parameters()], lr=0.1)
+    words, targets = torch.arange(9), torch.randn(9, WIDTH).double()
+    for _ in range(2):
+        with autograd.context() as context:
+            pipeline.forward_backward(context, embedding(words), targets, mse_loss, step=ours)
+        theirs.zero_grad()
+        mse_loss(whole(table(words)), targets).backward()
+        theirs.step()
+    assert torch.allclose(embedding.weight, table.weight)
+    assert torch.allclose(shared.state_dict()["weight"], alone.get_parameter("weight"))
+    assert torch.allclose(first.state_dict()["0.weight"], whole.get_parameter("0.0.weight"))
+
+
+class Using(nn.Module):
+    """Is nothing but a part that lives elsewhere."""
+
+    def __init__(self, part: RemoteModule) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.part(value)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def test_what_cannot_ride_with_a_batch() -> None:
+    pipeline = Pipeline([made("plain", 0, 1)])
+    optimizer: Any = torch.optim.SGD(pipeline.parameters())
+    inputs = torch.ones(2, WIDTH).double()
+    with pytest.raises(UsageError, match="step must be a DistributedOptimizer, not SGD"), autograd.context() as context:
+        pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
