@@ -96,12 +96,17 @@ def pipe() -> None:
         (lambda: RemoteModule("w1", Holding)(1), r"RemoteModule\(Holding\)\.forward"),
         (lambda: RemoteModule("w1", Holding).forward_async(1).wait(), r"RemoteModule\(Holding\)\.forward"),
         (optimize, r"DistributedOptimizer\.step"),
-        (pipe, r"Pipeline\.forward_backward"),
     ],
 )
 def test_a_timeout_names_what_was_called(call: Callable[..., Any], name: str, impatient: Agent) -> None:
     with pytest.raises(CallTimeout, match=rf"\({SHORT} s\): {name} on worker 'w1'\. It may still be running"):
         call()
+
+
+def test_a_batch_of_a_pipeline_has_the_time_of_all_its_micro_batches_both_ways(impatient: Agent) -> None:
+    said = rf"\({2 * SHORT} s\): Pipeline\.forward_backward on worker 'w1'\. It may still be running"
+    with pytest.raises(CallTimeout, match=said):
+        pipe()
 
 
 def test_a_value_of_ones_own_that_is_not_made_in_time_is_named(impatient: Agent) -> None:
