@@ -149,9 +149,7 @@ def _by_schedule(rpc: Any, training: Training) -> Callable[[], None]:
 
     def step() -> None:
         with autograd.context() as context:
-            pipeline.forward_backward(context, inputs, targets, mse_loss)
-            if training.steps:
-                optimizer.step(context)
+            pipeline.forward_backward(context, inputs, targets, mse_loss, step=optimizer if training.steps else None)
 
     return step
 
