@@ -183,7 +183,8 @@ class LocalParts:
         spec, participant = part.ledger.spec, part.participant
         rider = self.riders.get(spec.rider)
         others = (each.participant for each in mailbox.parts.copy().values() if each is not None)
-        if rider is None or mailbox.early or not participant.may_ride(others):
+        is_over = mailbox.context.ended or mailbox.parts.get(spec) is not part  # it may have failed meanwhile
+        if rider is None or is_over or mailbox.early or not participant.may_ride(others):
             return
         part.outbox.send_early()  # the driver may wait for these
         participant.ride(self.give_turn(rider, spec.context, spec.request))

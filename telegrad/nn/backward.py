@@ -11,6 +11,7 @@ other workers, and those with hooks on leaves, which shall see a whole gradient.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from telegrad.autograd import replicas
 from telegrad.autograd.byhand import is_function
 from telegrad.autograd.edges import edge_of, run_backward
 from telegrad.autograd.engine import KINDS, UNSHARED, holders
@@ -32,13 +34,15 @@ class _Inlet(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inlet: Inlet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        ctx.inlet = inlet
+        ctx.inlet = weakref.ref(inlet)  # else the two would hold each other, and what has come
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.inlet.gradients = gradients
+        inlet = ctx.inlet()
+        if inlet is not None:  # whoever wants the gradients holds it
+            inlet.gradients = gradients
         return None, None, None
 
 
@@ -87,6 +91,7 @@ def _look_through(starts: Iterable[Node], inlet: Node | None) -> _Graph:
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
+    replicated = replicas.replicated()  # whose gradients are averaged
     seen = {None, inlet}
     stack = [(node, False) for node in starts]
     while stack:
@@ -99,7 +104,7 @@ def _look_through(starts: Iterable[Node], inlet: Node | None) -> _Graph:
             if kind is None:
                 stack.append((node, True))
                 stack += [(following, False) for following, _ in node.next_functions]
-            elif kind(node) == PLAIN:
+            elif kind(node) == PLAIN and id(node.variable) not in replicated:
                 leaves.append(node)
             else:
                 is_plain = False

@@ -54,7 +54,7 @@ class Crew(NamedTuple):
                 future.wait()
             except Exception as error:
                 errors.append(error)
-                if len(errors) == 1:
+                if errors[0] is error:
                     self._stop(job)
 
         try:

@@ -87,9 +87,9 @@ def _ties(stages: Sequence[nn.Module]) -> list[Shared]:
     first: dict[nn.Parameter, tuple[int, str]] = {}
     found = []
     for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
             early = first.setdefault(parameter, (number, name))
-            if early != (number, name):
+            if early[0] != number:
                 found.append((*early, number, name))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.naming import known_as
 from telegrad.autograd import backward
 from telegrad.autograd.api import Ride, Step, check_step
-from telegrad.autograd.record import entered_id
+from telegrad.autograd.record import Inside, entered_id
 from telegrad.errors import UsageError
 from telegrad.nn.backward import root_of
 from telegrad.nn.batches import Ends, Job, Numbers, Product
@@ -84,7 +84,10 @@ class Pipeline(nn.Module):
         """
         if not (isinstance(stage, int) and 0 <= stage < len(self.stages)):
             raise UsageError(f"this pipeline has the stages 0 to {len(self.stages) - 1}, and no stage {stage!r}")
-        self.stages[stage] = _as_module(module)
+        made, old = _as_module(module), self.stages[stage]
+        if isinstance(made, RemoteModule) and isinstance(old, RemoteModule):
+            made._surplus = old._surplus
+        self.stages[stage] = made
         self._crew = None
 
     def _complete_state(self, state: Any, prefix: str, *_: Any) -> None:
@@ -133,7 +136,8 @@ class Pipeline(nn.Module):
             raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
         places = [(worker, parse_place(worker)[0]) for worker in workers]
         found = cut(model, len(workers), at, balance)
-        made = [remote(on, _arrived, (stage,)) for (_, on), stage in zip(places, found.stages, strict=True)]
+        with Inside(None):  # in a context they would arrive as no leaves
+            made = [remote(on, _arrived, (stage,)) for (_, on), stage in zip(places, found.stages, strict=True)]
         stages = [
             RemoteModule.init_from_module_rref(place, each) for (place, _), each in zip(places, made, strict=True)
         ]
@@ -199,8 +203,7 @@ class Pipeline(nn.Module):
             leads_on = any(bundle.places for bundle in (*own, *wanted))  # and so more gradients come to this worker
             products = self._play(crew, ends, len(sizes), True, ride if not leads_on else None)
         first, last = products[crew.stations_of[0]], products[crew.stations_of[-1]]
-        _lead_on(context_id, own, first.gradients)
-        _lead_on(context_id, wanted, last.of_targets)
+        _lead_on(context_id, [*_trained(own, first.gradients), *_trained(wanted, last.of_targets)])
         if ride is not None:
             ride.end(
                 {name: rode for (name, _), product in zip(crew.workers, products, strict=True) for rode in product.rode}
@@ -218,14 +221,17 @@ class Pipeline(nn.Module):
             return crew.play(job, ends)
 
 
-def _lead_on(context_id: int, bundles: Sequence[Bundle], gradients: dict[int, Sequence[Tensor | None]]) -> None:
-    """Run backward on this worker, from what it has given to the pipeline."""
-    got = [
-        (tensor, gradient)
-        for number, bundle in enumerate(bundles)
-        for tensor, gradient in zip(bundle.trained, gradients[number], strict=True)
-        if gradient is not None
-    ]
+def _trained(
+    bundles: Sequence[Bundle], gradients: dict[int, Sequence[Tensor | None]]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """What this worker has given to the pipeline, with what it got for it."""
+    for number, bundle in enumerate(bundles):
+        yield from zip(bundle.trained, gradients[number], strict=True)
+
+
+def _lead_on(context_id: int, given: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Run backward on this worker, in one pass: inputs and targets may have parts of their graphs in common."""
+    got = [(tensor, gradient) for tensor, gradient in given if gradient is not None]
     if got:
         backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
 

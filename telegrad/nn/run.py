@@ -93,7 +93,7 @@ class Run:
             if self._busy or self._over or self._agenda.awaited() is not None:
                 return
             self._busy = True
-        self._agent.run(self._work, None, self.short, by_who_waits=True)
+        self._agent.run(self._work, None, self.short)
 
     def _work(self, _: None) -> None:
         longest = 0.0
@@ -103,19 +103,17 @@ class Run:
                     start = perf_counter()
                     self._do(*upcoming)
                     longest = max(longest, perf_counter() - start)
+                    self.short = longest < SHORT
             except BaseException as error:
                 self.fail(error)
-                if not (isinstance(error, Exception) or self._agent.serves_here()):
-                    raise  # the driver was interrupted, who waits for its pipeline and does this meanwhile
-        self.short = longest < SHORT
 
     def _next(self) -> tuple[Action, Any] | None:
         """What this thread shall do; None where it is at it no longer."""
         with self._lock:
             if not self._over and not self._agenda.done and self._agenda.awaited() is None:
                 return self._agenda.begin()
-            self._busy = False
             is_through = self._agenda.done and not self._over
+            self._busy = is_through  # to the end
         if is_through:
             self._let_ride()
             self._end(lambda: self.outcome.set_result(self._result))
@@ -226,13 +224,13 @@ class Run:
         if action.kind == RETURN:
             gradient = gradients.take(stage.weight(tie.borrowed))
             self._send(with_tensors(self.job.id, (COLLECT, tie.owner, number), [gradient]))
-        elif what[0] is not None:
+        elif what[0] is not None and stage.weight(tie.name).requires_grad:
             gradients.add(stage.weight(tie.name), what[0], False)
 
     # The end
 
     def _let_ride(self) -> None:
-        if self.job.rider and self._context is not None:
+        if self.job.rider and self._context is not None and not (self._over or self._context.ended):
             rode = self._conductor.let_ride(self._context, self.job.rider, self.job.request)
             if rode is not None:
                 self._result.rode.append(rode)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,10 @@ from telegrad.rpc import RRef
 from telegrad.rpc.turns import Turns
 from telegrad.wire.pickling import decode, encode
 
+# Of the process: a module is one, in however many pipelines.
+_turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
+_lock = threading.Lock()  # guards _turns
+
 
 class Stage:
     """Micro-batches go through it one by one, as its module may keep state."""
@@ -21,8 +27,8 @@ class Stage:
     def __init__(self, module: RRef[nn.Module], position: str) -> None:
         self._module = module.local_value()
         self.name = f"{position} of a Pipeline ({type(self._module).__name__})"
-        self._device = device_of(self._module)
-        self._turns = Turns()
+        with _lock:
+            self._turns = _turns.setdefault(self._module, Turns())
 
     def run(self, value: Any) -> Any:
         with self._turns.taken():
@@ -55,13 +61,15 @@ class Stage:
         holder = self._module.get_submodule(path)
         if last in holder._parameters:
             del holder._parameters[last]
-            holder.register_buffer(last, weight.detach().requires_grad_())
+            holder.register_buffer(last, weight.detach().requires_grad_(weight.requires_grad))
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """What the owner has lent."""
         self._check_shape(name, value)
-        with torch.no_grad():
-            self.weight(name).copy_(value)
+        weight = self.weight(name)
+        if not torch.equal(weight, value):  # else another batch may be under way that has saved it
+            with torch.no_grad():
+                weight.copy_(value)
 
     def _check_shape(self, name: str, value: Tensor) -> None:
         own = self.weight(name)
@@ -73,7 +81,8 @@ class Stage:
 
     def near(self, value: Any) -> Any:
         """On the module's accelerator, if it has one: devices of workers need not lead to one another as stages do."""
-        return value if self._device is None or self._device.type in ("cpu", "meta") else moved(self._device, value)
+        device = device_of(self._module)
+        return value if device is None or device.type in ("cpu", "meta") else moved(device, value)
 
 
 class Bundle(NamedTuple):

@@ -34,7 +34,7 @@ class Station:
         self._lock = threading.Lock()  # guards all below
         self._runs: dict[int, Run] = {}  # by batches
         self._early: dict[int, list[Delivery]] = {}  # what has come before its batch
-        self._stopped: set[int] = set()  # batches that have failed elsewhere before they came here
+        self._stopped: set[int] = set()  # batches that have failed elsewhere, maybe before they came here
         self._oldest = 0  # what comes for batches before this one comes too late
         self._short = False  # actions of the last batch did not take long
 
@@ -47,12 +47,12 @@ class Station:
         run = Run(self._agent, self.stages, job, ends, self._short, lambda: self._end(number))
         with self._lock:
             self._oldest = max(self._oldest, job.oldest)
-            for late in [each for each in self._early if each < self._oldest]:
-                del self._early[late]
-            is_stopped = number in self._stopped
+            late = [self._early.pop(each) for each in [*self._early] if each < self._oldest]
+            is_stopped = number in self._stopped or number < self._oldest
             self._stopped = {each for each in self._stopped if each >= self._oldest}
             self._runs[number] = run
             early = self._early.pop(number, ())
+        del late  # not under the lock, as below
         if is_stopped:
             run.stop()
         else:
@@ -63,8 +63,9 @@ class Station:
         """A batch has failed elsewhere: do no more for it."""
         with self._lock:
             run = self._runs.get(number)
-            if run is None:
-                self._stopped.add(number)
+            self._stopped.add(number)
+            early = self._early.pop(number, ())
+        del early  # not under the lock: these may be the last to hold what has come
         if run is not None:
             run.stop()
 
@@ -73,7 +74,7 @@ class Station:
         number = delivery.batch[1]
         with self._lock:
             run = self._runs.get(number)
-            if run is None and number >= self._oldest:
+            if run is None and number >= self._oldest and number not in self._stopped:
                 self._early.setdefault(number, []).append(delivery)
         if run is not None:
             run.take(delivery)

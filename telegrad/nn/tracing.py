@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.autograd import Function
 
 from telegrad.errors import UsageError
 from telegrad.hints import hint
 
 _GIVEN = ("placeholder", "get_attr")  # nodes that compute nothing
 _FILE = "<stage of a Pipeline>"  # in tracebacks
+_one_by_one = threading.RLock()  # guards what fx puts in the place of methods of all modules of this process
 
 
 def record(whole: nn.Module, opened: set[str], needed: set[str]) -> Recording:
@@ -30,7 +34,8 @@ def record(whole: nn.Module, opened: set[str], needed: set[str]) -> Recording:
     model = copy.copy(whole)  # the tracer leaves constants in it
     tracer = _Tracer(_inputs_of(model), opened)
     try:
-        return Recording(model, tracer.trace(model), tracer.begun)
+        with _one_by_one, _untouched([whole, *map(whole.get_submodule, opened)]), tracer.told_of_functions():
+            return Recording(model, tracer.trace(model), tracer.begun)
     except Exception as error:
         inside = tracer.inside[-1]
         if inside not in needed:
@@ -40,6 +45,26 @@ def record(whole: nn.Module, opened: set[str], needed: set[str]) -> Recording:
             f"{error}\nWhat depends on the values of tensors must be in modules that are not cut themselves. Let the "
             "stages begin with other modules, or make them by hand: Pipeline([RemoteModule('worker1', First), ...])"
         ) from error
+
+
+@contextlib.contextmanager
+def _untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these may run their forward passes; their attributes are as before then."""
+    kept = [(vars(each), {name: _copied(value) for name, value in vars(each).items()}) for each in modules]
+    try:
+        yield
+    finally:
+        for attributes, before in kept:
+            attributes.clear()
+            attributes.update(before)
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if type(value) is dict else value
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
 
 
 def shown(model: nn.Module, name: str) -> str:
@@ -78,6 +103,28 @@ class _Tracer(fx.Tracer):
         self._inputs = inputs
         self._opened = opened
         self._thread = threading.get_ident()
+        self._modes = _modes()
+
+    @contextlib.contextmanager
+    def told_of_functions(self) -> Iterator[None]:
+        """Inside, functions whose backward would be lost are refused."""
+        own = Function.__dict__["apply"]
+
+        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self._thread and any(isinstance(each, fx.Proxy) for each in args):
+                raise TypeError(f"{cls.__name__} is a torch.autograd.Function, whose backward would be lost")
+            return own.__get__(None, cls)(*args, **kwargs)
+
+        Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            Function.apply = own  # type: ignore[method-assign]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes and threading.get_ident() == self._thread:
+            raise TypeError("it changes the grad mode or autocast, which would be lost")
+        return super().create_node(*args, **kwargs)
 
     def create_args_for_root(self, root_fn: Callable[..., Any], *_: Any) -> tuple[Any, list[Any]]:
         given = {each.name: self.create_proxy("placeholder", each.name, (), {}) for each in self._inputs}

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
-from telegrad.autograd.gradients import Gradients
+from telegrad.autograd.gradients import Gradients, total
 from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
 from telegrad.nn.remote_module import on_host
@@ -104,10 +104,13 @@ class LocalOptimizer:
 
     def norm(self, context_id: int, norm_type: float) -> float | None:
         """That of the gradients of a context, if there are any, with what was kept for the next step."""
+        context = current.conductor().contexts.get(context_id)
         with holding(self._guards):
-            context = self._gather(context_id)
-        gradients = {} if context is None else context.gradients.as_dict()
-        found = norm_of((gradients[each] for each in self.parameters if each in gradients), norm_type)
+            kept = self._kept.as_dict()  # which the step takes, and not this: the pass may fail yet
+            gradients = {} if context is None else context.gradients.as_dict()
+        both = {each: total(gradients[each], kept[each]) for each in gradients if each in kept}
+        known = {**kept, **gradients, **both}
+        found = norm_of((known[each] for each in self.parameters if each in known), norm_type)
         return None if found is None else found.item()
 
     def _adopt(self, changes: Changes) -> None:

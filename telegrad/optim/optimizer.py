@@ -136,7 +136,7 @@ class DistributedOptimizer(Optimizer):
             What the optimizer raised on a worker; WorkersFailed where it did so on several. The others have stepped.
         """
         done = self._done.get(context_id, Done())
-        changes = self._changes() if done.changes is None else done.changes
+        changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
         self._keeps = False
         for number, changed in changes.items():
@@ -152,7 +152,7 @@ class DistributedOptimizer(Optimizer):
         plain = type(self).step is DistributedOptimizer.step and not self._optimizer_step_pre_hooks
         if not plain or (changes and (self._rides or not may_ride(changes))):
             return StepRide(whole, context_id, None)
-        return StepRide(whole, context_id, changes)
+        return StepRide(whole, context_id, self._sending(changes))
 
     def _whole(self) -> Whole:
         return Whole(self._rider, self.locals, self._finish, self._rides)
@@ -214,6 +214,13 @@ class DistributedOptimizer(Optimizer):
             }
             if changed:
                 changes[number] = changed
+        return changes
+
+    def _sending(self, changes: dict[int, Hyperparameters]) -> dict[int, Hyperparameters]:
+        """Until these have come to all owners, it is not known what they have."""
+        for number, changed in changes.items():
+            for name in changed:
+                self._sent[number].pop(name, None)
         return changes
 
     def zero_grad(self, set_to_none: bool = True) -> NoReturn:

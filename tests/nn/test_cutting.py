@@ -372,3 +372,88 @@ def test_other_threads_use_their_modules_meanwhile() -> None:
 
     cut(Slow(meanwhile), 2, at=["second"])
     assert found[0].shape == (5, WIDTH)
+
+
+class Scoped(nn.Module):
+    """Does a part of its work in another mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = linear(), linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            value = self.one(value)
+        return self.other(value)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Adversary(nn.Module):
+    """Has a function of the user's in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = linear(), linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.other(Reversed.apply(self.one(value)))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(Scoped, "changes the grad mode or autocast"), (Adversary, "Reversed is a torch.autograd.Function")],
+)
+def test_what_a_recording_would_lose_is_refused(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        cut(make(), 2, at=["other"])
+    value = torch.ones(2, WIDTH, requires_grad=True)
+    assert Reversed.apply(value).sum().backward() is None
+    assert value.grad is not None
+    assert value.grad.sum() == -2 * WIDTH
+
+
+class Remembering(nn.Module):
+    """Keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = linear(), linear()
+        self.seen: Any = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.seen = self.one(value)
+        return self.other(self.seen)
+
+
+def test_the_model_is_as_before() -> None:
+    model = Remembering()
+    cut(model, 2, at=["other"])
+    assert model.seen is None
+
+
+class Twins(nn.Module):
+    """Has one weight under three names, two of them late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late, self.last = linear(), linear(), linear()
+        self.late.weight = self.last.weight = self.early.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(self.late(self.early(value)))
+
+
+def test_a_weight_that_a_stage_has_twice_is_tied_under_both_names() -> None:
+    assert set(cut(Twins(), 2, at=["late"]).ties) == {
+        (0, "early.weight", 1, "late.weight"),
+        (0, "early.weight", 1, "last.weight"),
+    }

@@ -225,3 +225,33 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
                 time.sleep(0.01)
             assert not station._runs
             Held.goes_on.set()
+
+
+class Rider:
+    """Has a delivery look for work while it is at it."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def ride(self, context_id: int, request: bytes) -> None:
+        self.turns += 1
+        (station,) = current.here().attached(Stations)._stations.values()
+        for run in station._runs.values():
+            run._go_on()
+        time.sleep(0.05)  # as long as a step: whoever was begun comes to its end meanwhile
+
+
+def test_a_rider_has_one_turn_also_where_a_delivery_comes_to_look_for_work() -> None:
+    with agents(2) as (driver, other):
+        current.enter(driver)
+        pipeline = Pipeline([RemoteModule("w1", Stage, (0,))], chunks=2)
+        rider = Rider()
+        other.conductor.riders[7] = rider
+        crew = pipeline._gather()
+        inputs, targets = batch(0)
+        ends = Ends([crew.bundled(0, inputs)] * 2, [crew.bundled(0, targets)] * 2, mse_loss, [1.0, 1.0])
+        with autograd.context():
+            job = Job((crew.pipeline, 1), 1, crew.driver, "1f1b", crew.stations_of, crew.workers, (), 2, True, 7, b"")
+            (product,) = crew.play(job, ends)
+        assert rider.turns == len(product.rode) == 1
+        current.enter(None)

@@ -15,8 +15,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import telegrad.autograd as autograd
+from telegrad.autograd.gradients import Gradients
 from telegrad.errors import UsageError
 from telegrad.nn import Pipeline, RemoteModule
+from telegrad.nn.backward import Backward, Inlet
 from telegrad.nn.schedule import SCHEDULES, plan, simulate
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, rpc_sync
@@ -508,3 +510,54 @@ def test_what_cannot_ride_with_a_batch() -> None:
     inputs = torch.ones(2, WIDTH).double()
     with pytest.raises(UsageError, match="step must be a DistributedOptimizer, not SGD"), autograd.context() as context:
         pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
+
+
+def test_inputs_and_targets_of_one_graph() -> None:
+    embedding, whole = nn.Embedding(10, WIDTH).double(), nn.Sequential(*(made("plain", 0, seed) for seed in (1, 2)))
+    pipeline = Pipeline(
+        [RemoteModule("w1", made, ("plain", 0, 1)), RemoteModule("w2", made, ("plain", 0, 2))], chunks=3
+    )
+    words = torch.randint(10, (9,))
+    given = embedding(words).tanh()
+    mse_loss(whole(given), given).backward()
+    with autograd.context() as context:
+        given = embedding(words).tanh()
+        pipeline.forward_backward(context, given, given, mse_loss)
+        found = autograd.get_gradients(context)[embedding.weight]
+    assert embedding.weight.grad is not None
+    assert torch.allclose(found, embedding.weight.grad)
+
+
+def test_what_came_into_a_stage_goes_with_its_micro_batch() -> None:
+    gc.disable()
+    try:
+        inlet = Inlet([torch.ones(2, requires_grad=True)])
+        gone = weakref.ref(inlet.tensors[0])
+        sums = Gradients()
+        for in_steps in (False, True):
+            made = Backward(sums, [(inlet.tensors[0] * 2).sum()], inlet, NotImplemented)
+            made.run([torch.ones(())], in_steps=in_steps)
+            made.run_weights()
+            del made
+            inlet = Inlet([torch.ones(2, requires_grad=True)])
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("workers", [["w1", "w2"], ["w1", "w1"]])
+def test_a_tied_weight_that_is_frozen_stays_as_it_is(workers: list[str]) -> None:
+    first, second = (RemoteModule(worker, frozen_first, (seed,)) for seed, worker in enumerate(workers))
+    pipeline = Pipeline([first, second], tied=[("0.0.weight", "1.0.weight")])
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=0.1)
+    before = first.state_dict()["0.weight"].clone()
+    inputs = torch.randn(4, WIDTH).double()
+    with autograd.context() as context:
+        pipeline.forward_backward(context, inputs, inputs, mse_loss, step=optimizer)
+    assert torch.equal(first.state_dict()["0.weight"], before)
+
+
+def frozen_first(seed: int) -> nn.Module:
+    module = made("plain", 0, seed)
+    module.get_parameter("0.weight").requires_grad_(False)
+    return module

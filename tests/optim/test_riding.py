@@ -493,3 +493,25 @@ def test_an_optimizer_that_is_gone_leaves_nothing_behind(five: list[Worker]) -> 
     deadline = time.monotonic() + PATIENCE
     while number in riders:  # the owner hears of it by a letter
         assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("rides", [True, False])
+def test_hyperparameters_are_sent_again_after_a_step_that_failed(rides: bool) -> None:
+    good, bad = remote("w1", make_leaf), remote("w2", make_twos)
+    optimizer = DistributedOptimizer(FailsOn, [good, bad], lr=1.0, value=2.0)
+
+    def step() -> None:
+        with autograd.context() as context:
+            loss = (good.to_here() * bad.to_here()).sum()
+            autograd.backward(context, loss, step=optimizer if rides else None)
+            if not rides:
+                optimizer.step(context)
+
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ArithmeticError):
+        step()  # one owner has taken it over
+    optimizer.param_groups[0]["lr"] = 1.0
+    before = good.to_here()
+    with pytest.raises(ArithmeticError):
+        step()
+    assert torch.allclose(good.to_here(), before - 2.0)
