@@ -7,7 +7,7 @@ there is something to do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
@@ -75,17 +75,11 @@ class Run:
 
     # What comes
 
-    def begin(self, early: Sequence[Delivery]) -> None:
-        """Do what can be done; `early` came before."""
+    def take(self, deliveries: Iterable[Delivery]) -> None:
+        """These have come: do what can be done."""
         with self._lock:
-            for delivery in early:
+            for delivery in deliveries:
                 self._agenda.come(delivery.need, delivery.opened())
-        self._go_on()
-
-    def take(self, delivery: Delivery) -> None:
-        """Something has come."""
-        with self._lock:
-            self._agenda.come(delivery.need, delivery.opened())
         self._go_on()
 
     def _go_on(self) -> None:

@@ -42,7 +42,7 @@ class Station:
         return f"<Station of {', '.join(stage.name for stage in self.stages.values())}: {list(self._runs.values())}>"
 
     def run(self, job: Job, ends: Ends) -> Later:
-        """Go through the plan for a batch; gives an `Product` in the end."""
+        """Go through the plan for a batch; gives a `Product` in the end."""
         number = job.id[1]
         run = Run(self._agent, self.stages, job, ends, self._short, lambda: self._end(number))
         with self._lock:
@@ -56,7 +56,7 @@ class Station:
         if is_stopped:
             run.stop()
         else:
-            run.begin(early)
+            run.take(early)
         return Later(run.outcome, run)
 
     def stop(self, number: int) -> None:
@@ -77,7 +77,7 @@ class Station:
             if run is None and number >= self._oldest and number not in self._stopped:
                 self._early.setdefault(number, []).append(delivery)
         if run is not None:
-            run.take(delivery)
+            run.take([delivery])
 
     def lost(self, who: Identity, reason: PeerError) -> None:
         """A worker is lost, or a connection over which something may have been on its way."""
