@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-import torch
 from torch import distributed
 
 from benchmarks.measuring import PIPELINING
@@ -33,7 +32,7 @@ class Group:
         self._children: list[Child] = []
         try:
             for rank in range(size):
-                self._children.append(Child(_work, rank, size, library, way, port, threads))
+                self._children.append(Child(_work, rank, size, library, way, port, threads=threads))
             for child in self._children:
                 child.wait_answer(START_PATIENCE, self._children)
         except BaseException as error:
@@ -94,9 +93,7 @@ def _join_ranks(rank: int, size: int, port: int) -> Any:
     return importlib.import_module(PIPELINING)
 
 
-def _work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int, threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
+def _work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
     try:
         if library == PIPELINING:
             joined, leave = _join_ranks(rank, size, port), distributed.destroy_process_group

@@ -37,15 +37,21 @@ def _warm() -> Any:
 
 
 class Child:
-    """A process that runs `target(pipe, *args)`; `fresh`: in an interpreter of its own, not forked."""
+    """A process that runs `target(pipe, *args)`; `fresh`: in an interpreter of its own, not forked.
 
-    def __init__(self, target: Callable[..., None], *args: Any, fresh: bool = False) -> None:
-        context = mp.get_context("spawn") if fresh else _warm()
+    With `threads` it is one, too: only what the environment says at its start holds for all of its threads.
+    """
+
+    def __init__(
+        self, target: Callable[..., None], *args: Any, fresh: bool = False, threads: int | None = None
+    ) -> None:
+        context = mp.get_context("spawn") if fresh or threads is not None else _warm()
         self._pipe: Connection
         self._pipe, theirs = context.Pipe()
         # Not daemonic, since a peer's process has children of its own; whoever makes one kills it.
         self._process = context.Process(target=_run, args=(target, theirs, args))
-        self._process.start()
+        with _thread_number(threads):
+            self._process.start()
         assert self._process.pid is not None
         self._pid = self._process.pid
         theirs.close()
@@ -102,6 +108,23 @@ class Child:
     @property
     def ended(self) -> bool:
         return not self._process.is_alive()
+
+
+@contextlib.contextmanager
+def _thread_number(threads: int | None) -> Iterator[None]:
+    """As `torchrun` sets it for the processes that it starts."""
+    if threads is None:
+        yield
+        return
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 @contextlib.contextmanager

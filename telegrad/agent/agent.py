@@ -74,13 +74,18 @@ class Agent:
         self.streams = Streams(may_lie_on)
         self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
         self._clock = Clock(self._tick)
-        self._reactor = Reactor(settings.threads, settings.most_calls, lambda: entered(self), self._clock.wake)
+
+        def enter() -> None:
+            torch.get_num_threads()  # else torch uses as many as there are cores here, whatever set_num_threads said
+            entered(self)
+
+        self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._clock.wake)
         self._server = Server(
             name,
             self._reactor,
             self.layers,
             self.streams,
-            lambda: entered(self),
+            enter,
             self._take_notice,
             lambda who, reason: self._connections.tell_lost(who, reason),
         )
