@@ -23,6 +23,7 @@ from telegrad.errors import CannotEncode, CodecError, DeviceError
 from telegrad.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, keep_for, nothing
 
 SMALL = 4096  # fewer bytes than these travel inside the description
+ROOM = 48 << 10  # bytes of larger ones for which there is room, too: to copy these is less work than to carry a blob
 ALIGNED = 16  # the largest element: a shared part begins at a multiple, so that any type can view it
 _LOW = 1 << 32  # below this an address may be an offset in a storage that was freed
 
@@ -82,6 +83,7 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
     specs: list[Spec] = []
     blobs: list[Blob] = []
     spans: list[tuple[int, int]] = []
+    room = ROOM
     for tensor in tensors:
         name = _REAL.get(tensor.dtype)
         if (
@@ -100,6 +102,9 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
             spans.append((address, address + size))
         if size < SMALL and address > _LOW:
             carried: Memory = ctypes.string_at(address, size)
+        elif size <= room and address > _LOW:
+            _check_memory(tensor, size)
+            carried, room = ctypes.string_at(address, size), room - size
         else:
             carried = _carry(tensor, address, size, blobs, HOST)
         specs.append((name, shape, int(tensor.requires_grad), carried))
