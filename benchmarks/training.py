@@ -159,11 +159,18 @@ def server_steps(rpc: Any, trainers: int, steps: int = 100) -> float:
 
 
 _HALF = (OfPeer(0.5),)
+_THREE_FIFTHS = (OfPeer(0.6),)
 
 TRAINING = [
     Row("context, forward, backward of an add", "µs", False, add_step, targets=_HALF),
-    Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False), targets=(OfPeer(0.6),)),
-    Row("backward through 8 hops, fast mode", "µs", False, partial(chain_step, hops=8, fast=True), targets=(OfPeer(0.6),)),
+    Row("backward through 8 hops", "µs", False, partial(chain_step, hops=8, fast=False), targets=_THREE_FIFTHS),
+    Row(
+        "backward through 8 hops, fast mode",
+        "µs",
+        False,
+        partial(chain_step, hops=8, fast=True),
+        targets=_THREE_FIFTHS,
+    ),
     Row("backward, 10000 local nodes, to plain", "times", False, local_graph, rounds=3),
     Row("RemoteModule forward, backward, step", "µs", False, module_step, targets=_HALF),
     Row(

@@ -1,7 +1,11 @@
-"""Threads that are started when they are first wanted."""
+"""Threads of this package: started when they are first wanted, and as many of torch's beside them as was said."""
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -52,3 +56,35 @@ def test_a_thread_does_not_wait_for_itself() -> None:
     thread = Background("wanted", run)
     thread.want()
     assert ended.wait(PATIENCE)
+
+
+PROGRAM = """
+import os, threading
+import torch
+import telegrad.rpc as rpc
+from tests.cluster import free_port
+
+def begun_by_torch():
+    before = set(os.listdir("/proc/self/task"))
+    layer, inputs = torch.nn.Linear(128, 128), torch.ones(32, 128)
+    for _ in range(10):
+        torch.relu(layer(inputs)).sum().backward()
+    begun = len(set(os.listdir("/proc/self/task")) - before)
+    return threading.current_thread() is threading.main_thread(), begun
+
+torch.set_num_threads(1)
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
+assert rpc.rpc_sync("w0", begun_by_torch) == (False, 0)
+rpc.shutdown()
+"""
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="nothing tells of a process's threads")
+def test_torch_has_as_many_threads_beside_a_call_as_the_program_has_set() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+    environment.pop("OMP_NUM_THREADS", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+    assert ran.returncode == 0, ran.stderr

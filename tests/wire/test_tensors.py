@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad import errors
-from telegrad.wire.packing import SMALL, pack
+from telegrad.wire.packing import ROOM, SMALL, pack
 from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
@@ -153,12 +153,23 @@ def test_a_column_keeps_its_stride() -> None:
 
 
 def test_large_memory_is_aliased_and_built_in_place() -> None:
-    source = torch.arange(SMALL)
+    source = torch.arange(ROOM)
     meta, (blob,) = pack([source])
     assert isinstance(blob, torch.Tensor)
     assert blob.data_ptr() == source.data_ptr()
     (back,) = unpack(meta, [blob])
     assert back.data_ptr() == source.data_ptr()
+
+
+def test_what_is_not_large_travels_inside_while_there_is_room() -> None:
+    half, small = torch.arange(ROOM // 8, dtype=torch.int32), torch.ones(SMALL // 4 - 1)
+    assert not pack([half, half.clone()])[1]
+    meta, (blob,) = pack([half, half.clone(), half.clone(), small])
+    assert isinstance(blob, torch.Tensor)
+    back = unpack(meta, [blob])
+    assert all(map(torch.equal, back, [half, half, half, small]))
+    half.fill_(0)
+    assert back[0][-1] == ROOM // 8 - 1  # it has memory of its own
 
 
 def test_blobs_may_begin_anywhere() -> None:
