@@ -1,0 +1,1 @@
+"""What a group does: why it waits, where the time goes, what it costs."""

@@ -1,0 +1,102 @@
+"""What a worker can tell of itself at one moment: plain values, so that it travels as JSON and is read without torch."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
+RUNNING, QUEUED, GOING_ON = "running", "queued", "going on"  # states of a call that has come; the last: it has returned
+# a future or a coroutine, whose end is awaited
+
+
+class Line(TypedDict):
+    """A line of a program that a thread stands at."""
+
+    file: str
+    line: int
+    function: str
+    text: str  # the line itself, where it can be read
+
+
+class CallOut(TypedDict):
+    """A call of this worker that was not answered yet."""
+
+    to: str
+    number: int  # with the caller's name it says at the callee which call this is
+    function: str
+    age: float  # seconds
+    timeout: float  # 0: none
+    thread: int | None  # which waits for it; None where nobody does in place
+
+
+class CallIn(TypedDict):
+    """A call of another worker that has come, and was not answered yet."""
+
+    caller: str
+    number: int
+    function: str  # may be empty where it was not opened yet
+    age: float  # seconds since it began to run; 0 where it waits
+    state: str
+    thread: int | None  # which runs it
+
+
+class Wait(TypedDict):
+    """A wait of this package that a thread is in, but for calls, which are told of above."""
+
+    what: str  # "shutdown", "backward", "future", "value", "init_rpc", "room"
+    on: list[str]  # workers, by name; or "rank 2"
+    about: str  # the rest, for people
+
+
+class Thread(TypedDict):
+    """A thread, unless it is one of this package's that has nothing to do."""
+
+    number: int
+    name: str
+    at: Line | None  # the innermost line of the user's program, None where there is none
+    stack: list[str]  # innermost last, of all code: file:line function
+    wait: Wait | None
+    asleep: bool | None  # whether the kernel has it asleep, where that is known
+
+
+class PassOut(TypedDict):
+    """A backward pass that this worker drives."""
+
+    context: int
+    number: int
+    age: float
+    owing: list[str]  # workers that have something to do for it
+
+
+class Account(TypedDict):
+    """What a worker tells of itself."""
+
+    worker: str
+    rank: int
+    group: str  # the same for all of its members, and for no other group
+    pid: int
+    host: str
+    program: str  # what runs, for people
+    clock: float  # `perf_counter` at that moment
+    time: float  # of day, in seconds
+    phase: str
+    phase_age: float
+    missing: list[str]  # joining or leaving: who is waited for, by name, or "rank 2" where no name is known
+    place: str  # of the store
+    size: int | None  # of the group; None: workers come and go
+    generation: int
+    members: dict[str, str]  # all that it knows, by name, and their hosts
+    gone: dict[str, str]  # of the group, who has died or left early, and why
+    threads: list[Thread]
+    calls_out: list[CallOut]
+    calls_in: list[CallIn]
+    slots: int  # calls that may run at once
+    busy: int
+    passes: list[PassOut]
+    contexts: int
+    references: dict[str, int]  # as debug_info() has them
+    bytes_out: dict[str, int]  # of messages and tensors, by worker, since the start
+    bytes_in: dict[str, int]
+    calls_done: int  # of other workers, since the start
+    memory: int  # resident bytes of the process
+    shared: int  # bytes of shared memory that it has lent
