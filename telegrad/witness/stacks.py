@@ -8,10 +8,9 @@ import sysconfig
 import threading
 from types import FrameType
 
-import telegrad
 from telegrad.witness.account import Line
 
-_OWN = os.path.dirname(telegrad.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PATHS = sysconfig.get_paths()
 _STANDARD = tuple(_PATHS[kind] + os.sep for kind in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
