@@ -5,9 +5,9 @@ A layer that has something to tell does so by
     if (note := instruments.note) is not None:
         note((instruments.RAN, begun, perf_counter(), caller, number, name, failure))
 
-which costs one look where nobody listens. An event is a tuple: its kind, two times of `perf_counter` (the same, where it
-has no length), and what its kind says below. It holds numbers and short texts only, and nothing of users' values, since
-it outlives them.
+which costs one look where nobody listens. An event is a tuple: its kind, two times of `perf_counter` (the same, where
+it has no length), and what its kind says below. It holds numbers and short texts only, and nothing of users' values,
+since it outlives them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ CONNECTED = "connected"  # peer, how ("unix", "tcp")
 LOST = "lost"  # peer, why
 JOINED = "joined"  # own name, rank, size of the group or None
 LEFT = "left"  # how
-MADE = "made"  # a reference to a value of `owner`: owner, number
-FREED = "freed"  # the same
+MADE = "made"  # a handle of a reference: the value's owner, the reference's number
+FREED = "freed"  # such a handle ended: the number
 PASSED = "passed"  # a backward pass that this worker drove: context, number, failure
-TOOK_PART = "took part"  # this worker's tasks of a pass: context, driver, number
+TOOK_PART = "took part"  # tasks of passes, done by this worker: context
 STAGED = "staged"  # an action of a pipeline's stage: batch, kind of action, stage, micro-batch
 STEPPED = "stepped"  # an optimizer's share: context, name of the optimizer
 
 note: Listener | None = None
+alarms: list[Callable[[str], Any]] = []  # called with a reason when something went wrong that a person may ask about
 
 _lock = threading.Lock()  # guards _listeners, and changes of `note`
 _listeners: list[Listener] = []
 
 
 def add(listener: Listener) -> None:
-    """Have `listener(event)` called for each event, by the thread that it happens on; it must be quick and not raise."""
+    """Have `listener(event)` called for each event, on the thread where it happens; it must be quick and not raise."""
     with _lock:
         _listeners.append(listener)
         _settle()
@@ -52,6 +53,12 @@ def remove(listener: Listener) -> None:
         if listener in _listeners:
             _listeners.remove(listener)
             _settle()
+
+
+def alarm(reason: str) -> None:
+    """Something went wrong, on some worker of this process."""
+    for told in tuple(alarms):
+        told(reason)
 
 
 def _settle() -> None:

@@ -152,6 +152,16 @@ class Agent:
         return self._reactor.on_worker() or self._server.on_loop()
 
     @property
+    def served(self) -> int:
+        """About how many calls of others have begun to run here."""
+        return self._server.served
+
+    @property
+    def group_key(self) -> bytes:
+        """What the members of its group share."""
+        return self._connections.joined.key
+
+    @property
     def started(self) -> int:
         """How many calls this worker has begun."""
         return self._connections.begun
@@ -376,6 +386,7 @@ class Agent:
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
         """Have `handler(sender, message)` called for every control message of that class, a `NamedTuple`."""
+        assert message.__name__ not in self._handlers, f"two kinds of messages are called {message.__name__}"
         self._handlers[message.__name__] = message, handler
 
     def notify(

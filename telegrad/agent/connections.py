@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
+from time import perf_counter
 from typing import NamedTuple, Protocol
 
+from telegrad import instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller
 from telegrad.agent.outgoing import AnyLink, OutgoingCalls
@@ -198,6 +200,8 @@ class Connections:
             widen=None if shared else partial(self._begin_widen, target),
         )
         link.feed(leftover)
+        if (note := instruments.note) is not None:
+            note((instruments.CONNECTED, now := perf_counter(), now, member.name, "unix" if shared else "tcp"))
         return link
 
     def _reach(self, target: Target) -> tuple[socket.socket, bool, bytes]:
@@ -297,6 +301,8 @@ class Connections:
     def tell_lost(self, who: Identity, reason: PeerError) -> None:
         """A connection has ended, or could not be made."""
         if not self.closed:
+            if (note := instruments.note) is not None:
+                note((instruments.LOST, now := perf_counter(), now, who.name, str(reason)))
             if isinstance(reason, PeerLost):
                 self.warn_lost(who, str(reason))
             for told in self.lost:
@@ -307,6 +313,8 @@ class Connections:
         with self._lock:
             known = who.incarnation in self._warned
             self._warned.add(who.incarnation)
+        if not known:
+            instruments.alarm(why)
         log.log(logging.INFO if known else logging.WARNING, "telegrad: %s", why)
 
     def tick(self, now: float) -> float:

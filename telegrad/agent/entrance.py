@@ -68,12 +68,14 @@ class Caller:
 class Incoming:
     """A message that has come, mostly a call."""
 
-    __slots__ = ("attachments", "caller", "context", "link", "message")
+    __slots__ = ("attachments", "begun", "caller", "context", "link", "message", "name")
 
     def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         self.caller = caller
         self.link = link
         self.message = message
+        self.begun = 0.0  # when it began to run
+        self.name = ""  # of its function, for people; known once it was opened, if anybody listens
         self.attachments: Attachments | None = None  # what came along with it
         self.context: GraphContext | None = None  # in which it runs; known once its tensors were taken
 

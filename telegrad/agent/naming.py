@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import CoroutineType, MethodType
+from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from telegrad.wire.functions import name_of
@@ -13,6 +13,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _KNOWN_AS = "_telegrad_known_as"  # of a function of this package: what the user called
 OWN_ARGUMENTS = "_telegrad_own_arguments"  # of one: how many arguments stand before the user's
 RUNS = "_telegrad_runs"  # of one whose arguments tell more, on the callee; or of an object: (method) -> name
+_PLAIN = (FunctionType, BuiltinFunctionType)
+_CACHED = 4096
+_names: dict[Any, str] = {}  # of functions that are found by a name anyway, and whose arguments tell nothing
 
 
 def known_as(name: str) -> Callable[[F], F]:
@@ -33,7 +36,8 @@ def runs_as(function: Callable[..., Any], name: Callable[..., str]) -> None:
 def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
     """The name of a function, as a user knows it; never raises. The callee may look at the arguments, too."""
     try:
-        return _name(function, args)
+        known = _names.get(function) if type(function) in _PLAIN else None
+        return known or _name(function, args)
     except Exception:
         return type(function).__qualname__
 
@@ -52,5 +56,10 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
         return function.__qualname__
     name = name_of(function, True)
     if name is not None:
-        return name.replace(":", ".")
+        shown = name.replace(":", ".")
+        if type(function) in _PLAIN and not hasattr(function, RUNS):
+            if len(_names) >= _CACHED:
+                _names.clear()
+            _names[function] = shown
+        return shown
     return getattr(function, "__qualname__", type(function).__qualname__)

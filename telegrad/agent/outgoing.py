@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic, perf_counter
 from typing import Any
 
+from telegrad import instruments
 from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.naming import user_name
@@ -25,8 +26,9 @@ from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import BYE, HAS_REFERENCES, Message
+from telegrad.wire.messages import BYE, FAILURE, HAS_REFERENCES, Message
 
+RAISED, GAVE_UP = "raised", "gave up"  # what became of a call: its function raised; its caller was interrupted
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 
@@ -141,6 +143,9 @@ class OutgoingCalls:
 
     def forget(self, pending: Pending) -> None:
         """The caller gave up; a late answer is ignored."""
+        if (note := instruments.note) is not None:
+            is_late = 0 < pending.timeout <= perf_counter() - pending.begun
+            pending.note(note, CallTimeout.__name__ if is_late else GAVE_UP)
         with self._lock:
             self._take(pending.id)
 
@@ -157,6 +162,8 @@ class OutgoingCalls:
         return upcoming
 
     def timed_out(self, pending: Pending) -> CallTimeout:
+        """Why such a call failed."""
+        instruments.alarm(f"a call of {user_name(pending.asked)} on worker {self.name!r} ran out of time")
         return CallTimeout(
             f"RPC ran for more than set timeout ({pending.timeout:g} s): "
             f"{user_name(pending.asked)} on worker {self.name!r}. "
@@ -304,6 +311,8 @@ class OutgoingCalls:
                 self._done(pending)
 
     def _done(self, pending: Pending) -> None:
+        if (note := instruments.note) is not None:
+            pending.note(note, _failure(pending))
         pending.done = True
         if pending.outcome is not None and not pending.waiter_completes:
             if pending.outcome.quick:
@@ -403,3 +412,10 @@ class OutgoingCalls:
 
     def __repr__(self) -> str:
         return f"<OutgoingCalls to {self.name!r}: {self._calls!r}>"
+
+
+def _failure(pending: Pending) -> str:
+    """Of a call that is done, the name of what went wrong, if anything did."""
+    if pending.error is not None:
+        return type(pending.error).__name__
+    return RAISED if pending.answer is not None and pending.answer.kind == FAILURE else ""

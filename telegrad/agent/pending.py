@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from math import inf
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
+from telegrad import instruments
 from telegrad.agent.attachments import Attachments
 from telegrad.agent.futures import Future, Outcome
 from telegrad.agent.naming import user_name
@@ -41,6 +42,7 @@ class Pending:
         "asked",
         "attachments",
         "awaited",
+        "begun",
         "connection",
         "deadline",
         "done",
@@ -68,6 +70,7 @@ class Pending:
         self.peer = peer
         self.asked = asked
         self.timeout = timeout
+        self.begun = perf_counter()
         self.deadline = monotonic() + timeout if timeout else inf
         self.outcome = outcome
         self.keeps = keeps
@@ -95,6 +98,11 @@ class Pending:
         if isinstance(outcome, Future) and not outcome.done():
             self.peer.wait_for(outcome)
 
+    def note(self, note: instruments.Listener, failure: str = "") -> None:
+        """Tell that it has ended."""
+        asked = user_name(self.asked)
+        note((instruments.CALLED, self.begun, perf_counter(), self.peer.name, self.id, asked, self.weight, failure))
+
     def __repr__(self) -> str:
-        state = "done" if self.done else f"in flight for {self.timeout - (self.deadline - monotonic()):.1f} s"
+        state = "done" if self.done else f"in flight for {perf_counter() - self.begun:.1f} s"
         return f"<call {self.id} of {user_name(self.asked)} on {self.peer.name!r}: {state}>"

@@ -71,7 +71,7 @@ class Reactor:
         self._start_watch = watch
         self._most_waiting = most_waiting
         self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed, ends of _Runner.since
-        self._slots: Slots[Work] = guarded(Slots(slots), self._lock, ("busy", "waiting"))
+        self._slots: Slots[Work] = guarded(Slots(slots), self._lock, ("busy", "count", "waiting"))
         self._leader: _Runner | None = None  # peeked at by who asks whether it leads: what it finds, only it changes
         self._standby: list[_Runner] = []
         self._threads: dict[_Runner, threading.Thread] = {}

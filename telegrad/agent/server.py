@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from telegrad import instruments
 from telegrad.agent import helping
 from telegrad.agent.answers import Answers, its_future
 from telegrad.agent.attachments import Layers
@@ -70,8 +71,12 @@ class Server:
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what to call instead
         self._short: dict[bytes, bool] = {}  # by the function's name; a guess: single reads and writes of any thread
         self._short_in_order: dict[bytes, bool] = {}  # of those that the doorkeeper heeds
+        self.served = 0  # calls that have begun to run; for people, since threads may miscount it
         self._lock = threading.Lock()  # guards changes of _running
-        self._running = 0  # calls whose functions returned a future or a coroutine
+        self._running = 0  # calls whose functions returned a future or a coroutine, or that wait for their turn
+        # By their ids, for who looks on; no lock: each use is one operation of a dict.
+        self.going_on: dict[int, Incoming] = {}  # whose functions returned a future or a coroutine
+        self.in_turn: dict[int, Incoming] = {}  # which wait for their turn
 
     @property
     def idle(self) -> bool:
@@ -109,7 +114,8 @@ class Server:
             self._serve(call)
 
     def _serve(self, call: Incoming, arrival: Arrival | None = None) -> None:
-        start = perf_counter()
+        self.served += 1
+        start = call.begun = perf_counter()
         function: Any = None
         args: Any = None
         message = call.message
@@ -117,6 +123,8 @@ class Server:
             function, args, kwargs = self._open(call) if arrival is None else arrival.take()
             if self.wrap is not None:
                 function = self.wrap(function)
+            if instruments.note is not None:
+                call.name = user_name(function, args)
             if message.flags or call.context is not None:
                 with call.setting():
                     result = function(*args, **kwargs)
@@ -129,7 +137,9 @@ class Server:
                 limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
                 known[message.head] = self._reactor.worked_until() - start < limit
         except BaseException as error:
-            self._answers.fail(call, error, user_name(function, args) if function is not None else "")
+            call.name = user_name(function, args) if function is not None else ""
+            self._answers.fail(call, error, call.name)
+            _note(call, type(error).__name__)
         else:
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, arrival)
@@ -140,6 +150,7 @@ class Server:
             else:
                 answer = self._answers.made_of(call, result, function)
                 del result  # as above: it may be one of the arguments
+                _note(call)
                 self._answers.send(call, answer)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -185,6 +196,7 @@ class Server:
             self._answers.fail(call, error, "")
             return None
         self._count(1)  # it may wait
+        self.in_turn[id(call)] = call
         try:
             return arrival if self.doorkeeper.admit(arrival) else None
         except BaseException as error:
@@ -196,6 +208,7 @@ class Server:
         self._reactor.submit(Work(self._perform, arrival, self._cost_in_order(arrival.call)))
 
     def _perform(self, arrival: Arrival) -> None:
+        self.in_turn.pop(id(arrival.call), None)
         try:
             with self._streams.turn(), entered(arrival.scene):
                 self._serve(arrival.call, arrival)
@@ -205,6 +218,7 @@ class Server:
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
         """A call that was not admitted at once will not run."""
+        self.in_turn.pop(id(arrival.call), None)
         self._count(-1)
         self._answers.fail(arrival.call, error, user_name(arrival.function, arrival.args))
 
@@ -213,25 +227,28 @@ class Server:
     def _when_done(self, call: Incoming, future: Any, function: Any) -> None:
         if not isinstance(future, torch._C.Future | Signal):
             self._answers.fail(call, future, user_name(function))
+            _note(call, type(future).__name__)
             return
-        self._count(1)
+        self._begin_going_on(call)
 
         def done(future: Any) -> None:
             try:
                 result = future.wait()
             except BaseException as error:
                 self._answers.fail(call, error, user_name(function))
+                _note(call, type(error).__name__)
             else:
+                _note(call)
                 self._answers.send(call, self._answers.made_of(call, result, function))
             finally:
-                self._count(-1)
+                self._end_going_on(call)
 
         future.add_done_callback(done)
 
     def _await(
         self, call: Incoming, awaitable: Coroutine[Any, Any, Any], function: Any, arrival: Arrival | None
     ) -> None:
-        self._count(1)
+        self._begin_going_on(call)
         on_end = arrival.keep_end() if arrival is not None else None
         special = call.message.flags or call.context is not None or self._streams.used
 
@@ -240,14 +257,24 @@ class Server:
                 result = await (in_setting(awaitable, call.setting, self._streams) if special else awaitable)
             except BaseException as error:
                 self._answers.fail(call, error, user_name(function))
+                _note(call, type(error).__name__)
             else:
+                _note(call)
                 self._answers.send(call, self._answers.made_of(call, result, function))
             finally:
-                self._count(-1)
+                self._end_going_on(call)
                 if on_end is not None:
                     on_end()
 
         self._loop.run(run())
+
+    def _begin_going_on(self, call: Incoming) -> None:
+        self.going_on[id(call)] = call
+        self._count(1)
+
+    def _end_going_on(self, call: Incoming) -> None:
+        del self.going_on[id(call)]
+        self._count(-1)
 
     def _count(self, change: int) -> None:
         with self._lock:
@@ -259,3 +286,10 @@ class Server:
 
     def close(self) -> None:
         self._loop.close()
+
+
+def _note(call: Incoming, failure: str = "") -> None:
+    """Tell that a call that has come has ended."""
+    if (note := instruments.note) is not None:
+        number = call.message.id
+        note((instruments.RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

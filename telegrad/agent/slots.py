@@ -17,14 +17,14 @@ class Slots(Generic[W]):
     def __init__(self, count: int) -> None:
         self.waiting: deque[W] = deque()  # what found none
         self.busy = 0
-        self._count = count
+        self.count = count
         self._lent = 0  # of them, beyond those that were asked for; each goes with the next call that ends
         self._ended = 0  # calls, so far
         self._seen = 0.0, -1, 0.0  # at the last look that found progress: when, _ended, processor time
 
     def take(self, work: W) -> bool:
         """Whether there is a slot for `work`, which waits otherwise."""
-        if self.busy >= self._count:
+        if self.busy >= self.count:
             self.waiting.append(work)
             return False
         self.busy += 1
@@ -36,7 +36,7 @@ class Slots(Generic[W]):
         self._ended += 1
         if self._lent:
             self._lent -= 1
-            self._count -= 1
+            self.count -= 1
 
     def pause(self) -> None:
         """A call begins to wait for something."""
@@ -48,14 +48,14 @@ class Slots(Generic[W]):
 
     def next(self) -> W | None:
         """One of those that wait, which has a slot now; None where there is none, or no slot."""
-        if not self.waiting or self.busy >= self._count:
+        if not self.waiting or self.busy >= self.count:
             return None
         self.busy += 1
         return self.waiting.popleft()
 
     def free(self) -> list[W]:
         """Those that wait and may try again now, in order."""
-        return [self.waiting.popleft() for _ in range(min(self._count - self.busy, len(self.waiting)))]
+        return [self.waiting.popleft() for _ in range(min(self.count - self.busy, len(self.waiting)))]
 
     def lend(self, now: float, used: float | None) -> bool:
         """Whether there is one slot more, since all running calls sleep in waits that this package does not see.
@@ -69,9 +69,9 @@ class Slots(Generic[W]):
         if now - since <= STALLED_AFTER:
             return False
         self._seen = now, self._ended, used
-        self._count += 1
+        self.count += 1
         self._lent += 1
         return True
 
     def __repr__(self) -> str:
-        return f"<Slots: {self.busy} of {self._count} busy, {len(self.waiting)} wait>"
+        return f"<Slots: {self.busy} of {self.count} busy, {len(self.waiting)} wait>"

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from math import inf
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from torch import Tensor
 
+from telegrad import instruments
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
@@ -38,6 +39,7 @@ class DrivenPass:
         self.context = context
         self.spec = spec
         self.deadline = deadline
+        self.begun = perf_counter()
         self.outcome: Any = outcome
         self._keeps = keeps  # what must live until the pass has ended
         self._lock = threading.Lock()  # guards the driver, but for `repr`: a debugger may have stopped who holds it
@@ -60,6 +62,11 @@ class DrivenPass:
         with self._lock:
             return self._driver.report(worker, report), self._driver.state == ENDED
 
+    def note(self, failure: str = "") -> None:
+        """Tell that it has ended."""
+        if (note := instruments.note) is not None:
+            note((instruments.PASSED, self.begun, perf_counter(), self.spec.context, self.spec.number, failure))
+
     @property
     def rode(self) -> dict[str, tuple[bool, Any]]:
         """By workers, what became of the rider where it has had its turn."""
@@ -72,13 +79,17 @@ class DrivenPass:
         with self._lock:
             return set(self._driver.workers)
 
+    @property
+    def owing(self) -> list[str]:
+        """Those that have something to do for it."""
+        with self._lock:
+            return sorted(self._driver.owing)
+
     def late(self) -> CallTimeout:
         """Why the pass fails that did not end in its time."""
-        with self._lock:
-            owing = sorted(self._driver.owing)
         return CallTimeout(
             f"the backward pass of context {self.context.id} did not end in its time; it waited for "
-            f"{', '.join(map(repr, owing)) or 'nobody'}. Give it a longer timeout"
+            f"{', '.join(map(repr, self.owing)) or 'nobody'}. Give it a longer timeout"
         )
 
 
@@ -177,6 +188,11 @@ class Conductor:
         driven.outcome.wait()
         self._agent.streams.join()
 
+    def under_way(self) -> list[tuple[int, int, float, list[str]]]:
+        """Of the passes that it drives: context, number, when it began, and the workers that have something to do."""
+        driven = list(self._driven.copy().values())
+        return [(each.spec.context, each.spec.number, each.begun, each.owing) for each in driven]
+
     def follow(self, passed: Future[None], act: Callable[[Future[None]], None]) -> None:
         """Have `act(passed)`, which may wait for other workers, run once that pass has ended."""
         context = copy_context()
@@ -227,6 +243,7 @@ class Conductor:
         if tasks:
             self._give(driven, tasks)
         if ended and self._take(driven):
+            driven.note()
             driven.outcome.set_result(None)
 
     def _on_failed(self, failed: Failed) -> None:
@@ -238,6 +255,7 @@ class Conductor:
         """End a pass everywhere, and tell who waits for it."""
         if not self._take(driven):
             return
+        driven.note(type(error).__name__)
         self._parts.abandon(driven.spec)
         for worker in sorted(driven.workers - {self.name}):
             with contextlib.suppress(TelegradError):

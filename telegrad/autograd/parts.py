@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from telegrad import instruments
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
@@ -147,7 +148,10 @@ class LocalParts:
                     continue
                 for _, group in itertools.groupby(tasks, lambda task: task.spec):
                     self._do(mailbox, list(group))
-            self._short = perf_counter() - start < SHORT
+            end = perf_counter()
+            self._short = end - start < SHORT
+            if (note := instruments.note) is not None:
+                note((instruments.TOOK_PART, start, end, mailbox.context.id))
 
     def _do(self, mailbox: Mailbox, tasks: list[Task]) -> None:
         """Do tasks of one pass, and report."""

@@ -115,6 +115,12 @@ class Membership:
             self._look(self._group)
             self._watch.want()
 
+    def hosts(self) -> dict[str, str]:
+        """Of all who are present, by name, where they run."""
+        with self._changed:
+            present = sorted(self._present.values(), key=lambda member: member.id)
+        return {member.name: member.host for member in present}
+
     def close(self) -> None:
         with self._changed:
             self._closed = True

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad import instruments
 from telegrad.agent import scene
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future
@@ -96,7 +97,10 @@ class Run:
                 while (upcoming := self._next()) is not None:
                     start = perf_counter()
                     self._do(*upcoming)
-                    longest = max(longest, perf_counter() - start)
+                    end = perf_counter()
+                    longest = max(longest, end - start)
+                    if (note := instruments.note) is not None:
+                        note((instruments.STAGED, start, end, self.job.id[1], *upcoming[0]))
                     self.short = longest < SHORT
             except BaseException as error:
                 self.fail(error)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telegrad import instruments
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.autograd.gradients import Gradients, total
@@ -84,6 +86,7 @@ class LocalOptimizer:
         `changes` are those of the groups' hyperparameters since the last step.
         """
         assert self._optimizer is not None
+        start = perf_counter()
         with holding(self._guards):
             context = self._gather(context_id)
             gradients = {} if context is None else context.gradients.as_dict()
@@ -100,6 +103,8 @@ class LocalOptimizer:
             finally:
                 for target, gradient in zip(self._targets, before, strict=True):
                     target.grad = gradient
+        if (note := instruments.note) is not None:
+            note((instruments.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
         return None if context is None else sum(parameter in gradients for parameter in self.parameters)
 
     def norm(self, context_id: int, norm_type: float) -> float | None:

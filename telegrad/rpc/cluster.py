@@ -26,6 +26,8 @@ from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import open_roots
 from telegrad.rpc.worker import Worker
+from telegrad.witness.observer import Parts
+from telegrad.witness.witness import Witness
 
 KEY_VARIABLE = "TELEGRAD_KEY"
 
@@ -43,14 +45,31 @@ def start(
     of the class `kind`.
     """
     check_name(name)
+    witness = Witness(name)
+    try:
+        return _join(name, meet, options, entered, kind, witness)
+    except BaseException:
+        witness.close()
+        raise
+
+
+def _join(
+    name: str,
+    meet: Callable[[float], Meeting],
+    options: TelegradOptions,
+    entered: Callable[[Worker], None],
+    kind: type[RRef[Any]],
+    witness: Witness,
+) -> Worker:
     timeout = options.rpc_timeout or float("inf")
     meeting = meet(timeout)
     address = own_address(options.address, meeting.host)
-    worker = Worker(name, _settings(options), address, entered, kind._of_handle, open_roots)
+    worker = Worker(name, _settings(options), address, entered, kind._of_handle, open_roots, witness)
     try:
         actors.serve(worker.agent, worker.references)
         me = worker.agent.describe(meeting.rank, host_identity())
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
+        witness.watch(_parts(worker, meeting))
         joined = join(meeting, me, key, timeout)
         _check(joined.me, joined.directory)
         worker.join(joined, meeting.place, _devices_of(joined.me, joined.directory))
@@ -58,6 +77,12 @@ def start(
     except BaseException:
         worker.agent.close()
         raise
+
+
+def _parts(worker: Worker, meeting: Meeting) -> Parts:
+    host, port = meeting.place
+    place = f"{host}:{port}" if host is not None else ""
+    return Parts(worker.agent, worker.references, worker.conductor, meeting.rank, meeting.world_size, place)
 
 
 def _settings(options: TelegradOptions) -> Settings:

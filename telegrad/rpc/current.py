@@ -71,6 +71,7 @@ def forget() -> None:
     global worker
     if worker is not None:
         worker.agent.abandon()
+        worker.witness.abandon()
         worker = None
     _here.__dict__.clear()
 

@@ -21,6 +21,7 @@ from telegrad.group.parting import Alone, Parting, Together
 from telegrad.group.stores import Place
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
+from telegrad.witness.witness import Witness
 
 T = TypeVar("T")
 OpenRoots = Callable[[ReferenceTable, Sequence[Any]], Future[list[Tensor]]]
@@ -37,6 +38,7 @@ class Worker:
         entered: Callable[[Worker], None],
         wrap: Callable[[ReferenceTable, Handle], Any],
         open_roots: OpenRoots,
+        witness: Witness,
     ) -> None:
         """Listen. `entered` is called with this worker first on each thread that will run user code.
 
@@ -46,6 +48,7 @@ class Worker:
         self.agent = Agent(name, settings, address, lambda _: entered(self))
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
+        self.witness = witness
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
 
@@ -68,6 +71,7 @@ class Worker:
         self.membership = Membership(self.agent, self.me, directory, place, self._entered)
         self.agent.join(self.me, key, directory, used)
         self.membership.begin()
+        self.witness.observer.joined(self.me.id, self.membership.hosts)
 
     def shutdown(
         self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
@@ -82,6 +86,7 @@ class Worker:
         required = self.parting.required(require)
         try:
             if graceful:
+                self.witness.leaving(list)
                 self.parting.wait(timeout, serving)
                 how = ""
         finally:
@@ -125,6 +130,7 @@ class Worker:
         if isinstance(self.directory, DynamicGroup):
             self.directory.leave()
         self.agent.close(how=how if self.parting.together else "")
+        self.witness.close()
 
     def end_with_the_program(self) -> None:
         """Its program has ended without `shutdown`."""

@@ -9,7 +9,7 @@ from telegrad.agent.futures import Signal
 from telegrad.wire.failures import rebuild
 
 
-class _Opening(Signal):
+class Opening(Signal):
     __slots__ = ("_box",)
 
     def __init__(self, box: Box) -> None:
@@ -30,7 +30,7 @@ class Box:
         self.value: Any = None
         self.failure = b""  # the description: an exception would keep alive the frames where it was raised
         self._lock = threading.Lock()  # guards _opening, and that `full` is set, which is loaded without it
-        self._opening: _Opening | None = None  # so value and failure are stored before, and not changed after
+        self._opening: Opening | None = None  # so value and failure are stored before, and not changed after
 
     @classmethod
     def of(cls, value: Any) -> Box:
@@ -58,9 +58,9 @@ class Box:
         with self._lock:
             if not self.full:
                 if self._opening is None:
-                    self._opening = _Opening(self)
+                    self._opening = Opening(self)
                 return self._opening
-        opening = _Opening(self)
+        opening = Opening(self)
         opening.set_result()
         return opening
 

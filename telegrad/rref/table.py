@@ -14,9 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
+from telegrad import instruments
 from telegrad.agent.agent import Agent
 from telegrad.agent.attachments import Attachments
 from telegrad.agent.futures import Future
@@ -132,6 +133,8 @@ class ReferenceTable:
     def _new_handle(self, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> Handle:
         """With the lock held."""
         self._origins.note(ref)
+        if (note := instruments.note) is not None:
+            note((instruments.MADE, now := perf_counter(), now, owner.name, number(ref)))
         return Handle(self._events, ref, owner, box, fault)
 
     # Using them
@@ -309,7 +312,10 @@ class ReferenceTable:
         with self._lock:
             self._woken = False
             while ended:
-                machine.drop(ended.popleft())
+                ref = ended.popleft()
+                machine.drop(ref)
+                if (note := instruments.note) is not None:
+                    note((instruments.FREED, moment := perf_counter(), moment, number(ref)))
             for to, letter in machine.letters:
                 courier.post(to, letter)
             machine.letters.clear()

@@ -183,6 +183,7 @@ class Incoming:
         self._staging = stores.staging
         self._lanes = lanes
         self.maps = SharedMaps(stores.staging.streams)
+        self.attached = 0  # bytes that have come in blocks
         self._tried = False
 
     def allocate(self, size: int, device: int, striped: bool) -> tuple[Tensor | Arrived, Iterator[memoryview]]:
@@ -199,6 +200,7 @@ class Incoming:
 
     def attach(self, number: int, size: int, device: int) -> Tensor | Arrived:
         """A blob that lies in a block that the peer lent."""
+        self.attached += size
         arrived = self.maps.take(number, size, device)
         if arrived is not None:
             return arrived

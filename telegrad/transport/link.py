@@ -68,6 +68,7 @@ class Link:
         self.prompt = prompt
         self.reading = Reading(threading.Lock(), lambda read: poller.watch(self, read=read), expected, self._finish)
         self.closed: PeerError | None = None
+        self.received = 0  # bytes that have come over the socket; for the thread that reads
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # TLS state is one for both sides
@@ -82,6 +83,7 @@ class Link:
         # Where it awaits lanes, who reads has nothing to wait for: `stop_reading` is due.
         self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
         self._lock = threading.Lock()  # guards all below, that `closed` is set, and writing to the socket
+        self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
         self._writer = Writer(
             sock, self._tls_lock, stores.staging, lambda write: poller.watch(self, write=write), self._resume
@@ -94,6 +96,11 @@ class Link:
             for sends in (False, True)
         )
         return receiving, sending
+
+    @property
+    def taken(self) -> int:
+        """Bytes that have come, in memory that was lent, too."""
+        return self.received + self._incoming.attached
 
     def __repr__(self) -> str:
         state = f"ended, {self.closed}" if self.closed is not None else f"{len(self._outbox)} buffers to send"
@@ -119,6 +126,7 @@ class Link:
         with self._lock:
             if self.closed is not None:
                 raise fresh(self.closed)
+            self.sent += len(data)
             if self._maps.released:
                 self._queue_release()
             if not (self._outbox or later or self._tls):
@@ -153,6 +161,7 @@ class Link:
             table, fds, before, behind = self._outgoing.commit(prepared)
             self._outbox.extend(before)
             data = encode(message, table)
+            self.sent += len(data) + sum(each.size for each in prepared)
             for at in range(FDS_AT_ONCE, len(fds), FDS_AT_ONCE):  # more than one write may carry go ahead
                 self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[at : at + FDS_AT_ONCE])))
             self._outbox.append(Chunk(data, tuple(fds[:FDS_AT_ONCE])))
@@ -297,6 +306,7 @@ class Link:
 
     def _take(self, count: int) -> None:
         """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""
+        self.received += count
         try:
             self._on_messages(self, self._wanted(count))
         except Exception as error:

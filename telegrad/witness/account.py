@@ -1,4 +1,4 @@
-"""What a worker can tell of itself at one moment: plain values, so that it travels as JSON and is read without torch."""
+"""What a worker can tell of itself at one moment: plain values, which travel as JSON and are read without torch."""
 
 from __future__ import annotations
 

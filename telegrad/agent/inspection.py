@@ -1,0 +1,113 @@
+"""What an agent is at, for those who look on: taken at one moment, without holding anybody up for long.
+
+Which thread waits for what, and which runs what, stands nowhere but on the stacks of the threads; so nothing is counted
+for it as calls come and go.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from telegrad.agent import futures
+from telegrad.agent.agent import Agent
+from telegrad.agent.entrance import Caller, Incoming
+from telegrad.agent.outgoing import OutgoingCalls
+from telegrad.agent.pending import Pending
+from telegrad.agent.reactor import Work
+from telegrad.agent.server import Server
+
+
+class Traffic(NamedTuple):
+    """Bytes to and from each worker, over the connections that there are."""
+
+    sent: dict[str, int]
+    received: dict[str, int]
+
+
+def calls_out(agent: Agent) -> list[Pending]:
+    """Calls of this worker that were not answered yet."""
+    peers = list(agent._connections._peers.values())
+    return [pending for peer in peers for pending in peer._calls.in_flight.copy().values()]
+
+
+def calls_going_on(agent: Agent) -> list[Incoming]:
+    """Calls of others whose functions have returned a future or a coroutine, whose end is awaited."""
+    return list(agent._server.going_on.copy().values())
+
+
+def calls_queued(agent: Agent) -> list[Incoming]:
+    """Calls of others that wait for their turn, or for a slot."""
+    reactor = agent._reactor
+    works: list[Work] = [*reactor._slots.waiting.copy(), *reactor._ready.copy()]
+    found = list(agent._server.in_turn.copy().values())
+    for work in works:
+        if isinstance(work.argument, Incoming) and work.run == agent._server._run:
+            found.append(work.argument)
+        elif isinstance(work.argument, Caller):
+            found += itertools.islice(work.argument.entrance._calls.copy(), 100)
+    return list({id(call): call for call in found}.values())
+
+
+def slots(agent: Agent) -> tuple[int, int]:
+    """How many calls may run at once, and how many do."""
+    counted = agent._reactor._slots
+    return counted.count, counted.busy
+
+
+def traffic(agent: Agent) -> Traffic:
+    """Counted by whoever is at the other end."""
+    connections = agent._connections
+    links: list[Any] = [peer._link for peer in list(connections._peers.values())]
+    links += list(connections._accepted.copy())
+    found = Traffic({}, {})
+    for link in links:
+        if hasattr(link, "taken"):  # that of a worker to itself carries nothing
+            found.sent[link.peer] = found.sent.get(link.peer, 0) + link.sent
+            found.received[link.peer] = found.received.get(link.peer, 0) + link.taken
+    return found
+
+
+def shared(agent: Agent) -> int:
+    """Bytes of shared memory that it has made."""
+    return sum(agent._connections._pool._bytes.values())
+
+
+# On the stack of a thread
+
+
+class Stands(NamedTuple):
+    """What the stack of a thread says of its part in calls."""
+
+    serves: list[Incoming]  # the calls that it runs, the innermost last
+    waits: Pending | None  # for the end of which call
+    room: OutgoingCalls | None  # it waits until fewer calls are in flight to that worker
+
+
+_SERVE: CodeType = Server._serve.__code__
+_WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
+    OutgoingCalls._wait.__code__: lambda names: names.get("pending"),
+    Pending.help.__code__: lambda names: names.get("self"),
+    futures.wait_for.__code__: lambda names: getattr(names.get("future"), "call", None),
+}
+_ROOM: CodeType = OutgoingCalls.wait_for_room.__code__
+
+
+def stands(frame: FrameType | None) -> Stands:
+    """Read a stack, given its innermost frame."""
+    serves: list[Incoming] = []
+    waits: Pending | None = None
+    room: OutgoingCalls | None = None
+    while frame is not None:
+        code = frame.f_code
+        if code is _SERVE:
+            serves.append(frame.f_locals["call"])
+        elif code in _WAITS and waits is None and not serves:
+            found = _WAITS[code](frame.f_locals)
+            waits = found if isinstance(found, Pending) and not found.done else None
+        elif code is _ROOM and not serves:
+            room = frame.f_locals["self"]
+        frame = frame.f_back
+    return Stands(serves[::-1], waits, room)

@@ -1,0 +1,81 @@
+"""What can be seen from outside of a process of this host that does not answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from typing import NamedTuple
+
+WATCH = 0.1  # seconds of which the use of the processor is seen
+WRITING = 0.5  # seconds at most for a process to write its stacks
+_STACKS = "memfd:telegrad-stacks"
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+
+
+class Seen(NamedTuple):
+    """Of one process."""
+
+    state: str  # in words
+    stacks: str  # of all threads, as Python's faulthandler writes them; empty where that could not be had
+
+
+def look_at(pid: int, stacks: int) -> Seen:
+    """Look for a moment; `stacks` is the descriptor of that process to which it writes them, or -1."""
+    first = _stat(pid)
+    if first is None:
+        return Seen("its process has ended", "")
+    state, used = first
+    if state in "Tt":
+        return Seen(f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} has it go on", "")
+    if state == "Z":
+        return Seen("its process has ended, and its parent has not noticed", "")
+    written = _stacks_of(pid, stacks) if stacks >= 0 else ""
+    time.sleep(WATCH)
+    later = _stat(pid)
+    if later is None:
+        return Seen("its process has ended", written)
+    if later[1] - used >= WATCH / 2 * os.sysconf("SC_CLK_TCK"):
+        return Seen(
+            f"its process ({pid}) is busy, and one of its threads holds the interpreter{_where(written)}", written
+        )
+    return Seen(f"its process ({pid}) sleeps, and one of its threads holds the interpreter{_where(written)}", written)
+
+
+def _where(stacks: str) -> str:
+    """The innermost line of the current thread, which is the one that holds the interpreter."""
+    _, found, current = stacks.partition("Current thread")
+    frame = _FRAME.search(current if found else stacks)
+    return "" if frame is None else ", at {file}:{line} in {function}".format(**frame.groupdict())
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """The state of a process, and the ticks that it has used."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
+def _stacks_of(pid: int, descriptor: int) -> str:
+    """Have a process write its stacks, which works while its interpreter is held; empty where it does not."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    try:
+        if _STACKS not in os.readlink(path):
+            return ""  # that program does something else on this signal by now
+        before = os.stat(path).st_size
+        os.kill(pid, signal.SIGUSR2)
+        until = time.monotonic() + WRITING
+        size, seen = before, -1
+        while time.monotonic() < until and (size == before or size != seen):
+            seen = size
+            time.sleep(0.01)
+            size = os.stat(path).st_size
+        with open(path) as file:
+            file.seek(before)
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,100 @@
+"""Groups to look at: that of this process, and those of this user on this host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from telegrad.insight.outside import look_at
+from telegrad.insight.source import Sight
+from telegrad.instruments import Event
+from telegrad.witness import desk
+from telegrad.witness.account import Account
+from telegrad.witness.desk import Place
+from telegrad.witness.witness import ACCOUNT, GROUP, GROUP_EVENTS, Witness, others_of
+
+AT_ONCE = 32  # workers that are asked at the same time
+PATIENCE = 1.5  # seconds for one of them
+
+
+class OwnGroup:
+    """That of this process."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+
+    def look(self) -> Sight:
+        accounts, silent = self._witness.look()
+        names = [place.worker for place in desk.places()]
+        here = {place.worker: place for place in desk.places() if names.count(place.worker) == 1}
+        return Sight(accounts, {name: _why(here.get(name), why) for name, why in silent.items()})
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        return self._witness.events(after)
+
+
+class HostGroup:
+    """One with workers on this host, which is looked at from outside."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._places = list(places)
+
+    def look(self) -> Sight:
+        told = _ask_all(self._places, ACCOUNT)
+        answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
+        accounts: dict[str, Account] = {each["worker"]: each for each in answered}
+        silent = {place.worker: _why(place, str(each)) for place, each in told.items() if not isinstance(each, dict)}
+        beyond = others_of(accounts.values()) - silent.keys()
+        if beyond and accounts:
+            answering = next(place for place, each in told.items() if isinstance(each, dict))
+            group = _ask(answering, GROUP, None)
+            if isinstance(group, dict):
+                others: list[Account] = [each for each in group["accounts"] if each["worker"] in beyond]
+                accounts |= {each["worker"]: each for each in others}
+                silent = {name: why for name, why in group["silent"].items() if name in beyond} | silent
+        return Sight(sorted(accounts.values(), key=lambda each: each["rank"]), silent)
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        for place in self._places:
+            told = _ask(place, GROUP_EVENTS, dict(after))
+            if isinstance(told, dict):
+                return {name: [tuple(event) for event in events] for name, events in told.items()}
+        return {}
+
+
+def groups_here() -> dict[str, HostGroup]:
+    """All groups of this user with workers on this host, by their ids; of those still to be, by their place."""
+    told = _ask_all(desk.places(), ACCOUNT)
+    found: dict[str, list[Place]] = {}
+    silent: list[Place] = []
+    for place, account in told.items():
+        if isinstance(account, dict):
+            found.setdefault(account["group"] or account["place"], []).append(place)
+        else:
+            silent.append(place)
+    if silent and len(found) != 1:
+        found[""] = silent  # who knows whose they are
+    elif silent:
+        next(iter(found.values())).extend(silent)
+    return {name: HostGroup(places) for name, places in found.items()}
+
+
+def _ask_all(places: list[Place], topic: str) -> dict[Place, Any]:
+    if not places:
+        return {}
+    with ThreadPoolExecutor(min(AT_ONCE, len(places))) as pool:
+        return dict(zip(places, pool.map(lambda place: _ask(place, topic, None), places), strict=True))
+
+
+def _ask(place: Place, topic: str, after: Any) -> Any:
+    """What a worker says, or why it does not."""
+    try:
+        return desk.ask(place, topic, after, PATIENCE)
+    except (OSError, ValueError) as error:
+        return error
+
+
+def _why(place: Place | None, said: str) -> str:
+    """Why a worker does not answer, as far as it can be seen."""
+    return said if place is None else look_at(place.pid, place.stacks).state

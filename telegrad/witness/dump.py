@@ -1,0 +1,127 @@
+"""Writes what a worker can tell to a file: when a call of it runs out of time, when it loses another, on SIGUSR2.
+
+`TELEGRAD_DUMPS` names the folder, or says `off`; without, it is one of this user in the folder for temporary files.
+The newest files stay. On SIGUSR2, where the program has no use of its own for that, the stacks of all threads are
+written as well, which works even where the interpreter is held by one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import pathlib
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from telegrad import instruments
+from telegrad.threads import Background
+
+VARIABLE = "TELEGRAD_DUMPS"
+PAUSE = 60.0  # seconds between two files of one worker that nobody has asked for
+KEPT = 32  # files in the folder
+
+log = logging.getLogger("telegrad")
+
+
+def folder() -> pathlib.Path | None:
+    """Where the files are; None where none are wanted."""
+    said = os.environ.get(VARIABLE, "")
+    if said == "off":
+        return None
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return pathlib.Path(said or os.path.join(tempfile.gettempdir(), f"telegrad-{user}"))
+
+
+def write(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | None:
+    """A new file; None where none are wanted, or none can be."""
+    place = folder()
+    if place is None:
+        return None
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = place / f"{time.strftime('%Y%m%d-%H%M%S')}-{worker.replace(':', '_')}-{os.getpid()}.json"
+        path.write_text(json.dumps({"reason": reason, **content}))
+        for old in sorted(place.glob("*.json"))[:-KEPT]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("telegrad: what worker %r was at could not be written to %s: %s", worker, place, error)
+        return None
+    return path
+
+
+class Dumper:
+    """Sees to one worker's files."""
+
+    def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
+        """`tell` gives what is to be written."""
+        self._worker = worker
+        self._tell = tell
+        self._wanted = threading.Semaphore(0)
+        self._reason = ""  # of the next file; whoever wants it stores it first
+        self._next = 0.0  # when another may be written that nobody has asked for
+        self._closed = False
+        self._thread = Background("telegrad-dump", self._main)
+        self._alarm = self._alarmed
+        instruments.alarms.append(self._alarm)
+
+    def want(self, reason: str) -> None:
+        """Have a file written soon, by another thread."""
+        self._reason = reason
+        with contextlib.suppress(RuntimeError):
+            self._thread.want()
+        self._wanted.release()
+
+    def write(self, reason: str) -> pathlib.Path | None:
+        """Write one now."""
+        path = write(self._worker, reason, self._tell())
+        if path is not None:
+            log.info("telegrad: %s; what worker %r was at is in %s", reason, self._worker, path)
+        return path
+
+    def close(self) -> None:
+        with contextlib.suppress(ValueError):
+            instruments.alarms.remove(self._alarm)
+        self._closed = True
+        self._wanted.release()
+
+    def _alarmed(self, reason: str) -> None:
+        now = monotonic()
+        if now >= self._next:
+            self._next = now + PAUSE
+            self.want(reason)
+
+    def _main(self) -> None:
+        while self._wanted.acquire() and not self._closed:
+            self.write(self._reason)
+
+
+class Signalled:
+    """SIGUSR2: stacks to a file of the process, and `act` called on a thread of its own; where nobody uses it."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.file = -1  # the descriptor of that file; -1: there is none
+        if not hasattr(signal, "SIGUSR2") or not hasattr(os, "memfd_create"):
+            return
+        if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+            return
+        with contextlib.suppress(ValueError):  # this is not the main thread: the stacks have to do
+            signal.signal(signal.SIGUSR2, lambda *_: threading.Thread(target=act, daemon=True).start())
+        self.file = os.memfd_create("telegrad-stacks", os.MFD_CLOEXEC)
+        faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=True)
+
+    def close(self) -> None:
+        """As it was before."""
+        if self.file >= 0:
+            faulthandler.unregister(signal.SIGUSR2)
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+            os.close(self.file)
+            self.file = -1

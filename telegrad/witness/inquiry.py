@@ -1,0 +1,96 @@
+"""Workers ask each other what they are at. Nothing of it waits for a slot, or for a function of the user to end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import Any, NamedTuple
+
+from telegrad.agent.agent import Agent
+from telegrad.errors import TelegradError
+from telegrad.group.members import Identity
+
+PATIENCE = 1.5  # seconds
+SILENT = "it did not answer within {:g} s, though its connection stands"
+
+
+class Inspect(NamedTuple):
+    """What are you at? `topic` says what the answer shall be about."""
+
+    number: int
+    topic: str
+    after: float
+
+
+class Inspected(NamedTuple):
+    """The answer, as JSON."""
+
+    number: int
+    text: bytes
+
+
+class _Round(NamedTuple):
+    """A question to several workers."""
+
+    answers: dict[str, Any]
+    came: threading.Event
+
+
+class Inquiry:
+    """One worker's questions and answers."""
+
+    def __init__(self, agent: Agent, answer: Callable[[str, float], Any]) -> None:
+        """`answer(topic, after)` gives something that JSON can say; it is called on a thread of its own."""
+        self._agent = agent
+        self._answer = answer
+        self._numbers = itertools.count(1)  # `next` is atomic
+        self._rounds: dict[int, _Round] = {}  # no lock: each use is one operation of a dict
+        agent.on(Inspect, self._on_ask)
+        agent.on(Inspected, self._on_told)
+
+    def ask(
+        self,
+        names: Iterable[str],
+        topic: str,
+        after: Callable[[str], float] = lambda _: 0.0,
+        patience: float = PATIENCE,
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The answers of those workers, and why the others gave none; takes as long as the slowest, or `patience`."""
+        until = monotonic() + patience
+        number = next(self._numbers)
+        answers: dict[str, Any] = {}
+        silent: dict[str, str] = {}
+        asked = self._rounds[number] = _Round(answers, threading.Event())
+        try:
+            for name in names:
+                try:
+                    self._agent.notify(name, Inspect(number, topic, after(name)))
+                except TelegradError as error:
+                    silent[name] = str(error)
+                else:
+                    silent[name] = SILENT.format(patience)
+            waited = {name for name, why in silent.items() if why == SILENT.format(patience)}
+            while not waited <= answers.keys() and asked.came.wait(max(0.0, until - monotonic())):
+                asked.came.clear()
+        finally:
+            del self._rounds[number]
+        return answers, {name: why for name, why in silent.items() if name not in answers}
+
+    def _on_ask(self, sender: Identity, message: Inspect) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: it stays silent
+            threading.Thread(target=self._tell, args=(sender, message), name="telegrad-witness", daemon=True).start()
+
+    def _tell(self, sender: Identity, message: Inspect) -> None:
+        text = json.dumps(self._answer(message.topic, message.after)).encode()
+        with contextlib.suppress(TelegradError):  # who asked has gone
+            self._agent.notify(sender.name, Inspected(message.number, text), sender.incarnation)
+
+    def _on_told(self, sender: Identity, message: Inspected) -> None:
+        asked = self._rounds.get(message.number)
+        if asked is not None:
+            asked.answers[sender.name] = json.loads(message.text)
+            asked.came.set()

@@ -1,0 +1,197 @@
+"""What one worker tells of itself, taken from all of its parts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from time import perf_counter
+from types import FrameType
+from typing import NamedTuple
+
+from telegrad.agent import inspection
+from telegrad.agent.agent import Agent
+from telegrad.agent.entrance import Incoming
+from telegrad.agent.naming import user_name
+from telegrad.autograd.conductor import Conductor
+from telegrad.rref.table import ReferenceTable
+from telegrad.witness import stacks
+from telegrad.witness.account import (
+    GOING_ON,
+    JOINING,
+    MEMBER,
+    QUEUED,
+    RUNNING,
+    Account,
+    CallIn,
+    CallOut,
+    PassOut,
+    Thread,
+    Wait,
+)
+from telegrad.witness.waits import wait_on
+
+PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class Parts(NamedTuple):
+    """Of a worker that has been made."""
+
+    agent: Agent
+    references: ReferenceTable
+    conductor: Conductor
+    rank: int
+    size: int | None  # of the group that it wants to join
+    place: str  # of that group's store
+
+
+class Observer:
+    """Looks at one worker, from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._parts: Parts | None = None
+        self._rank = -1
+        self._since = perf_counter()
+        self.phase = JOINING
+        self.missing: Callable[[], list[str]] = list  # who is waited for, while joining or leaving
+        self.members: Callable[[], dict[str, str]] = dict  # by name, their hosts
+        self.gone: dict[str, str] = {}  # why; the last of each name
+
+    def watch(self, parts: Parts) -> None:
+        """The worker has been made, and is about to join."""
+        self._rank, self._parts = parts.rank, parts
+        parts.agent.lost.append(lambda who, reason: self.gone.update({who.name: str(reason)}))
+
+    def enter(self, phase: str, missing: Callable[[], list[str]] = list) -> None:
+        """From now on the worker is in that phase of its life."""
+        self.phase, self._since, self.missing = phase, perf_counter(), missing
+
+    def joined(self, rank: int, members: Callable[[], dict[str, str]]) -> None:
+        """The worker is in its group."""
+        self._rank, self.members = rank, members
+        self.enter(MEMBER)
+
+    def account(self) -> Account:
+        """All of it, now."""
+        now = perf_counter()
+        threads, calls_in, waiting = self._threads(now)
+        told = Account(
+            worker=self._name,
+            rank=self._rank,
+            group="",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            program=os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python",
+            clock=now,
+            time=time.time(),
+            phase=self.phase,
+            phase_age=now - self._since,
+            missing=self.missing(),
+            place="",
+            size=None,
+            generation=0,
+            members=self.members(),
+            gone=dict(self.gone),
+            threads=threads,
+            calls_out=[],
+            calls_in=calls_in,
+            slots=0,
+            busy=0,
+            passes=[],
+            contexts=0,
+            references={},
+            bytes_out={},
+            bytes_in={},
+            calls_done=0,
+            memory=_resident(),
+            shared=0,
+        )
+        if self._parts is not None:
+            self._tell_of(self._parts, told, now, waiting)
+        return told
+
+    def _tell_of(self, parts: Parts, told: Account, now: float, waiting: dict[int, int]) -> None:
+        """What there is to tell of a worker that has been made; `waiting`: by ids of calls, who waits for them."""
+        agent, calls_in = parts.agent, told["calls_in"]
+        calls_in += [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
+        running = {(call["caller"], call["number"]) for call in calls_in}
+        queued = [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
+        calls_in += [call for call in queued if (call["caller"], call["number"]) not in running]
+        told["place"], told["size"] = parts.place, parts.size
+        told["slots"], told["busy"] = inspection.slots(agent)
+        told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
+        told["calls_done"], told["shared"] = agent.served, inspection.shared(agent)
+        told["contexts"] = len(parts.conductor.contexts)
+        told["passes"] = [
+            PassOut(context=context, number=number, age=now - begun, owing=owing)
+            for context, number, begun, owing in parts.conductor.under_way()
+        ]
+        told["calls_out"] = [
+            CallOut(
+                to=pending.peer.name,
+                number=pending.id,
+                function=user_name(pending.asked),
+                age=now - pending.begun,
+                timeout=pending.timeout,
+                thread=waiting.get(id(pending)),
+            )
+            for pending in inspection.calls_out(agent)
+        ]
+        if self.phase != JOINING:  # it has the group's key
+            told["group"] = blake2b(agent.group_key, digest_size=6, person=b"telegrad-group").hexdigest()
+            told["references"] = parts.references.counts()
+
+    def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
+        """The threads, the calls that they run, and by ids of calls which waits for them."""
+        frames = sys._current_frames()
+        threads: list[Thread] = []
+        calls_in: list[CallIn] = []
+        waiting: dict[int, int] = {}
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            if frame is None or thread is threading.current_thread():
+                continue
+            stood = inspection.stands(frame)
+            if stood.waits is not None:
+                waiting.setdefault(id(stood.waits), thread.ident or 0)
+            calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
+            described = self._thread(thread, stacks.frames_of(frame), stood)
+            if described is not None:
+                threads.append(described)
+        return threads, calls_in, waiting
+
+    def _thread(self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands) -> Thread | None:
+        wait = wait_on(frames, self.missing)
+        if stood.room is not None:
+            wait = Wait(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
+        serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
+        if thread.name.startswith("telegrad-") and not serves:
+            return None
+        return Thread(
+            number=thread.ident or 0,
+            name=thread.name,
+            at=stacks.user_line(frames),
+            stack=stacks.stack_lines(frames),
+            wait=wait,
+            asleep=stacks.is_asleep(thread),
+        )
+
+
+def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> CallIn:
+    name = call.name or bytes(call.message.head).decode(errors="replace").replace(":", ".")
+    age = now - call.begun if call.begun else 0.0
+    return CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
+
+
+def _resident() -> int:
+    """Bytes of memory that the process has, where the platform tells."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,45 @@
+"""What has happened on this worker lately: the last events, always kept, and written to a file when it matters."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from telegrad import instruments
+from telegrad.instruments import Event
+
+LAST = 10_000  # events that are kept
+
+
+class Recorder:
+    """One for all workers of a process, most of which have one."""
+
+    def __init__(self) -> None:
+        self._ring: deque[Event] = deque(maxlen=LAST)
+        self._note = self._ring.append  # the same object at each look, so that it can be removed
+        self._lock = threading.Lock()  # guards _users
+        self._users = 0
+
+    def __repr__(self) -> str:
+        return f"<Recorder: {len(self._ring)} events>"
+
+    def begin(self) -> None:
+        """A worker has begun."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                instruments.add(self._note)
+
+    def end(self) -> None:
+        """It has ended; what was recorded stays."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                instruments.remove(self._note)
+
+    def events(self, after: float = 0.0) -> list[Event]:
+        """Those that ended after that moment of `perf_counter`, in the order in which they ended."""
+        return [event for event in self._ring.copy() if event[2] > after]
+
+
+recorder = Recorder()

@@ -1,0 +1,80 @@
+"""Threads of this process, and where in the user's program they stand."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+import threading
+from types import FrameType
+
+from telegrad.witness.account import Line
+
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PATHS = sysconfig.get_paths()
+_STANDARD = tuple(_PATHS[kind] + os.sep for kind in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+MOST_FRAMES = 60
+
+
+def frames_of(frame: FrameType | None) -> list[FrameType]:
+    """A stack, the outermost frame first."""
+    found: list[FrameType] = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def line_of(frame: FrameType) -> Line:
+    """The line that a frame is at."""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, number).strip()
+    return Line(file=_short(file), line=number, function=frame.f_code.co_name, text=text)
+
+
+def user_line(frames: list[FrameType]) -> Line | None:
+    """The innermost line that is neither of this package nor of a library, or else of the innermost library."""
+    for is_foreign in (is_library, _is_own):
+        for frame in reversed(frames):
+            if not is_foreign(frame.f_code.co_filename):
+                return line_of(frame)
+    return None
+
+
+def stack_lines(frames: list[FrameType]) -> list[str]:
+    """All of a stack, as text; of a very deep one the ends."""
+    lines = [f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in frames]
+    if len(lines) > MOST_FRAMES:
+        left_out = len(lines) - MOST_FRAMES
+        lines = [*lines[: MOST_FRAMES // 2], f"... {left_out} more ...", *lines[-MOST_FRAMES // 2 :]]
+    return lines
+
+
+def is_asleep(thread: threading.Thread) -> bool | None:
+    """Whether the kernel has a thread asleep, where that is known."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "R"
+    except (OSError, IndexError):
+        return None
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is of the user's program."""
+    return not is_library(frame.f_code.co_filename)
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith((_OWN, "<frozen"))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is of this package, of Python or of something that was installed."""
+    return _is_own(file) or file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
+
+
+def _short(file: str) -> str:
+    """A path as the user knows it: from where the program was started, where it is there."""
+    here = os.getcwd() + os.sep
+    return file[len(here) :] if file.startswith(here) else file

@@ -1,0 +1,69 @@
+"""Which wait of this package a thread is in, but for those for calls; read from its stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+from telegrad.agent import futures
+from telegrad.agent.pending import Pending
+from telegrad.autograd.conductor import Conductor
+from telegrad.group import joining, stores
+from telegrad.group.parting import Parting
+from telegrad.rref.box import Opening
+from telegrad.witness.account import Wait
+from telegrad.witness.stacks import is_library
+
+Missing = Callable[[], list[str]]
+Names = dict[str, Any]
+
+
+def wait_on(frames: Sequence[FrameType], missing: Missing) -> Wait | None:
+    """That of the innermost code of a user; `missing` tells whom the worker waits for that joins or leaves.
+
+    Of several that were found, the outermost says most.
+    """
+    last = None
+    for frame in reversed(frames):
+        if not is_library(frame.f_code.co_filename):
+            break
+        describe = _WAITS.get(frame.f_code)
+        found = describe(frame.f_locals, missing) if describe is not None else None
+        last = found or last
+    return last
+
+
+def _joining(_: Names, missing: Missing) -> Wait:
+    return Wait(what="init_rpc", on=missing(), about="the group to be complete")
+
+
+def _parting(_: Names, missing: Missing) -> Wait:
+    return Wait(what="shutdown", on=missing(), about="all to call shutdown, and their calls to end")
+
+
+def _meeting(names: Names, _: Missing) -> Wait:
+    return Wait(what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which nobody serves yet")
+
+
+def _passing(names: Names, _: Missing) -> Wait:
+    driven = names["driven"]
+    return Wait(what="backward", on=driven.owing, about=f"the end of {driven.spec}")
+
+
+def _future(names: Names, _: Missing) -> Wait | None:
+    future = names["future"]
+    if isinstance(future, Opening):
+        return Wait(what="value", on=[], about="the value of a reference of this worker, which is not made yet")
+    if isinstance(getattr(future, "call", None), Pending):
+        return None  # that call is told of itself
+    return Wait(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done")
+
+
+_WAITS: dict[CodeType, Callable[[Names, Missing], Wait | None]] = {
+    joining.join.__code__: _joining,
+    stores.join_store.__code__: _meeting,
+    Parting.wait.__code__: _parting,
+    Conductor.wait.__code__: _passing,
+    futures.wait_for.__code__: _future,
+}

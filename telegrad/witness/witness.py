@@ -1,0 +1,105 @@
+"""What looks on at one worker: records, answers those who ask, and writes files when something went wrong."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from telegrad.instruments import Event
+from telegrad.witness.account import LEAVING, Account
+from telegrad.witness.desk import Desk
+from telegrad.witness.dump import Dumper, Signalled
+from telegrad.witness.inquiry import Inquiry
+from telegrad.witness.observer import Observer, Parts
+from telegrad.witness.recorder import recorder
+
+ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
+
+
+class Witness:
+    """One worker's."""
+
+    def __init__(self, name: str) -> None:
+        """Of a worker that is about to look for its group."""
+        self.observer = Observer(name)
+        self._name = name
+        self._inquiry: Inquiry | None = None  # once there is an agent
+        recorder.begin()
+        self._dumper = Dumper(name, self._tell)
+        self._signalled = Signalled(lambda: self._dumper.want("SIGUSR2 came"))
+        self._desk = Desk(name, self._signalled.file, self._answer)
+        self._closed = False
+
+    def watch(self, parts: Parts) -> None:
+        """The worker has been made, and is about to join."""
+        self.observer.watch(parts)
+        self._inquiry = Inquiry(parts.agent, self._answer)
+
+    def account(self) -> Account:
+        """What this worker is at."""
+        return self.observer.account()
+
+    def look(self) -> tuple[list[Account], dict[str, str]]:
+        """What all workers are at, and why some do not say."""
+        own = self.account()
+        others = [name for name in own["members"] if name != self._name]
+        if self._inquiry is None or not others:
+            return [own], {}
+        answers, silent = self._inquiry.ask(others, ACCOUNT)
+        return [own, *answers.values()], silent
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        """By worker, what was recorded since those times of their own clocks."""
+        others = [name for name in self.observer.members() if name != self._name]
+        answers: dict[str, Any] = {}
+        if self._inquiry is not None:
+            answers, _ = self._inquiry.ask(others, EVENTS, lambda name: after.get(name, 0.0))
+        told = {name: list(map(tuple, events)) for name, events in answers.items()}
+        return {self._name: recorder.events(after.get(self._name, 0.0)), **told}
+
+    def dump(self, reason: str = "somebody asked") -> pathlib.Path | None:
+        """Write a file now; None where none are wanted."""
+        return self._dumper.write(reason)
+
+    def leaving(self, missing: Callable[[], list[str]]) -> None:
+        """The worker waits for the others before it leaves."""
+        self.observer.enter(LEAVING, missing)
+
+    def close(self) -> None:
+        """The worker has left."""
+        if not self._closed:
+            self._closed = True
+            self._desk.close()
+            self._signalled.close()
+            self._dumper.close()
+            recorder.end()
+
+    def abandon(self) -> None:
+        """In a forked child, which is another process."""
+        self._desk.abandon()
+
+    def _answer(self, topic: str, after: Any) -> Any:
+        if topic == ACCOUNT:
+            return self.account()
+        if topic == EVENTS:
+            return recorder.events(after or 0.0)
+        if topic == GROUP:
+            accounts, silent = self.look()
+            return {"accounts": accounts, "silent": silent}
+        if topic == GROUP_EVENTS:
+            return self.events(after or {})
+        if topic == DUMP:
+            path = self.dump()
+            return None if path is None else os.fspath(path)
+        return None
+
+    def _tell(self) -> dict[str, Any]:
+        return {"account": self.account(), "events": recorder.events()}
+
+
+def others_of(accounts: Iterable[Account]) -> set[str]:
+    """The members that these know, and who are not among them."""
+    known = {name for account in accounts for name in account["members"]}
+    return known - {account["worker"] for account in accounts}
