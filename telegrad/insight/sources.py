@@ -12,7 +12,7 @@ from telegrad.instruments import Event
 from telegrad.witness import desk
 from telegrad.witness.account import Account
 from telegrad.witness.desk import Place
-from telegrad.witness.witness import ACCOUNT, GROUP, GROUP_EVENTS, Witness, others_of
+from telegrad.witness.witness import ACCOUNT, DUMP, GROUP, GROUP_EVENTS, Witness, others_of
 
 AT_ONCE = 32  # workers that are asked at the same time
 PATIENCE = 1.5  # seconds for one of them
@@ -39,6 +39,16 @@ class HostGroup:
 
     def __init__(self, places: Iterable[Place]) -> None:
         self._places = list(places)
+
+    @property
+    def workers(self) -> str:
+        """Those of this host, for people."""
+        return ", ".join(sorted(place.worker for place in self._places))
+
+    def dump(self) -> dict[str, str | None]:
+        """Have the workers of this host write down what they are at: by worker, the file, or why there is none."""
+        told = _ask_all(self._places, DUMP)
+        return {place.worker: str(path) if isinstance(path, Exception) else path for place, path in told.items()}
 
     def look(self) -> Sight:
         told = _ask_all(self._places, ACCOUNT)

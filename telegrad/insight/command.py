@@ -1,0 +1,155 @@
+"""Looking at groups of this host from the command line.
+
+python -m telegrad why                what keeps groups of this host from going on; exit code 0: nothing, 1: something,
+                                      2: a worker does not answer, or there is none
+python -m telegrad top                a live view in the terminal
+python -m telegrad dashboard          a live view in the browser
+python -m telegrad trace FILE         what has happened lately, on all workers, for ui.perfetto.dev
+python -m telegrad dump               have each worker write down what it is at, and what has happened lately
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from telegrad.insight.files import Written
+from telegrad.insight.source import Source
+from telegrad.insight.sources import HostGroup, groups_here
+
+COMMANDS = ("why", "top", "dashboard", "trace", "dump")
+NONE_HERE = 2  # an exit code: nobody to look at
+
+
+def main(arguments: list[str]) -> int:
+    """Run one of the commands; its exit code."""
+    given = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = given.run
+    with contextlib.suppress(KeyboardInterrupt):
+        return run(given)
+    return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m telegrad")
+    commands = parser.add_subparsers(required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--group", default="", help="which one, where there are several: the begin of its id")
+        command.set_defaults(run=run)
+        return command
+
+    why = add("why", _why, "What keeps the groups of this host from going on.")
+    why.add_argument("--json", action="store_true", help="for programs")
+    why.add_argument("--stacks", action="store_true", help="the stacks of the threads that are named, too")
+    why.add_argument("files", nargs="*", help="look at these instead, which workers have written (see dump)")
+    top = add("top", _top, "A live view in the terminal.")
+    top.add_argument("--once", action="store_true", help="print one table, and end")
+    top.add_argument("--interval", type=float, default=1.0, help="seconds between looks")
+    dashboard = add("dashboard", _dashboard, "A live view in the browser.")
+    dashboard.add_argument("--host", default="127.0.0.1", help="the address to listen on; this host alone if not given")
+    dashboard.add_argument("--port", type=int, default=0, help="a free one if not given")
+    trace = add("trace", _trace, "What has happened lately on all workers, as a file for ui.perfetto.dev.")
+    trace.add_argument("file", help="to be written; compressed where it ends with .gz")
+    trace.add_argument("--seconds", type=float, help="of the last so many seconds only")
+    trace.add_argument(
+        "--from", dest="files", nargs="+", default=[], help="of files that workers have written (see dump)"
+    )
+    add("dump", _dump, "Have each worker write down what it is at, and what has happened lately.")
+    return parser
+
+
+def _why(given: argparse.Namespace) -> int:
+    from telegrad.insight import why
+
+    groups: dict[str, Source] = {"": Written(given.files)} if given.files else dict(_groups(given.group))
+    if not groups:
+        return _nobody()
+    told, worst = {}, 0
+    for name, group in groups.items():
+        sight = group.look()
+        findings = why.explain(sight)
+        worst = max(worst, why.status(findings))
+        if given.json:
+            told[name] = why.as_json(findings, sight)
+        else:
+            if len(groups) > 1:
+                print(f"group {name or '?'}:")
+            print(why.text(findings, sight, stacks=given.stacks))
+    if given.json:
+        print(json.dumps(told, indent=1))
+    return worst
+
+
+def _top(given: argparse.Namespace) -> int:
+    from telegrad.insight import top, why
+
+    group = _one_group(given.group)
+    if group is None:
+        return NONE_HERE
+    if given.once:
+        print(top.once(group))
+    else:
+        top.run(group, why.told, given.interval)
+    return 0
+
+
+def _dashboard(given: argparse.Namespace) -> int:
+    from telegrad.insight import why
+    from telegrad.insight.dashboard import Dashboard
+
+    group = _one_group(given.group)
+    if group is None:
+        return NONE_HERE
+    with contextlib.closing(Dashboard(group, why.told, given.host, given.port)) as dashboard:
+        print(f"{dashboard.url}\nCtrl-C ends it.", flush=True)
+        while True:
+            time.sleep(3600)
+
+
+def _trace(given: argparse.Namespace) -> int:
+    from telegrad.insight import collect
+
+    source: Source | None = Written(given.files) if given.files else _one_group(given.group)
+    if source is None:
+        return NONE_HERE
+    print(collect.write(given.file, source, given.seconds))
+    return 0
+
+
+def _dump(given: argparse.Namespace) -> int:
+    groups = _groups(given.group)
+    for group in groups.values():
+        for worker, path in group.dump().items():
+            print(f"{worker}: {path or 'nothing was written: TELEGRAD_DUMPS=off, or the folder takes no files'}")
+    return 0 if groups else _nobody()
+
+
+def _groups(wanted: str) -> dict[str, HostGroup]:
+    return {name: group for name, group in groups_here().items() if name.startswith(wanted)}
+
+
+def _one_group(wanted: str) -> HostGroup | None:
+    groups = _groups(wanted)
+    if not groups:
+        _nobody()
+        return None
+    if len(groups) > 1:
+        names = ", ".join(f"{name} ({group.workers})" for name, group in groups.items())
+        print(f"there are several groups: {names}. Say which with --group", file=sys.stderr)
+        return None
+    return next(iter(groups.values()))
+
+
+def _nobody() -> int:
+    print(
+        "no worker of yours runs on this host, as far as can be seen: ask where one does, as the same user and in the "
+        "same container",
+        file=sys.stderr,
+    )
+    return NONE_HERE

@@ -1,0 +1,41 @@
+"""What workers have written down when something went wrong, as a group to look at."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from telegrad.errors import UsageError
+from telegrad.insight.source import Sight
+from telegrad.instruments import Event
+from telegrad.witness.account import Account
+
+
+class Written:
+    """Files of `telegrad.witness.dump`; of a worker with several, the newest counts."""
+
+    def __init__(self, paths: Iterable[str | pathlib.Path]) -> None:
+        """Raises UsageError where one is no such file."""
+        self._told: dict[str, dict[str, Any]] = {}
+        for path in map(pathlib.Path, paths):
+            try:
+                content = json.loads(path.read_text())
+                account: Account = content["account"]
+                before = self._told.get(account["worker"])
+                if before is None or before["account"]["time"] < account["time"]:
+                    self._told[account["worker"]] = content
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{path} is no file that a worker has written: {error!r}") from None
+
+    def look(self) -> Sight:
+        accounts = [content["account"] for content in self._told.values()]
+        known = {name for account in accounts for name in account["members"]} - self._told.keys()
+        return Sight(accounts, dict.fromkeys(sorted(known), "there is no file of it"))
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        return {
+            name: [tuple(event) for event in content["events"] if event[2] > after.get(name, 0.0)]
+            for name, content in self._told.items()
+        }
