@@ -42,7 +42,7 @@ def why() -> str:
     Raises:
         NotInitialized: this process is in no group.
     """
-    from telegrad.insight.why import told
+    from telegrad.insight.reasons import told
 
     return told(group().look())
 
@@ -63,7 +63,7 @@ def dashboard(host: str = "127.0.0.1", port: int = 0) -> Dashboard:
         NotInitialized: this process is in no group.
     """
     from telegrad.insight.dashboard import Dashboard
-    from telegrad.insight.why import told
+    from telegrad.insight.reasons import told
 
     return Dashboard(group(), told, host, port)
 

@@ -60,7 +60,7 @@ class Causes:
         thread = self._waits.threads[task]
         age = self._names.age(task)
         if thread["wait"] is not None:
-            return thread["wait"]["what"] != "init_rpc" and (not age or age >= self._long)
+            return thread["wait"]["what"] not in ("init_rpc", "store") and (not age or age >= self._long)
         return lock_of(thread) is not None and (not age or age >= self._long)
 
     def _has_thread(self, each: Pass, tasks: list[Task]) -> bool:
@@ -68,9 +68,9 @@ class Causes:
 
     def find(self) -> list[Finding]:
         found = [self._circle(lot) for lot in self._waits.circles(self._reached)]
-        ends = sorted((node for node in self._reached if not self._waits.next(node)), key=repr)
+        ends = [node for node in self._reached if not self._waits.next(node)]
         found += [self._gathering(gathering) for gathering in gatherings(self._waits, self._waiters)]
-        taken = sorted((node for node in self._reached if isinstance(node, Slots)), key=repr)
+        taken = [node for node in self._reached if isinstance(node, Slots)]
         found += [self._slots(slots) for slots in taken if slots not in self._told]
         lots = self._alike([node for node in ends if node not in self._told])
         found += [self._end(kind, lot) for (kind, _), lot in lots.items()]
@@ -87,14 +87,13 @@ class Causes:
             seen.update(fresh)
             ahead += dict.fromkeys(fresh)
         starts = set(self.starts)
-        return [node for node in ahead if node in starts]
+        return [node for node in ahead if node in starts or (isinstance(node, Call) and self._names.age(node))]
 
     def _told_waiters(self, waiters: Sequence[Node]) -> list[str]:
         """A few in full, alike ones once, and the rest by their names."""
         alike: dict[str, list[Node]] = defaultdict(list)
         for node in waiters:
-            sentence, *lines = self._names.waiting(node)
-            alike["".join([sentence.replace(lasting(self._names.age(node)), ""), *lines])].append(node)
+            alike["\n".join(self._names.waiting(node, dated=False))].append(node)
         details: list[str] = []
         lots = list(alike.values())
         for lot in lots[: FEW if len(lots) > FEW + 1 else None]:
@@ -146,6 +145,8 @@ class Causes:
 
     def _circle(self, lot: list[Node]) -> Finding:
         waits = self._waits
+        oldest = max(range(len(lot)), key=lambda at: self._names.age(lot[at]) * isinstance(lot[at], Call))
+        lot = lot[oldest:] + lot[:oldest]
         edges = [next(e for e in waits.next(node) if e.to == lot[(at + 1) % len(lot)]) for at, node in enumerate(lot)]
         workers = sorted({_worker(node) for node in lot})
         slots = [node.worker for node in lot if isinstance(node, Slots)]
@@ -158,7 +159,7 @@ class Causes:
             own = locks[0]
             assert isinstance(own, Task)
             kind, title = "lock deadlock", f"Deadlock through a lock of {own.worker}{seems}: who holds"
-            title += f" {lock_of(waits.threads[own])} waits for what needs it."
+            title += f" it ({lock_of(waits.threads[own])}) waits for what needs it."
         else:
             whom = f"{several(workers)} wait for each other" if len(workers) > 1 else f"{workers[0]} waits for itself"
             kind, title = "deadlock", f"Deadlock{seems}: {whom}."
@@ -179,13 +180,20 @@ class Causes:
             return []  # the call itself says it
         if isinstance(node, Whole | Share):
             return []
-        return self._names.waiting(node)
+        sentence, *lines = self._names.waiting(node)
+        behind = f"{self._names.function(edge.to)} on {edge.to.to}" if isinstance(edge.to, Call) else ""
+        seems = {
+            "value": f", a value that {behind} is to make, it seems",
+            "turn": f", and {behind} goes first, it seems",
+            "future": f", and waits for {behind}, it seems",
+        }
+        return [sentence + seems.get(edge.why, ""), *lines]
 
     def _on_slots(self, name: str) -> str:
         account = self._waits.accounts[name]
         return (
-            f"{name} runs {account['slots']} at once (num_worker_threads). Waits of rpc_sync and of a call's future "
-            "give a slot back; loops and waits of other kinds keep it"
+            f"{name} runs {plural(account['slots'], 'call')} at once (num_worker_threads). Waits of rpc_sync and "
+            "of a call's future give a slot back; loops and waits of other kinds keep it"
         )
 
     # Ends.
@@ -266,11 +274,12 @@ class Causes:
             doing = f"makes one short call after another, now {names.function(shorts[0])} on {shorts[0].to}"
         at = thread["at"]
         run = f"runs {names.function(call)}" if call else f"is in {at['function']}" if at else "is at it"
+        subject = first.worker if call is not None or thread["name"] == "MainThread" else names.who(first)
         if len(lot) > 1:
             subject = f"{several(workers)}: {len(lot)} threads {run.replace('runs', 'run').replace('is in', 'are in')}"
             title = f"{subject}{age}, and each {doing}."
         else:
-            title = f"{first.worker} {run}{age}, and {doing}."
+            title = f"{subject} {run}{age}, and {doing}."
         details = lines_of(thread)
         if kind == "lock":
             return self._made(kind, workers, *self._lock(first, title, details), lot)
@@ -287,11 +296,14 @@ class Causes:
         takers = [source for source in sources if isinstance(source, Task)]
         if not takers:
             lock = lock_of(self._waits.threads[holder])
-            return f"{self._names.who(holder).rstrip(',')} waits for {lock}, and who holds it is not seen.", details
+            return (
+                f"{self._names.who(holder).rstrip(',')} waits for a lock ({lock}); who holds it is not seen.",
+                details,
+            )
         lock = lock_of(self._waits.threads[takers[0]])
-        waiting = plural(len(takers), "thread")
-        verb = "waits" if len(takers) == 1 else "wait"
-        return f"{waiting} of {holder.worker} {verb} for {lock}, held by another, it seems: {title}", details
+        waiting = f"{len(takers)} threads of {holder.worker} wait" if len(takers) > 1 else ""
+        waiting = waiting or f"{self._names.who(takers[0])} waits"
+        return f"{waiting} for a lock ({lock}) that another thread holds, it seems: {title}", details
 
     def _shutdown(self, main: Task, details: list[str]) -> Finding:
         """One has not called it. Where it is at work, the others may well be its servers: no hang."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from telegrad.witness.account import Account
 
 NOTE = 10  # of this weight and below: good to know, and no hang
 
@@ -45,6 +48,21 @@ class Finding(NamedTuple):
     title: str
     details: list[str]
     stacks: dict[str, list[str]]  # of the threads concerned, innermost last
+
+
+def made(
+    kind: str,
+    workers: list[str],
+    title: str,
+    details: list[str],
+    waiting: Sequence[Account] = (),
+    weight: int | None = None,
+    stacks: dict[str, list[str]] | None = None,
+) -> Finding:
+    """One for which those workers wait as a whole, for as long as they are in their phase."""
+    names = [account["worker"] for account in waiting]
+    age = max((account["phase_age"] for account in waiting), default=0.0)
+    return Finding(kind, WEIGHTS[kind] if weight is None else weight, workers, names, age, title, details, stacks or {})
 
 
 def status(findings: list[Finding]) -> int:

@@ -29,7 +29,7 @@ def gatherings(waits: Waits, waiters: Callable[[Collection[Node]], list[Node]]) 
     lines: dict[tuple[str, int], list[Task]] = defaultdict(list)
     for task, thread in waits.threads.items():
         at = thread["at"]
-        if at is not None and not waits.next(task) and _meets(thread):
+        if at is not None and not waits.awaits[task] and not waits.next(task) and _meets(thread):
             lines[at["file"], at["line"]].append(task)
     found = (_gathering(waits, tasks, waiters) for tasks in lines.values())
     return [each for each in found if each is not None]

@@ -8,9 +8,12 @@ import signal
 import time
 from typing import NamedTuple
 
+from telegrad.witness.stacks import is_library
+
 WATCH = 0.1  # seconds of which the use of the processor is seen
 WRITING = 0.5  # seconds at most for a process to write its stacks
 _STACKS = "memfd:telegrad-stacks"
+_WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")  # whoever is innermost in these
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -44,10 +47,13 @@ def look_at(pid: int, stacks: int) -> Seen:
 
 
 def _where(stacks: str) -> str:
-    """The innermost line of the current thread, which is the one that holds the interpreter."""
-    _, found, current = stacks.partition("Current thread")
-    frame = _FRAME.search(current if found else stacks)
-    return "" if frame is None else ", at {file}:{line} in {function}".format(**frame.groupdict())
+    """The line of the program that a thread is at which seems to hold the interpreter: it waits for nothing."""
+    for thread in stacks.split("\n\n"):
+        frames = [match.groupdict() for match in _FRAME.finditer(thread)]  # innermost first
+        own = [frame for frame in frames if not is_library(frame["file"])]
+        if own and not frames[0]["file"].endswith(_WAITING):
+            return ", at {file}:{line} in {function}".format(**own[0])
+    return ""
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

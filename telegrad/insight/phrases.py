@@ -101,8 +101,10 @@ class Names:
         self._waits = waits
 
     def function(self, call: Call) -> str:
+        """The callee's name for it says more, once it has opened the call."""
         came, out = self._waits.calls_in.get(call), self._waits.calls_out.get(call)
-        return (came and came["function"]) or (out and out["function"]) or "a call"
+        names = [known["function"] for known in (came, out) if known is not None and known["function"]]
+        return next((name for name in names if not name.startswith("telegrad.")), names[0] if names else "a call")
 
     def who(self, task: Task) -> str:
         waits = self._waits
@@ -135,23 +137,22 @@ class Names:
         call = waits.serves.get(task)
         return waits.calls_in[call]["age"] if call is not None else 0.0
 
-    def waiting(self, node: object) -> list[str]:
+    def waiting(self, node: object, dated: bool = True) -> list[str]:
         """What waits, as a sentence, and the line of the user's program at which it does."""
+        age = self.age(node) if dated else 0.0
         if isinstance(node, Call):
-            return self._waiting_call(node)
-        age = lasting(self.age(node))
+            return self._waiting_call(node, age)
         if isinstance(node, Pass):
-            return [f"{node.worker} drives a backward pass of context {node.context}{age}"]
+            return [f"{node.worker} drives a backward pass of context {node.context}{lasting(age)}"]
         if isinstance(node, Slots):
             queued = len(self._waits.queued(node.worker))
-            return [
-                f"{plural(queued, 'call')} to {node.worker} {'waits' if queued == 1 else 'wait'} for a free slot there"
-            ]
+            verb = "waits" if queued == 1 else "wait"
+            return [f"{plural(queued, 'call')} to {node.worker} {verb} for a free slot there"]
         if isinstance(node, Share):
             return [f"{node.worker} has gradients to work out"]
         if isinstance(node, Task):
             thread = self._waits.threads[node]
-            return [f"{self.who(node)} {self.doing(thread)}{age}", *lines_of(thread)]
+            return [f"{self.who(node)} {self.doing(thread)}{lasting(age)}", *lines_of(thread)]
         return [str(node)]
 
     def doing(self, thread: Thread) -> str:
@@ -161,27 +162,26 @@ class Names:
         on = several(wait["on"])
         return {
             "shutdown": f"is in shutdown, and waits for {on or 'the others'}",
-            "init_rpc": f"joins the group, and waits for {on or 'the store'}",
+            "init_rpc": f"joins the group, and waits for {on or 'the others'}",
+            "store": "joins the group, and waits for the store",
+            "workers": f"waits for {on or 'workers'} to join",
             "backward": f"waits for a backward pass{' in which ' + on + ' owes something' if on else ''}",
-            "future": "waits for a future",
+            "future": f"waits for {wait['about'] or 'a future'}",
             "value": f"waits for the value of a reference{', of ' + on if on else ''}",
             "room": f"waits for room: as many calls as may be are in flight to {on}",
-        }.get(wait["what"], f"waits ({wait['what']}){' for ' + on if on else ''}") + (
-            f" ({wait['about']})" if wait["about"] else ""
-        )
+        }.get(wait["what"]) or f"waits for {wait['about'] or wait['what']}{', of ' + on if on else ''}"
 
-    def _waiting_call(self, call: Call) -> list[str]:
+    def _waiting_call(self, call: Call, age: float) -> list[str]:
         waits = self._waits
         out, came = waits.calls_out.get(call), waits.calls_in.get(call)
         what = f"{self.function(call)} on {call.to}"
         queued = ", where it is queued" if came is not None and came["state"] == QUEUED else ""
-        age = lasting(self.age(call))
-        if out is None:
-            return [f"{call.caller} has called {what}{age}{queued}"]
-        task = Task(call.caller, out["thread"]) if out["thread"] is not None else None
-        if task is None or task not in waits.threads:
-            return [f"{call.caller} has called {what}, and no thread waits in place{age}{queued}"]
-        return [f"{self.who(task)} waits for {what}{age}{queued}", *lines_of(waits.threads[task])]
+        task = Task(call.caller, out["thread"]) if out is not None and out["thread"] is not None else None
+        if task in waits.threads:
+            return [f"{self.who(task)} waits for {what}{lasting(age)}{queued}", *lines_of(waits.threads[task])]
+        ago = f" {seconds(age)} ago" if age else ""
+        alone = ", and no thread waits for it in place" if out is not None and out["thread"] is None else ""
+        return [f"{call.caller} called {what}{ago}{queued}{alone}"]
 
     def stacks(self, tasks: Sequence[Task]) -> dict[str, list[str]]:
         return {

@@ -91,7 +91,7 @@ def _each_worker(sight: Sight) -> list[str]:
         names, said = several(name for name, _ in lot), lot[0][1]
         differ = any(other != said for _, other in lot)
         lines.append(f"  {names}: {said}" + (" (the first of them)" if differ else ""))
-    return lines + [f"  {name}: does not answer: {why}" for name, why in sight.silent.items()]
+    return lines + ([f"  {several(sight.silent)}: no answer"] if sight.silent else [])
 
 
 def _doing(account: Account, waits: Waits) -> tuple[str, str]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from telegrad.insight.source import Sight
-from telegrad.witness.account import LEAVING, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
+from telegrad.witness.account import LEAVING, MEMBER, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
 
 MOST_GUESSES = 16  # edges from one node that are guesses
-AT_REST = ("shutdown", "init_rpc")  # waits in which a thread holds no lock, and no slot
+AT_REST = ("shutdown", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
 _OF_VALUES = re.compile(r"^(to_here|future)\(\) of a reference")
@@ -94,9 +94,11 @@ class Waits:
         self._made: dict[str, list[Call]] = defaultdict(list)  # by caller
         self._came: dict[str, list[Call]] = defaultdict(list)  # by callee
         self._running: dict[str, list[Call]] = defaultdict(list)  # of these
+        self._queues: dict[str, set[str]] = defaultdict(set)  # by callee, whose calls are queued
         self._loose: dict[str, list[Call]] = defaultdict(list)  # by caller: without a thread that waits; oldest first
         for account in sight.accounts:
             self._enter(account)
+        self._late = self._who_is_late()
         self.edges: dict[Node, list[Edge]] = {}
         for node in self._nodes():
             self.edges[node] = self._from(node)
@@ -122,6 +124,8 @@ class Waits:
             call = Call(came["caller"], me, came["number"])
             self.calls_in[call] = came
             self._came[me].append(call)
+            if came["state"] == QUEUED:
+                self._queues[me].add(came["caller"])
             if came["state"] == RUNNING:
                 self._running[me].append(call)
             if came["thread"] is not None:
@@ -155,10 +159,11 @@ class Waits:
     def _from_call(self, call: Call) -> list[Edge]:
         came = self.calls_in.get(call)
         if came is None:
-            return [] if call.to in self.accounts else [Edge(Whole(call.to), "call")]
+            if call.to not in self.accounts:
+                return [Edge(Whole(call.to), "call")]
+            return [Edge(Slots(call.to), "slots")] if self._is_full(call.to) and self._has_queue(call) else []
         if came["state"] == QUEUED:
-            account = self.accounts[call.to]
-            if account["busy"] >= account["slots"]:
+            if self._is_full(call.to):
                 return [Edge(Slots(call.to), "slots")]
             return [Edge(other, "turn", True) for other in self._rivals(call)]
         task = Task(call.to, came["thread"]) if came["thread"] is not None else None
@@ -188,7 +193,7 @@ class Waits:
             return [Edge(other, "value", True) for other in self._running[me] if self.serves.get(task) != other]
         if what == "room":
             return [Edge(call, "room") for to in wait["on"] for call in self._oldest(me, to)]
-        on = wait["on"] or (self.accounts[me]["missing"] if what in AT_REST else [])
+        on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
         return [Edge(Whole(name), what) for name in on if name != me]
 
     def _from_pass(self, node: Pass) -> list[Edge]:
@@ -210,19 +215,33 @@ class Waits:
         main = self.main(name)
         return [Edge(main, "shutdown")] if main is not None else []
 
+    def _still_there(self, me: str) -> list[str]:
+        """For whom one waits that leaves: those that do not, or else are at something."""
+        account = self.accounts[me]
+        if account["missing"] or account["size"] is None:
+            return account["missing"]
+        return [name for name in self._late if name in account["members"] and name not in account["gone"]]
+
+    def _who_is_late(self) -> list[str]:
+        """Members that have not called shutdown, or else whose calls have not ended."""
+        members = [name for name, account in self.accounts.items() if account["phase"] == MEMBER]
+        leaving = (name for name, account in self.accounts.items() if account["phase"] == LEAVING)
+        return [*members, *self.sight.silent] or [name for name in leaving if self._from_whole(name)]
+
     # Guesses.
 
     def _rivals(self, call: Call) -> list[Call]:
-        """Calls of the same class: what waits though slots are free is an actor's method, whose turn it is not."""
+        """Calls of methods: what waits though slots are free is an actor's method, whose turn it is not."""
         owner = _class_of(self.calls_in[call])
-        known = ((other, self.calls_in[other]) for other in self._came[call.to])
-        alike = [other for other, came in known if came["state"] != QUEUED and _class_of(came) == owner]
-        return alike[:MOST_GUESSES]
+        begun = [other for other in self._came[call.to] if self.calls_in[other]["age"] >= self._young]
+        methods = [other for other in begun if _is_class(_class_of(self.calls_in[other]))]
+        alike = [other for other in methods if _class_of(self.calls_in[other]) == owner]
+        return (alike or methods or begun)[:MOST_GUESSES]
 
     def _to_makers(self, fetch: Call) -> list[Edge]:
         """Which of the calls at a value's owner makes it; a caller fetches mostly what it has had made."""
         running = [call for call in self._running[fetch.to] if self.calls_in[call]["age"] >= self._young]
-        own = [call for call in running if call.caller == fetch.caller]
+        own = [call for call in (*running, *self.queued(fetch.to)) if call.caller == fetch.caller]
         return [Edge(call, "value", True) for call in (own or running)[:MOST_GUESSES]]
 
     def _to_loose(self, name: str, since: float) -> list[Edge]:
@@ -283,6 +302,13 @@ class Waits:
     def queued(self, name: str) -> list[Call]:
         return [call for call in self._came[name] if self.calls_in[call]["state"] == QUEUED]
 
+    def _is_full(self, name: str) -> bool:
+        return self.accounts[name]["busy"] >= self.accounts[name]["slots"]
+
+    def _has_queue(self, call: Call) -> bool:
+        """Whether earlier calls of the same caller are queued: not each that is further behind is told of."""
+        return call.caller in self._queues[call.to]
+
     def is_fetch(self, call: Call) -> bool:
         """Whether a call wants the value of a reference."""
         names = [known["function"] for known in (self.calls_in.get(call), self.calls_out.get(call)) if known]
@@ -290,6 +316,9 @@ class Waits:
 
     def main(self, name: str) -> Task | None:
         return self._mains.get(name)
+
+    def tasks(self, name: str) -> list[Task]:
+        return self._tasks[name]
 
     def next(self, node: Node) -> list[Edge]:
         return self.edges.get(node, [])
@@ -306,10 +335,11 @@ class Waits:
 
     def circles(self, nodes: Iterable[Node]) -> list[list[Node]]:
         """Those among the nodes that wait for each other, each lot in an order of its waits."""
-        left = self._without_ends(set(nodes))
+        order = list(nodes)
+        left = self._without_ends(set(order))
         found = []
         while left:
-            start = min(left, key=repr)  # the same each time
+            start = next(node for node in order if node in left)
             ahead = self.reached(edge.to for edge in self.next(start))
             lot = (
                 {node for node in ahead if node in left and start in self.reached([node])} if start in ahead else set()
@@ -368,3 +398,7 @@ def same(each: object, node: Pass) -> bool:
 def _class_of(came: CallIn) -> str:
     """Of a method, or the module of a function."""
     return came["function"].rpartition(".")[0]
+
+
+def _is_class(name: str) -> bool:
+    return name.rpartition(".")[2][:1].isupper()

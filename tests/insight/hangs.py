@@ -153,8 +153,8 @@ def has_begun() -> None:
 
 def two_orders(rank: int, stage: Stage) -> None:
     stage.join(rank, 1)
-    threading.Thread(target=other_order, name="collector", daemon=True).start()
     with lock:
+        threading.Thread(target=other_order, name="collector", daemon=True).start()
         held.wait()
         say()
         with second_lock:
@@ -188,9 +188,9 @@ class Counter:
 
 
 def ask_the_counter() -> None:
-    asked = values[0].rpc_async().get()
+    asked = values[0].remote().get()
     say()
-    torch.futures.wait_all([asked])
+    asked.to_here()
 
 
 # One that others wait for
@@ -431,10 +431,14 @@ HANGS = {
     ),
     "ring": Hang(3, ring, "lock deadlock", ("worker0", "worker1", "worker2"), ("in take", "with lock:"), 3),
     "two orders": Hang(1, two_orders, "lock deadlock", ("worker0",), ("with second_lock:", "with lock:", "collector")),
-    "actor of itself": Hang(2, actor_of_itself, "deadlock", ("worker0", "worker1"), ("Counter.get", "wait_all")),
+    "actor of itself": Hang(
+        2, actor_of_itself, "deadlock", ("worker0", "worker1"), ("Counter.add_by_way_of", "asked.to_here()")
+    ),
     "loop": Hang(3, loop, "busy", ("worker1",), ("spin", "worker0's main thread waits", "worker2's main thread"), 2),
     "chain": Hang(3, chain, "asleep", ("worker2",), ("sleep", "worker1, in", "relay", "time.sleep(1e6)")),
-    "stopped": Hang(2, stopped, "silent", ("worker1",), ("worker1 does not answer", "SIGSTOP", "stop)")),
+    "stopped": Hang(
+        2, stopped, "silent", ("worker1",), ("worker1 does not answer", "SIGSTOP", 'rpc.rpc_sync("worker1", stop)')
+    ),
     "held interpreter": Hang(2, held_interpreter, "silent", ("worker1",), ("holds the interpreter", "in match")),
     "lock of another thread": Hang(
         2, lock_of_another_thread, "lock", ("worker0",), ("in collect: time.sleep(1e6)", "with lock:")
@@ -444,7 +448,7 @@ HANGS = {
     "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
     "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep(1e6)", "autograd.backward(")),
-    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come: the group of 3",), 3),
+    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come, it seems: the group of 3",), 3),
     "size too large": Hang(2, size_too_large, "missing", ("rank 2", "rank 3"), ("world_size=4 is too large",), 2),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
@@ -454,6 +458,8 @@ HANGS = {
         3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3
     ),
     "shutdown and a call": Hang(2, shutdown_and_a_call, "asleep", ("worker1",), ("sleep", "is in shutdown")),
-    "no room": Hang(2, no_room, "room", ("worker0",), ("32,768", "wait_for_gate")),
+    "no room": Hang(
+        2, no_room, "slots", ("worker1",), ("held.wait()", "as many calls in flight to worker1 as may be (32,768")
+    ),
     "idle": Hang(2, idle, "", (), ("Nothing waits for long",), 2),
 }

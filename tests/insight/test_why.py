@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from telegrad.insight.reasons import Finding, as_json, explain, status, text
 from telegrad.insight.source import Sight
-from telegrad.insight.why import Finding, as_json, explain, status, text
 from telegrad.witness.account import JOINING, LEAVING, Account
 from tests.insight.scenes import GOING_ON, QUEUED, Scene, wait
 
@@ -145,7 +145,7 @@ def joining(*names: str, size: int | None, missing: list[str]) -> Scene:
 def test_a_worker_that_has_not_come() -> None:
     _, told = only(joining("worker0", "worker1", size=3, missing=["rank 2"]), "missing", "rank 2")
     assert "rank 2 has not come: the group of 3 cannot form." in told
-    assert "worker0 and worker1 wait for 12 s at tcp://127.0.0.1:29500" in told
+    assert "worker0 and worker1 wait at tcp://127.0.0.1:29500, for 12 s" in told
     assert "world_size=3 is too large" in told
 
 
@@ -160,8 +160,10 @@ def test_a_store_that_nobody_serves() -> None:
     scene = joining("worker1", "worker2", size=3, missing=[])
     for rank, name in enumerate(("worker1", "worker2"), 1):
         scene[name]["rank"] = rank
+        scene[name]["place"] = ""
+        scene[name]["threads"][0]["wait"] = wait("store", about="the store at hosta:29500, which nobody serves yet")
     _, told = only(scene, "store", "worker1", "worker2")
-    assert "No store answers at tcp://127.0.0.1:29500" in told
+    assert "No store answers at hosta:29500" in told
     assert "rank 0" in told
 
 
@@ -348,7 +350,7 @@ def test_a_lock_that_another_thread_holds() -> None:
     scene.thread("worker0", "train.py:9 main: with lock:")
     scene.thread("worker0", "train.py:33 collect: time.sleep(1e6)", name="collector")
     finding, told = only(scene, "lock", "worker0")
-    assert "held by another, it seems" in finding.title
+    assert "that another thread holds, it seems" in finding.title
     assert "train.py:33 in collect: time.sleep(1e6)" in told
     assert "train.py:9 in main: with lock:" in told
 
