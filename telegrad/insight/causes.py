@@ -31,6 +31,7 @@ class Causes:
         self._names = Names(waits)
         self._long = long
         self.starts = self._starts()
+        self._long_ones = set(self.starts)
         reached = waits.reached(self.starts)
         self._reached = reached
         self._into: dict[Node, list[tuple[Node, Edge]]] = defaultdict(list)
@@ -69,7 +70,7 @@ class Causes:
     def find(self) -> list[Finding]:
         found = [self._circle(lot) for lot in self._waits.circles(self._reached)]
         ends = [node for node in self._reached if not self._waits.next(node)]
-        found += [self._gathering(gathering) for gathering in gatherings(self._waits, self._waiters)]
+        found += [self._gathering(gathering) for gathering in gatherings(self._waits, self._waiters, self._long)]
         taken = [node for node in self._reached if isinstance(node, Slots)]
         found += [self._slots(slots) for slots in taken if slots not in self._told]
         lots = self._alike([node for node in ends if node not in self._told])
@@ -86,14 +87,13 @@ class Causes:
             fresh = [source for source, _ in self._into[node] if source not in seen]
             seen.update(fresh)
             ahead += dict.fromkeys(fresh)
-        starts = set(self.starts)
-        return [node for node in ahead if node in starts or (isinstance(node, Call) and self._names.age(node))]
+        return [node for node in ahead if node in self._long_ones or (isinstance(node, Call) and self._names.age(node))]
 
     def _told_waiters(self, waiters: Sequence[Node]) -> list[str]:
         """A few in full, alike ones once, and the rest by their names."""
-        alike: dict[str, list[Node]] = defaultdict(list)
+        alike: dict[tuple[object, ...], list[Node]] = defaultdict(list)
         for node in waiters:
-            alike["\n".join(self._names.waiting(node, dated=False))].append(node)
+            alike[self._kin(node)].append(node)
         details: list[str] = []
         lots = list(alike.values())
         for lot in lots[: FEW if len(lots) > FEW + 1 else None]:
@@ -102,6 +102,14 @@ class Causes:
             details += [sentence + more, *lines]
         rest = [_worker(node) for lot in lots[FEW:] for node in lot] if len(lots) > FEW + 1 else []
         return details + ([f"and {len(rest):,} more wait for it: {counted(rest)}"] if rest else [])
+
+    def _kin(self, node: Node) -> tuple[object, ...]:
+        """What makes calls alike: two of one thread, or of none, to one function of one worker."""
+        if not isinstance(node, Call):
+            return node
+        out, came = self._waits.calls_out.get(node), self._waits.calls_in.get(node)
+        state = came is not None and came["state"]
+        return node.caller, node.to, self._names.function(node), out and out["thread"], state == QUEUED
 
     def _made(
         self,

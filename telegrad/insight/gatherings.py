@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from math import inf
 from typing import NamedTuple
 
 from telegrad.insight.phrases import BUSY, standing
@@ -25,13 +26,14 @@ class Gathering(NamedTuple):
     certain: bool  # as far as this can be
 
 
-def gatherings(waits: Waits, waiters: Callable[[Collection[Node]], list[Node]]) -> list[Gathering]:
+def gatherings(waits: Waits, waiters: Callable[[Collection[Node]], list[Node]], long: float) -> list[Gathering]:
+    """Where a worker is missing for so many seconds, as far as these are known: those of calls are."""
     lines: dict[tuple[str, int], list[Task]] = defaultdict(list)
     for task, thread in waits.threads.items():
         at = thread["at"]
         if at is not None and not waits.awaits[task] and not waits.next(task) and _meets(thread):
             lines[at["file"], at["line"]].append(task)
-    found = (_gathering(waits, tasks, waiters) for tasks in lines.values())
+    found = (_gathering(waits, tasks, waiters) for tasks in lines.values() if _age(waits, tasks) >= long)
     return [each for each in found if each is not None]
 
 
@@ -54,6 +56,11 @@ def _gathering(waits: Waits, tasks: list[Task], waiters: Callable[[Collection[No
     mains = [waits.main(name) for name in absent]
     certain = bool(held_up) or not any(main and standing(waits.threads[main]) == BUSY for main in mains)
     return Gathering(tasks, sorted(parties), sorted(absent), certain)
+
+
+def _age(waits: Waits, tasks: list[Task]) -> float:
+    calls = [waits.serves.get(task) for task in tasks]
+    return max(waits.calls_in[call]["age"] if call is not None else inf for call in calls)
 
 
 def _party(waits: Waits, task: Task) -> str:

@@ -39,6 +39,7 @@ def _wait(account: Account, waits: Waits) -> Wait | None:
 
 
 def _join(place: str, accounts: list[Account], waits: Waits) -> Finding:
+    accounts = sorted(accounts, key=lambda account: (account["rank"], account["worker"]))
     names = [account["worker"] for account in accounts]
     sizes = {account["size"] for account in accounts if account["place"]}
     oldest = max(accounts, key=lambda account: account["phase_age"])

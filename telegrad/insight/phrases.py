@@ -137,9 +137,9 @@ class Names:
         call = waits.serves.get(task)
         return waits.calls_in[call]["age"] if call is not None else 0.0
 
-    def waiting(self, node: object, dated: bool = True) -> list[str]:
+    def waiting(self, node: object) -> list[str]:
         """What waits, as a sentence, and the line of the user's program at which it does."""
-        age = self.age(node) if dated else 0.0
+        age = self.age(node)
         if isinstance(node, Call):
             return self._waiting_call(node, age)
         if isinstance(node, Pass):
@@ -158,7 +158,8 @@ class Names:
     def doing(self, thread: Thread) -> str:
         wait = thread["wait"]
         if wait is None:
-            return DOES[standing(thread)]
+            lock = lock_of(thread)
+            return DOES[standing(thread)] + (f" ({lock})" if lock is not None else "")
         on = several(wait["on"])
         return {
             "shutdown": f"is in shutdown, and waits for {on or 'the others'}",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from telegrad.insight.source import Sight
@@ -23,30 +22,27 @@ _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\
 _OF_VALUES = re.compile(r"^(to_here|future)\(\) of a reference")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     caller: str
     to: str
     number: int
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A thread of a worker."""
 
     worker: str
     thread: int
 
 
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """That one of a worker's slots becomes free."""
 
     worker: str
+    what: str = "slots"  # so that no two kinds of nodes are equal
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """A backward pass that a worker drives."""
 
     worker: str
@@ -54,18 +50,18 @@ class Pass:
     number: int
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What a worker has to do for backward passes."""
 
     worker: str
+    what: str = "share"
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """A worker, or "rank 2" where no name is known: that it comes, answers or leaves."""
 
     name: str
+    what: str = "whole"
 
 
 Node = Call | Task | Slots | Pass | Share | Whole
@@ -98,11 +94,8 @@ class Waits:
         self._loose: dict[str, list[Call]] = defaultdict(list)  # by caller: without a thread that waits; oldest first
         for account in sight.accounts:
             self._enter(account)
+        self._edges: dict[Node, list[Edge]] = {}  # of those nodes that were asked for
         self._late = self._who_is_late()
-        self.edges: dict[Node, list[Edge]] = {}
-        for node in self._nodes():
-            self.edges[node] = self._from(node)
-        self.edges.update({task: self._to_holders(task) for task in self.threads if not self.edges[task]})
 
     def _enter(self, account: Account) -> None:
         me = account["worker"]
@@ -132,18 +125,20 @@ class Waits:
                 self.serves[Task(me, came["thread"])] = call
         self._loose[me].sort(key=lambda call: -self.calls_out[call]["age"])
 
-    def _nodes(self) -> Iterator[Node]:
-        yield from self.threads
-        yield from self.calls_out
-        yield from (call for call in self.calls_in if call not in self.calls_out)
-        for name, account in self.accounts.items():
-            yield from (Slots(name), Share(name), Whole(name))
-            for each in account["passes"]:
-                yield Pass(name, each["context"], each["number"])
-
     # What a node waits for.
 
+    def next(self, node: Node) -> list[Edge]:
+        """To what a node waits for."""
+        found = self._edges.get(node)
+        if found is None:
+            found = self._from(node)
+            if not found and isinstance(node, Task):
+                found = self._to_holders(node)
+            self._edges[node] = found
+        return found
+
     def _from(self, node: Node) -> list[Edge]:
+        """The same, but for what takes a lock."""
         if isinstance(node, Call):
             return self._from_call(node)
         if isinstance(node, Task):
@@ -207,7 +202,9 @@ class Waits:
 
     def _from_whole(self, name: str) -> list[Edge]:
         """Of a worker that is asked to leave: to what it is still at."""
-        account = self.accounts[name]
+        account = self.accounts.get(name)
+        if account is None:
+            return []
         if account["phase"] == LEAVING:
             out = [call for call in self._made[name] if self.calls_out[call]["age"] >= self._young]
             came = [call for call in self._came[name] if self.calls_in[call]["age"] >= self._young]
@@ -255,7 +252,7 @@ class Waits:
         if lock is None:
             return []
         others = [other for other in self._tasks[task.worker] if other != task and self._may_hold(other, lock)]
-        waiting = [other for other in others if task in self.reached([other])]
+        waiting = [other for other in others if task in self.reached([other], self._from)]
         at = self.threads[task]["at"]
         file = f"{at['file']}:" if at is not None else ""
         near = [other for other in others if any(frame.startswith(file) for frame in self.threads[other]["stack"])]
@@ -320,17 +317,15 @@ class Waits:
     def tasks(self, name: str) -> list[Task]:
         return self._tasks[name]
 
-    def next(self, node: Node) -> list[Edge]:
-        return self.edges.get(node, [])
-
-    def reached(self, starts: Iterable[Node]) -> dict[Node, None]:
+    def reached(self, starts: Iterable[Node], next_: Callable[[Node], list[Edge]] | None = None) -> dict[Node, None]:
         """All that the starts wait for, they included, in order."""
         seen = dict.fromkeys(starts)
         ahead = list(seen)
         for node in ahead:
-            fresh = dict.fromkeys(edge.to for edge in self.next(node) if edge.to not in seen)
-            seen |= fresh
-            ahead += fresh
+            for edge in (next_ or self.next)(node):
+                if edge.to not in seen:
+                    seen[edge.to] = None
+                    ahead.append(edge.to)
         return seen
 
     def circles(self, nodes: Iterable[Node]) -> list[list[Node]]:

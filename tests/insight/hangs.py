@@ -41,7 +41,7 @@ class Stage:
 
 
 class Hang(NamedTuple):
-    count: int  # of workers
+    size: int  # of the group
     run: Callable[[int, Stage], None]
     kind: str  # of the finding; empty where there is none to be found
     workers: tuple[str, ...]  # where its cause is
@@ -89,8 +89,8 @@ def used_up(rank: int, stage: Stage) -> None:
     stage.join(rank, 2, num_worker_threads=2)
     if rank == 0:
         spinning = [rpc.rpc_async("worker1", spin) for _ in range(2)]
-        stage_of_others = [rpc.rpc_async("worker1", leaf) for _ in range(3)]
-        torch.futures.wait_all(spinning + stage_of_others)
+        quick = [rpc.rpc_async("worker1", leaf) for _ in range(3)]
+        torch.futures.wait_all([*spinning, *quick])
 
 
 def spin() -> None:
@@ -171,28 +171,6 @@ def other_order() -> None:
             pass
 
 
-def actor_of_itself(rank: int, stage: Stage) -> None:
-    stage.join(rank, 2)
-    if rank == 0:
-        values.append(rpc.remote("worker1", Counter))
-        values[0].rpc_sync().add_by_way_of("worker0")
-
-
-@rpc.actor
-class Counter:
-    def add_by_way_of(self, name: str) -> None:
-        rpc.rpc_sync(name, ask_the_counter)
-
-    def get(self) -> int:
-        return 0
-
-
-def ask_the_counter() -> None:
-    asked = values[0].remote().get()
-    say()
-    asked.to_here()
-
-
 # One that others wait for
 
 
@@ -226,6 +204,7 @@ def stopped(rank: int, stage: Stage) -> None:
 def stop() -> None:
     say()
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1e6)
 
 
 def held_interpreter(rank: int, stage: Stage) -> None:
@@ -431,19 +410,22 @@ HANGS = {
     ),
     "ring": Hang(3, ring, "lock deadlock", ("worker0", "worker1", "worker2"), ("in take", "with lock:"), 3),
     "two orders": Hang(1, two_orders, "lock deadlock", ("worker0",), ("with second_lock:", "with lock:", "collector")),
-    "actor of itself": Hang(
-        2, actor_of_itself, "deadlock", ("worker0", "worker1"), ("Counter.add_by_way_of", "asked.to_here()")
-    ),
     "loop": Hang(3, loop, "busy", ("worker1",), ("spin", "worker0's main thread waits", "worker2's main thread"), 2),
     "chain": Hang(3, chain, "asleep", ("worker2",), ("sleep", "worker1, in", "relay", "time.sleep(1e6)")),
     "stopped": Hang(
         2, stopped, "silent", ("worker1",), ("worker1 does not answer", "SIGSTOP", 'rpc.rpc_sync("worker1", stop)')
     ),
-    "held interpreter": Hang(2, held_interpreter, "silent", ("worker1",), ("holds the interpreter", "in match")),
+    "held interpreter": Hang(
+        2,
+        held_interpreter,
+        "silent",
+        ("worker1",),
+        ("holds the interpreter", "in match", 'rpc.rpc_sync("worker1", match)'),
+    ),
     "lock of another thread": Hang(
         2, lock_of_another_thread, "lock", ("worker0",), ("in collect: time.sleep(1e6)", "with lock:")
     ),
-    "long turn": Hang(2, long_turn, "asleep", ("worker1",), ("Sleeper.sleep", "Sleeper.get", ".get()")),
+    "long turn": Hang(2, long_turn, "asleep", ("worker1",), ("Sleeper.sleep", "where it is queued", ".get()")),
     "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in sleep: time.sleep(1e6)")),
     "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),

@@ -32,7 +32,7 @@ def hanging(hang: Hang, folder: pathlib.Path) -> Iterator[list[Process]]:
     reading = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     stage = Stage(free_port(), str(pipe))
     try:
-        with processes(hang.count) as group:
+        with processes(hang.size) as group:
             try:
                 for rank, process in enumerate(group):
                     process.begin(hang.run, rank, stage)
