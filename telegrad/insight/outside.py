@@ -8,6 +8,8 @@ import signal
 import time
 from typing import NamedTuple
 
+from telegrad.witness.stacks import is_library
+
 WATCH = 0.1  # seconds of which the use of the processor is seen
 WRITING = 0.5  # seconds at most for a process to write its stacks
 _STACKS = "memfd:telegrad-stacks"
@@ -44,10 +46,12 @@ def look_at(pid: int, stacks: int) -> Seen:
 
 
 def _where(stacks: str) -> str:
-    """The innermost line of the current thread, which is the one that holds the interpreter."""
+    """The innermost line of the user's in the current thread, which is the one that holds the interpreter."""
     _, found, current = stacks.partition("Current thread")
-    frame = _FRAME.search(current if found else stacks)
-    return "" if frame is None else ", at {file}:{line} in {function}".format(**frame.groupdict())
+    current = current.partition("\n\n")[0] if found else ""
+    frames = [frame.groupdict() for frame in _FRAME.finditer(current)]
+    frame = next((each for each in frames if not is_library(each["file"])), frames[0] if frames else None)
+    return "" if frame is None else ", at {file}:{line} in {function}".format(**frame)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

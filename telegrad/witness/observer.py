@@ -169,7 +169,8 @@ class Observer:
             frame = frames.get(thread.ident or 0)
             if frame is None or thread is threading.current_thread():
                 continue
-            stood = inspection.stands(frame)
+            agent = self._parts.agent if self._parts is not None else None
+            stood = inspection.stands(frame, agent) if agent is not None else inspection.NOWHERE
             if stood.waits is not None:
                 waiting.setdefault(id(stood.waits), thread.ident or 0)
             calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]
