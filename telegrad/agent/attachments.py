@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -77,6 +77,8 @@ class Layers:
     def __init__(self) -> None:
         self.references: ReferenceLayer | None = None
         self.graphs: GraphLayer | None = None
+        # What a worker says at once that it is at with a call of that number from here, for the end of a sentence.
+        self.last_word: Callable[[Identity, int], str] = lambda callee, number: ""
 
     def take_tensors(self, message: Message, sender: Identity) -> tuple[GraphContext | None, Sequence[Tensor]]:
         """The tensors of a message; what recorded them is taken from behind its body, and its context, too."""

@@ -166,7 +166,7 @@ class Connections:
                     lambda peer, number: self._connect(peer, number, member),
                     self._complete,
                     self._peer_lost,
-                    self._layers.take_attachments,
+                    self._layers,
                 )
         return peer
 

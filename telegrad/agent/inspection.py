@@ -86,6 +86,8 @@ class Stands(NamedTuple):
     room: OutgoingCalls | None  # it waits until fewer calls are in flight to that worker
 
 
+NOWHERE = Stands([], None, None)
+
 _SERVE: CodeType = Server._serve.__code__
 _WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
     OutgoingCalls._wait.__code__: lambda names: names.get("pending"),
@@ -95,19 +97,20 @@ _WAITS: dict[CodeType, Callable[[dict[str, Any]], Any]] = {
 _ROOM: CodeType = OutgoingCalls.wait_for_room.__code__
 
 
-def stands(frame: FrameType | None) -> Stands:
-    """Read a stack, given its innermost frame."""
+def stands(frame: FrameType | None, agent: Agent) -> Stands:
+    """Read a stack, given its innermost frame; a process may have threads of other agents, too."""
+    peers = list(agent._connections._peers.values())
     serves: list[Incoming] = []
     waits: Pending | None = None
     room: OutgoingCalls | None = None
     while frame is not None:
         code = frame.f_code
-        if code is _SERVE:
+        if code is _SERVE and frame.f_locals["self"] is agent._server:
             serves.append(frame.f_locals["call"])
         elif code in _WAITS and waits is None and not serves:
             found = _WAITS[code](frame.f_locals)
-            waits = found if isinstance(found, Pending) and not found.done else None
-        elif code is _ROOM and not serves:
+            waits = found if isinstance(found, Pending) and not found.done and found.peer in peers else None
+        elif code is _ROOM and not serves and frame.f_locals["self"] in peers:
             room = frame.f_locals["self"]
         frame = frame.f_back
     return Stands(serves[::-1], waits, room)

@@ -12,6 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from telegrad import instruments
+from telegrad.agent.attachments import Layers
 from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.naming import user_name
@@ -49,7 +50,7 @@ class OutgoingCalls:
         connect: Callable[[OutgoingCalls, int], AnyLink],
         complete: Callable[[Pending], None],
         on_lost: Callable[[Identity, PeerError], None],
-        take_attachments: Callable[[Message, Identity], Any],
+        layers: Layers,
     ) -> None:
         """`limits`: calls in flight and bytes in them. `complete` is called once for each call that has an outcome."""
         self.identity = identity
@@ -60,7 +61,7 @@ class OutgoingCalls:
         self._connect = connect
         self.complete = complete
         self._on_lost = on_lost
-        self._take_attachments = take_attachments
+        self._layers = layers
         self._lock = new_lock()  # guards all below, and who completes a call that several threads may
         self._calls: Calls[Pending, Message] = guarded(Calls(*limits), self._lock, ("begun", "crowded", "in_flight"))
         self._link: AnyLink | None = None  # while the calls are connected; peeked at by who waits, who looks again
@@ -156,18 +157,23 @@ class OutgoingCalls:
             if expired:
                 self._room.notify_all()
             upcoming = self._calls.next_deadline()
+        if expired:
+            self._reactor.submit(Work(self._fail_late, expired, OWED))  # since the callee is asked
+        return upcoming
+
+    def _fail_late(self, expired: list[Pending]) -> None:
         for pending in expired:
             pending.error = self.timed_out(pending)
             self._done(pending)
-        return upcoming
 
     def timed_out(self, pending: Pending) -> CallTimeout:
-        """Why such a call failed."""
+        """Why such a call failed, with what the callee is at, where it says so at once."""
         instruments.alarm(f"a call of {user_name(pending.asked)} on worker {self.name!r} ran out of time")
         return CallTimeout(
             f"RPC ran for more than set timeout ({pending.timeout:g} s): "
             f"{user_name(pending.asked)} on worker {self.name!r}. "
-            "It may still be running there. Give a longer timeout (rpc_timeout in the options, or timeout=... per call)"
+            f"It may still be running there{self._layers.last_word(self.identity, pending.id)}. "
+            "Give a longer timeout (rpc_timeout in the options, or timeout=... per call)"
         )
 
     @property
@@ -301,7 +307,7 @@ class OutgoingCalls:
         for message in messages:
             attachments = None
             if message.flags & HAS_REFERENCES:  # also where the caller gave up
-                attachments = self._take_attachments(message, self.identity)
+                attachments = self._layers.take_attachments(message, self.identity)
             with self._lock:
                 pending = self._take(message.id)
             if pending is not None:  # else its caller gave up

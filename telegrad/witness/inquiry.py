@@ -15,6 +15,9 @@ from telegrad.errors import TelegradError
 from telegrad.group.members import Identity
 
 PATIENCE = 1.5  # seconds
+AT_ONCE = 0.1  # seconds, for the word on a call whose time is over
+BETWEEN = 0.1  # seconds between two such questions
+CALL = "call"  # a topic
 SILENT = "it did not answer within {:g} s, though its connection stands"
 
 
@@ -43,14 +46,16 @@ class _Round(NamedTuple):
 class Inquiry:
     """One worker's questions and answers."""
 
-    def __init__(self, agent: Agent, answer: Callable[[str, float], Any]) -> None:
+    def __init__(self, agent: Agent, answer: Callable[[str, Any], Any]) -> None:
         """`answer(topic, after)` gives something that JSON can say; it is called on a thread of its own."""
         self._agent = agent
         self._answer = answer
+        self._next_word = 0.0  # when a callee may be asked again; stored without a lock: one question more does no harm
         self._numbers = itertools.count(1)  # `next` is atomic
         self._rounds: dict[int, _Round] = {}  # no lock: each use is one operation of a dict
         agent.on(Inspect, self._on_ask)
         agent.on(Inspected, self._on_told)
+        agent.layers.last_word = self.last_word
 
     def ask(
         self,
@@ -80,12 +85,22 @@ class Inquiry:
             del self._rounds[number]
         return answers, {name: why for name, why in silent.items() if name not in answers}
 
+    def last_word(self, callee: Identity, number: int) -> str:
+        """What a worker is at with a call from here, for the end of a sentence; empty where it does not say so soon."""
+        now = monotonic()
+        if now < self._next_word:
+            return ""  # many calls end at once: the first of them tells
+        self._next_word = now + BETWEEN
+        answers, _ = self.ask([callee.name], CALL, lambda _: number, AT_ONCE)
+        return str(answers.get(callee.name) or "")
+
     def _on_ask(self, sender: Identity, message: Inspect) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: it stays silent
             threading.Thread(target=self._tell, args=(sender, message), name="telegrad-witness", daemon=True).start()
 
     def _tell(self, sender: Identity, message: Inspect) -> None:
-        text = json.dumps(self._answer(message.topic, message.after)).encode()
+        about = (sender.name, message.after) if message.topic == CALL else message.after
+        text = json.dumps(self._answer(message.topic, about)).encode()
         with contextlib.suppress(TelegradError):  # who asked has gone
             self._agent.notify(sender.name, Inspected(message.number, text), sender.incarnation)
 

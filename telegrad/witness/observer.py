@@ -146,6 +146,19 @@ class Observer:
             told["group"] = blake2b(agent.group_key, digest_size=6, person=b"telegrad-group").hexdigest()
             told["references"] = parts.references.counts()
 
+    def word_on(self, caller: str, number: int) -> str:
+        """What has become of a call that has come, for the end of a sentence; empty where it is not known here."""
+        told = self.account()
+        call = next((each for each in told["calls_in"] if (each["caller"], each["number"]) == (caller, number)), None)
+        if call is None:
+            return ""
+        if call["state"] == QUEUED:
+            return f": it waits for its turn, {told['busy']} of {told['slots']} slots are taken"
+        thread = next((each for each in told["threads"] if each["number"] == call["thread"]), None)
+        at = thread["at"] if thread is not None else None
+        where = f", at {at['file']}:{at['line']} in {at['function']}: `{at['text']}`" if at is not None else ""
+        return f": for {call['age']:.1f} s by now{where}"
+
     def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
         """The threads, the calls that they run, and by ids of calls which waits for them."""
         frames = sys._current_frames()
@@ -156,7 +169,8 @@ class Observer:
             frame = frames.get(thread.ident or 0)
             if frame is None or thread is threading.current_thread():
                 continue
-            stood = inspection.stands(frame)
+            agent = self._parts.agent if self._parts is not None else None
+            stood = inspection.stands(frame, agent) if agent is not None else inspection.NOWHERE
             if stood.waits is not None:
                 waiting.setdefault(id(stood.waits), thread.ident or 0)
             calls_in += [_call_in(call, RUNNING, now, thread.ident) for call in stood.serves]

@@ -11,7 +11,7 @@ from telegrad.instruments import Event
 from telegrad.witness.account import LEAVING, Account
 from telegrad.witness.desk import Desk
 from telegrad.witness.dump import Dumper, Signalled
-from telegrad.witness.inquiry import Inquiry
+from telegrad.witness.inquiry import CALL, Inquiry
 from telegrad.witness.observer import Observer, Parts
 from telegrad.witness.recorder import recorder
 
@@ -83,6 +83,8 @@ class Witness:
     def _answer(self, topic: str, after: Any) -> Any:
         if topic == ACCOUNT:
             return self.account()
+        if topic == CALL:
+            return self.observer.word_on(*after)
         if topic == EVENTS:
             return recorder.events(after or 0.0)
         if topic == GROUP:

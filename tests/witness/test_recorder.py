@@ -1,0 +1,79 @@
+"""Events: who listens hears them, and the last are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from telegrad import instruments
+from telegrad.instruments import CALLED, RAN, Event
+from telegrad.rpc.worker import Worker
+from telegrad.witness.recorder import LAST, Recorder, recorder
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else listens."""
+    monkeypatch.setattr(instruments, "_listeners", [])
+    monkeypatch.setattr(instruments, "note", None)
+
+
+def test_nobody_listens_at_first(alone: None) -> None:
+    assert instruments.note is None
+
+
+def test_all_who_listen_hear_and_no_longer_once_removed(alone: None) -> None:
+    first: list[Event] = []
+    second: list[Event] = []
+    one, other = first.append, second.append
+    instruments.add(one)
+    assert instruments.note is one  # nothing in between
+    instruments.add(other)
+    assert instruments.note is not None
+    instruments.note((RAN, 1.0, 2.0))
+    instruments.remove(one)
+    instruments.note((RAN, 2.0, 3.0))
+    instruments.remove(other)
+    instruments.remove(other)
+    assert instruments.note is None
+    assert (first, second) == ([(RAN, 1.0, 2.0)], [(RAN, 1.0, 2.0), (RAN, 2.0, 3.0)])
+
+
+def test_the_last_are_kept(alone: None) -> None:
+    kept = Recorder()
+    kept.begin()
+    kept.begin()  # another worker of this process
+    assert instruments.note is not None
+    for moment in range(LAST + 5):
+        instruments.note((RAN, moment, moment + 1))
+    kept.end()
+    assert instruments.note is not None
+    kept.end()
+    assert instruments.note is None
+    assert len(kept.events()) == LAST
+    assert kept.events(LAST + 3) == [(RAN, LAST + 3, LAST + 4), (RAN, LAST + 4, LAST + 5)]
+
+
+def fail() -> None:
+    raise ValueError("as asked")
+
+
+def test_calls_are_told_of_at_both_ends(pair: list[Worker]) -> None:
+    begin = recorder.events()[-1][2] if recorder.events() else 0.0
+    pair[0].agent.call("w1", abs, (-1,), None)
+    with pytest.raises(ValueError, match="as asked"):
+        pair[0].agent.call("w1", fail, None, None)
+    assert pair[0].agent.call_async("w1", abs, (-1,), None).wait() == 1
+    told: dict[str, list[Any]] = {}
+    for kind, begun, ended, *rest in recorder.events(begin):
+        assert begun <= ended
+        told.setdefault(kind, []).append(rest)
+    names = ["builtins.abs", f"{__name__}.fail", "builtins.abs"]
+    assert [(peer, name, weight, failure) for peer, _, name, weight, failure in told[CALLED]] == [
+        ("w1", name, 0, failure) for name, failure in zip(names, ("", "raised", ""), strict=True)
+    ]
+    assert [(caller, name, failure) for caller, _, name, failure in told[RAN]] == [
+        ("w0", name, failure) for name, failure in zip(names, ("", "ValueError", ""), strict=True)
+    ]
+    assert [each[1] for each in told[CALLED]] == [each[1] for each in told[RAN]]  # the numbers of the calls

@@ -1,0 +1,249 @@
+"""What workers tell of themselves: to each other, to programs of their host, and to files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.errors import CallTimeout
+from telegrad.insight.files import Written
+from telegrad.insight.outside import look_at
+from telegrad.insight.sources import HostGroup, OwnGroup, groups_here
+from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
+from telegrad.witness import desk, dump
+from telegrad.witness.account import GOING_ON, MEMBER, QUEUED, RUNNING, Account
+from telegrad.witness.desk import Place
+from tests.cluster import PATIENCE, Process, agents, group, in_threads
+
+gate = threading.Event()
+inside = threading.Semaphore(0)
+
+
+def wait_here() -> None:
+    inside.release()
+    gate.wait(PATIENCE)  # here it stands
+
+
+def ask_back(times: int) -> None:
+    """To and fro, and at the end it stands."""
+    here = current.here().agent.name
+    if times:
+        rpc.rpc_sync({"w0": "w1", "w1": "w0"}[here], ask_back, (times - 1,))
+    else:
+        wait_here()
+
+
+@rpc.functions.async_execution
+def promise() -> torch.futures.Future[None]:
+    inside.release()
+    found: torch.futures.Future[None] = torch.futures.Future()
+    threading.Thread(target=lambda: (gate.wait(PATIENCE), found.set_result(None)), daemon=True).start()
+    return found
+
+
+@pytest.fixture
+def held(pair: list[Worker]) -> Iterator[Callable[..., list[Account]]]:
+    """Begins calls from `w0` to `w1`, and tells what both workers say once so many are inside."""
+    gate.clear()
+    futures: list[Any] = []
+
+    def hold(function: Callable[..., Any], *args: Any, times: int = 1) -> list[Account]:
+        futures.extend(pair[0].agent.call_async("w1", function, args, None) for _ in range(times))
+        for _ in range(times):
+            assert inside.acquire(timeout=PATIENCE)
+        accounts, silent = pair[0].witness.look()
+        assert silent == {}
+        return accounts
+
+    yield hold
+    gate.set()
+    for future in futures:
+        future.wait()
+
+
+def test_a_call_is_told_of_at_both_ends_with_the_line_it_stands_at(held: Callable[..., list[Account]]) -> None:
+    caller, callee = held(wait_here)
+    assert (caller["worker"], caller["phase"], caller["size"]) == ("w0", MEMBER, 2)
+    assert caller["group"] == callee["group"] != ""
+    assert set(caller["members"]) == {"w0", "w1"}
+    (out,), (came,) = caller["calls_out"], callee["calls_in"]
+    assert (out["to"], out["function"], out["thread"]) == ("w1", f"{__name__}.wait_here", None)
+    assert (came["caller"], came["number"], came["state"]) == ("w0", out["number"], RUNNING)
+    assert came["function"] == out["function"]
+    thread = next(each for each in callee["threads"] if each["number"] == came["thread"])
+    assert thread["at"] is not None
+    assert thread["at"]["function"] == "wait_here"
+    assert thread["at"]["text"] == "gate.wait(PATIENCE)  # here it stands"
+    assert thread["at"]["file"].endswith("test_witness.py")
+    assert json.loads(json.dumps(caller)) == caller
+
+
+def test_who_waits_for_which_call_is_read_from_the_stacks(held: Callable[..., list[Account]]) -> None:
+    accounts = {account["worker"]: account for account in held(ask_back, 2)}
+    (inner,) = accounts["w1"]["calls_out"]
+    (waits,) = [call for call in accounts["w1"]["calls_in"] if call["thread"] == inner["thread"]]
+    assert waits["caller"] == "w0"
+    back = [call for call in accounts["w0"]["calls_in"] if call["number"] == inner["number"]]
+    assert [call["caller"] for call in back] == ["w1"]
+    assert back[0]["thread"] in [call["thread"] for call in accounts["w0"]["calls_out"]]
+
+
+def test_a_call_whose_function_has_returned_a_future_goes_on(held: Callable[..., list[Account]]) -> None:
+    _, callee = held(promise)
+    assert [call["state"] for call in callee["calls_in"]] == [GOING_ON]
+
+
+def test_calls_without_a_slot_are_queued() -> None:
+    gate.clear()
+    with agents(2, num_worker_threads=2) as (first, second):
+        futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(3)]
+        for _ in range(2):
+            assert inside.acquire(timeout=PATIENCE)
+        told = second.witness.account()
+        assert sorted(call["state"] for call in told["calls_in"]) == [QUEUED, RUNNING, RUNNING]
+        assert (told["slots"], told["busy"]) == (2, 2)
+        gate.set()
+        for future in futures:
+            future.wait()
+
+
+def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
+    gate.clear()
+    for call in (
+        lambda: pair[0].agent.call("w1", wait_here, None, None, 0.1),
+        lambda: pair[0].agent.call_async("w1", wait_here, None, None, 0.3).wait(),
+    ):
+        said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in wait_here: `gate\.wait"
+        with pytest.raises(CallTimeout, match=said):
+            call()
+        assert inside.acquire(timeout=PATIENCE)
+    gate.set()
+
+
+def test_a_pass_tells_who_owes_it_something(pair: list[Worker]) -> None:
+    gate.clear()
+    leaf = torch.ones(2, requires_grad=True)
+
+    def train() -> None:
+        current.enter(pair[0])
+        with autograd.context() as context:
+            value = rpc.rpc_sync("w1", hooked, (leaf,))
+            autograd.backward(context, [value.sum()])
+
+    training = threading.Thread(target=train)
+    training.start()
+    assert inside.acquire(timeout=PATIENCE)
+    while (owing := [each["owing"] for each in pair[0].witness.account()["passes"]]) == [["w0"]]:
+        pass  # it has not said yet that its own part is done
+    assert owing == [["w1"]]
+    waits = [thread["wait"] for thread in pair[0].witness.account()["threads"] if thread["wait"] is not None]
+    assert [(wait["what"], wait["on"]) for wait in waits] == [("backward", ["w1"])]
+    gate.set()
+    training.join(PATIENCE)
+
+
+def hooked(value: torch.Tensor) -> torch.Tensor:
+    made = value * 2
+    made.register_hook(lambda _: wait_here())
+    return made
+
+
+# From outside
+
+
+def hold_interpreter() -> None:
+    re.match(r"(a+)+$", "a" * 60 + "b")  # longer than anybody waits
+
+
+def listen() -> None:
+    """Nothing more."""
+
+
+@pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no desks here")
+def test_a_group_is_found_from_outside_and_those_that_do_not_answer_are_looked_at() -> None:
+    with group(3) as members:
+        pids = {member.name: member.pid for member in members}
+        mine = next(iter(each for each in groups_here().values() if _has(each, pids)))
+        accounts, silent = mine.look()
+        assert [account["pid"] for account in accounts] == list(pids.values())
+        assert silent == {}
+        os.kill(pids["worker1"], signal.SIGSTOP)
+        members[2].begin(hold_interpreter)
+        accounts, silent = mine.look()
+        while "worker2" not in silent:  # it was quick
+            accounts, silent = mine.look()
+        assert [account["worker"] for account in accounts] == ["worker0"]
+        assert "is stopped" in silent["worker1"]
+        assert "holds the interpreter, at " in silent["worker2"]
+        assert "in hold_interpreter" in silent["worker2"]
+        seen = members[0].run(_own_look)
+        assert "is stopped" in seen["worker1"]
+        members[1].kill()
+        members[2].kill()
+
+
+def _has(found: HostGroup, pids: dict[str, int]) -> bool:
+    return {place.pid for place in found._places} >= set(pids.values())
+
+
+def _own_look() -> dict[str, str]:
+    return dict(OwnGroup(current.joined().witness).look().silent)
+
+
+def test_what_has_ended_is_said_to_have(workers: list[Process]) -> None:
+    assert look_at(1 << 22, -1).state == "its process has ended"
+
+
+def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
+    place = next(each for each in desk.places() if each.pid == os.getpid() and each.worker == "w1")
+    assert desk.ask(place, "account")["worker"] == "w1"
+    assert desk.ask(place, "nothing of the kind") is None
+    with pytest.raises(ConnectionRefusedError):
+        desk.ask(Place(place.address + "x", 0, -1, ""), "account")
+
+
+# To files
+
+
+def test_what_a_worker_is_at_is_written_down(
+    pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair[0].witness.dump() is None  # since tests write none
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "dumps"))
+    monkeypatch.setattr(dump, "KEPT", 2)
+    paths = in_threads(*[worker.witness.dump for worker in pair])
+    written = Written(paths)
+    assert [account["worker"] for account in written.look().accounts] == ["w0", "w1"]
+    assert written.events({})["w0"][-1] == tuple(json.loads(paths[0].read_text())["events"][-1])
+    assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700
+    for _ in range(3):
+        dump.write("another", "because", {})
+    assert len(list((tmp_path / "dumps").iterdir())) == 2
+
+
+def test_a_timeout_has_a_file_written(
+    pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    written = threading.Event()
+    monkeypatch.setattr(pair[0].witness._dumper, "write", lambda reason: (reasons.append(reason), written.set()))
+    monkeypatch.setattr(pair[0].witness._dumper, "_next", 0.0)
+    reasons: list[str] = []
+    gate.clear()
+    with pytest.raises(CallTimeout):
+        pair[0].agent.call("w1", wait_here, None, None, 0.05)
+    assert inside.acquire(timeout=PATIENCE)
+    assert written.wait(PATIENCE)
+    gate.set()
+    assert reasons == [f"a call of {__name__}.wait_here on worker 'w1' ran out of time"]
