@@ -98,8 +98,8 @@ class Causes:
         lots = list(alike.values())
         for lot in lots[: FEW if len(lots) > FEW + 1 else None]:
             sentence, *lines = self._names.waiting(max(lot, key=self._names.age))
-            more = f" (and {len(lot) - 1:,} more like it)" if len(lot) > 1 else ""
-            details += [sentence + more, *lines]
+            others = len(lot) - 1 + self._beyond(lot[0])
+            details += [sentence + (f" (and {others:,} more like it)" if others else ""), *lines]
         rest = [_worker(node) for lot in lots[FEW:] for node in lot] if len(lots) > FEW + 1 else []
         return details + ([f"and {len(rest):,} more wait for it: {counted(rest)}"] if rest else [])
 
@@ -110,6 +110,15 @@ class Causes:
         out, came = self._waits.calls_out.get(node), self._waits.calls_in.get(node)
         state = came is not None and came["state"]
         return node.caller, node.to, self._names.function(node), out and out["thread"], state == QUEUED
+
+    def _beyond(self, node: Node) -> int:
+        """How many more there are than are told of one by one; of those that are queued, if any are."""
+        out = self._waits.calls_out.get(node) if isinstance(node, Call) else None
+        if not isinstance(node, Call) or out is None or out["thread"] is not None:
+            return 0
+        came = self._waits.calls_in.get(node)
+        is_last = came is None or came["state"] == QUEUED or not self._waits.queues[node.to]
+        return self._waits.beyond[node.caller, node.to, out["function"]] if is_last else 0
 
     def _made(
         self,
@@ -379,10 +388,10 @@ class Causes:
         holders = waits.holders(name)
         ends = [task for task in holders if not waits.next(task)]
         oldest = max((names.age(task) for task in holders), default=0.0)
-        queued = waits.queued(name)
+        queued = waits.queues[name]
         title = f"All {plural(waits.accounts[name]['slots'], 'slot')} of {name} are taken by calls that run long"
         title += f" (for {seconds(oldest)})" if oldest else ""
-        title += f": {plural(len(queued), 'call')} wait{'s' if len(queued) == 1 else ''} for one."
+        title += f": {plural(queued, 'call')} wait{'s' if queued == 1 else ''} for one."
         details = []
         for lot in self._alike(list(ends)).values():
             tasks = [task for task in lot if isinstance(task, Task)]
@@ -413,7 +422,7 @@ class Causes:
 
     def _room(self, task: Task) -> Finding:
         to = (self._waits.threads[task]["wait"] or {"on": []})["on"]
-        flying = sum(call.caller == task.worker and call.to in to for call in self._waits.calls_out)
+        flying = sum(out["to"] in to for out in self._waits.accounts[task.worker]["calls_out"])
         title = (
             f"{task.worker} has as many calls in flight to {several(to)} as may be ({flying:,} are told of), and waits."
         )

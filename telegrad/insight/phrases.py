@@ -52,12 +52,8 @@ def counted(names: Iterable[str]) -> str:
     return several(f"{name} ({count})" if count > 1 else name for name, count in Counter(names).most_common())
 
 
-def number(count: int, what: str) -> str:
-    return f"{count} {what}" if count != 1 else f"1 {what}"
-
-
 def plural(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def line(at: Line) -> str:
@@ -145,7 +141,7 @@ class Names:
         if isinstance(node, Pass):
             return [f"{node.worker} drives a backward pass of context {node.context}{lasting(age)}"]
         if isinstance(node, Slots):
-            queued = len(self._waits.queued(node.worker))
+            queued = self._waits.queues[node.worker]
             verb = "waits" if queued == 1 else "wait"
             return [f"{plural(queued, 'call')} to {node.worker} {verb} for a free slot there"]
         if isinstance(node, Share):

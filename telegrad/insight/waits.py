@@ -8,13 +8,14 @@ edge, a wait has come to its end: what stands there is the cause. Edges in a cir
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from telegrad.insight.source import Sight
 from telegrad.witness.account import LEAVING, MEMBER, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
 
+MOST_ALIKE = 256  # calls to one function for which no thread waits; further ones are counted only
 MOST_GUESSES = 16  # edges from one node that are guesses
 AT_REST = ("shutdown", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
@@ -64,6 +65,7 @@ class Whole(NamedTuple):
     what: str = "whole"
 
 
+Kin = tuple[str, str, str]  # caller, callee and function of calls
 Node = Call | Task | Slots | Pass | Share | Whole
 
 
@@ -84,6 +86,8 @@ class Waits:
         self.calls_in: dict[Call, CallIn] = {}
         self.serves: dict[Task, Call] = {}  # what a thread runs
         self.awaits: dict[Task, list[Call]] = defaultdict(list)  # what it waits for, of calls
+        self.beyond: Counter[Kin] = Counter()  # calls that are like others, and are counted only
+        self.queues: Counter[str] = Counter()  # how many calls are queued, by callee
         self._young = young
         self._mains: dict[str, Task] = {}
         self._tasks: dict[str, list[Task]] = defaultdict(list)  # by worker
@@ -105,7 +109,14 @@ class Waits:
             self._tasks[me].append(task)
             if thread["name"] == "MainThread":
                 self._mains[me] = task
+        alike: Counter[Kin] = Counter()
+        queued: Counter[Kin] = Counter()
         for out in account["calls_out"]:
+            kin = me, out["to"], out["function"]
+            alike[kin] += out["thread"] is None
+            if out["thread"] is None and alike[kin] > MOST_ALIKE:
+                self.beyond[kin] += 1
+                continue
             call = Call(me, out["to"], out["number"])
             self.calls_out[call] = out
             self._made[me].append(call)
@@ -114,6 +125,12 @@ class Waits:
             else:
                 self._loose[me].append(call)
         for came in account["calls_in"]:
+            kin = came["caller"], me, came["function"]
+            if came["state"] == QUEUED:
+                self.queues[me] += 1
+                queued[kin] += 1
+                if queued[kin] > MOST_ALIKE:
+                    continue
             call = Call(came["caller"], me, came["number"])
             self.calls_in[call] = came
             self._came[me].append(call)
