@@ -1,0 +1,42 @@
+"""Pictures of the dashboard for the docs: `python -m tests.insight.pictures docs/insight`."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from playwright.sync_api import sync_playwright
+
+from telegrad.insight.dashboard import Dashboard
+from tests.insight.browsers import BROWSER, OPTIONS
+from tests.insight.group import Group
+
+WHY = "trainer waits for 3 calls, the oldest for 0.1 s:\n  torch.add on stage1, from train.py line 41: loss = model(batch)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=pathlib.Path, help="where to leave them")
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--name", default="dashboard")
+    folder, width, name = (arguments := parser.parse_args()).folder, arguments.width, arguments.name
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
+        for theme in ("light", "dark"):
+            group = Group()
+            dashboard = Dashboard(group, lambda sight: WHY)
+            for _ in range(20):
+                group.now += 1
+                dashboard.watch._looked = float("-inf")
+                dashboard.watch.data(15)
+            page = browser.new_page(color_scheme=theme, viewport={"width": width, "height": 900})
+            page.goto(dashboard.url)
+            page.get_by_role("button", name="Why does it wait?").click()
+            page.get_by_text("the oldest for").wait_for()
+            page.screenshot(path=folder / f"{name}-{theme}.png", full_page=True)
+            dashboard.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
