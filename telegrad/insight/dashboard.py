@@ -64,7 +64,9 @@ class Dashboard:
         self.cookie = (f"telegrad-{digest[:12]}", digest)  # browsers do not tell apart the ports of a host
         self._host = host
         self._server = _Server(self, host, port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="telegrad dashboard", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="telegrad dashboard", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -99,6 +101,12 @@ class Dashboard:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def __enter__(self) -> Dashboard:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Watch:

@@ -169,9 +169,9 @@ def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: in
     """The calls between two times, side by side in rows; what is shorter than one of `parts` may be put together."""
     least = (ended - begun) / parts
     found = []
-    for worker in sorted(events):
+    for worker, told in events.items():
         for kind in (CALLED, RAN):
-            own = [each for each in events[worker] if each[0] == kind and each[2] >= begun and each[1] <= ended]
+            own = [each for each in told if each[0] == kind and each[2] >= begun and each[1] <= ended]
             if own:
                 found.append(Lane(worker, kind, _packed(sorted(own, key=lambda each: each[1]), least, rows)))
     return found

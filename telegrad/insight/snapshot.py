@@ -16,16 +16,19 @@ ROWS = 3  # for calls at once, in a worker's lane
 def snapshot(history: History, seconds: float) -> dict[str, Any]:
     """All that is shown, of the last `seconds` where it is about a time."""
     sight, now = history.sight, history.now
-    events = history.recent(seconds)
+    accounts = sorted(sight.accounts, key=lambda account: (account["rank"], account["worker"]))
+    recent = history.recent(seconds)
+    ranked = [account["worker"] for account in accounts]
+    events = {worker: recent[worker] for worker in [*ranked, *sorted(recent.keys() - set(ranked))] if worker in recent}
     rates = figures.rates(history.before, sight)
     gantt = figures.gantt(events)
     return {
         "epoch": history.epoch,
         "now": now,
         "seconds": seconds,
-        "group": _group(sight.accounts),
+        "group": _group(accounts),
         "silent": dict(sight.silent),
-        "workers": [_worker(account, rates[account["worker"]]) for account in sight.accounts],
+        "workers": [_worker(account, rates[account["worker"]]) for account in accounts],
         "flows": [flow._asdict() for flow in figures.flows(history.before, sight)],
         "lanes": [_lane(lane) for lane in figures.lanes(events, now - seconds, now, PARTS, ROWS)],
         "functions": [function._asdict() for function in figures.functions(events)],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import pathlib
 
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from telegrad.insight.dashboard import Dashboard
 from tests.insight.browsers import BROWSER, OPTIONS
 from tests.insight.group import Group
 
-WHY = "trainer waits for 3 calls, the oldest for 0.1 s:\n  torch.add on stage1, from train.py line 41: loss = model(batch)"
+WHY = "trainer waits for 3 calls, the oldest for 0.1 s:\n  torch.add on stage1: train.py line 41, loss = model(batch)"
 
 
 def main() -> None:
@@ -33,7 +35,10 @@ def main() -> None:
             page.goto(dashboard.url)
             page.get_by_role("button", name="Why does it wait?").click()
             page.get_by_text("the oldest for").wait_for()
-            page.screenshot(path=folder / f"{name}-{theme}.png", full_page=True)
+            found = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+            found.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+                folder / f"{name}-{theme}.png", optimize=True
+            )
             dashboard.close()
         browser.close()
 

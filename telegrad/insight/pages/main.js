@@ -23,11 +23,12 @@ async function look() {
   if (paused || document.hidden || asking) return;
   asking = true;
   try {
-    take(await ask(`data?seconds=${at("seconds").value}`).then((answer) => answer.json()));
+    const data = await ask(`data?seconds=${at("seconds").value}`).then((answer) => answer.json());
     wait = PAUSE;
+    if (!paused) take(data);
   } catch (error) {
     wait = Math.min(wait * 2, LONGEST);
-    tell("lost", `${trouble(error)} Trying again in ${Math.round(wait / 1000)} s.${asOf()}`);
+    if (!paused) tell("lost", `${trouble(error)} Trying again in ${Math.round(wait / 1000)} s.${asOf()}`);
   } finally {
     asking = false;
     if (!paused && !document.hidden) timer = setTimeout(look, wait);

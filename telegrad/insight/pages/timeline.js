@@ -3,20 +3,19 @@
 import { boxes, line, make, show, text, ticks, widthOf } from "./draw.js";
 import { bytes, clipped, seconds, share, short } from "./words.js";
 
-const ROW = 9;
 const SECOND = { called: 0, ran: 1 };
 
 function left(width) {
   return width < 500 ? 70 : 110;
 }
 
-function axis(width, from, top, bottom, length, word) {
+function axis(width, from, top, bottom, length, word, zero = word(0)) {
   return ticks(length, width < 500 ? 3 : 6)
     .filter((at) => at <= length)
     .flatMap((at) => {
       const x = from + (at / length) * (width - from - 8);
       const style = x > width - 40 ? "faint end" : "faint middle";
-      return [line(x, top, x, bottom), text(x, bottom + 14, word(at), style)];
+      return [line(x, top, x, bottom), text(x, bottom + 14, at ? word(at) : zero, style)];
     });
 }
 
@@ -29,6 +28,7 @@ export function drawCalls(svg, data) {
   const groups = { called: [], ran: [], failed: [] };
   const found = [];
   const children = [];
+  const tall = Math.max(8, Math.min(16, 210 / (data.lanes.length * 2)));
   let y = 4;
   let last = "";
   for (const lane of data.lanes) {
@@ -42,11 +42,11 @@ export function drawCalls(svg, data) {
     for (const span of lane.spans) {
       const [row, start, end, , , , failure] = span;
       const x = Math.max(from, from + (start - begun) * scale);
-      const box = [x, y + row * ROW, Math.max(1.5, Math.min(width - 8, from + (end - begun) * scale) - x), ROW - 1.5];
+      const box = [x, y + row * tall, Math.max(1.5, Math.min(width - 8, from + (end - begun) * scale) - x), tall - 1.5];
       groups[failure ? "failed" : lane.kind].push(box);
       found.push({ box, span, lane });
     }
-    y += Math.max(rows, 1) * ROW + 3;
+    y += rows * tall + 3;
   }
   const height = Math.max(y, 60) + 20;
   const rules = axis(width, from, 0, height - 18, data.seconds, (at) => (at < data.seconds ? `−${seconds(data.seconds - at)}` : "now"));
@@ -56,7 +56,7 @@ export function drawCalls(svg, data) {
 }
 
 export function under(found, x, y) {
-  return found.find(({ box }) => x >= box[0] - 1 && x <= box[0] + box[2] + 1 && y >= box[1] && y <= box[1] + ROW);
+  return found.find(({ box }) => x >= box[0] - 1 && x <= box[0] + box[2] + 1 && y >= box[1] && y <= box[1] + box[3]);
 }
 
 export function callInWords({ span, lane }) {
@@ -81,7 +81,7 @@ export function drawGantt(svg, gantt) {
   const length = gantt.ended - gantt.begun || 1e-6;
   const scale = (width - from - 8) / length;
   const tall = 24;
-  const children = axis(width, from, 0, workers.length * tall + 2, length, seconds);
+  const children = axis(width, from, 0, workers.length * tall + 2, length, seconds, "0");
   workers.forEach((worker, index) => {
     children.push(text(0, index * tall + 16, clipped(worker, from > 80 ? 16 : 10)));
   });

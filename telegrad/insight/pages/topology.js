@@ -7,7 +7,7 @@ const MOST = 80; // arrows; in large groups those with the most traffic
 
 export function drawTopology(svg, data) {
   const width = widthOf(svg);
-  const height = Math.min(420, Math.max(260, width * 0.6));
+  const height = Math.min(360, Math.max(260, width * 0.55));
   const names = [...data.workers.map((worker) => worker.worker), ...Object.keys(data.silent)];
   const places = new Map(names.map((name, index) => [name, place(index, names.length, width, height)]));
   const flows = data.flows
@@ -20,13 +20,16 @@ export function drawTopology(svg, data) {
   show(svg, height, describe(names, flows), [
     ...flows.map((flow) => arrow(flow, places, most)),
     ...labelled.map((flow) => label(flow, places)),
-    ...names.flatMap((name) => node(name, places.get(name), name in data.silent, names.length)),
+    ...names.flatMap((name) => node(name, places.get(name), name in data.silent, names.length, height)),
   ]);
 }
 
 function place(index, count, width, height) {
-  const angle = ((index + 0.5) / count) * 2 * Math.PI - Math.PI * 0.75 + (count === 4 ? 0 : Math.PI / 4);
-  return { x: width / 2 + (width / 2 - 80) * Math.cos(angle), y: height / 2 + (height / 2 - 42) * Math.sin(angle) };
+  const four = count === 4; // stand in the corners
+  const angle = (index / count) * 2 * Math.PI - Math.PI * (four ? 0.75 : 0.5);
+  const [across, down] = [width / 2 - Math.min(90, width * 0.28), height / 2 - 48];
+  const out = four ? Math.SQRT2 : 1;
+  return { x: width / 2 + across * out * Math.cos(angle), y: height / 2 + down * out * Math.sin(angle) };
 }
 
 // Both directions are bowed to the side, each to its own.
@@ -36,7 +39,7 @@ function bow(flow, places) {
   const length = Math.hypot(to.x - from.x, to.y - from.y) || 1;
   const [dx, dy] = [(to.x - from.x) / length, (to.y - from.y) / length];
   const gap = 20;
-  const middle = { x: (from.x + to.x) / 2 - dy * 22, y: (from.y + to.y) / 2 + dx * 22 };
+  const middle = { x: (from.x + to.x) / 2 - dy * 30, y: (from.y + to.y) / 2 + dx * 30 };
   return {
     start: { x: from.x + dx * gap - dy * 6, y: from.y + dy * gap + dx * 6 },
     end: { x: to.x - dx * (gap + 6) - dy * 6, y: to.y - dy * (gap + 6) + dx * 6 },
@@ -58,20 +61,25 @@ function arrow(flow, places, most) {
   );
 }
 
+// Beside the outer side of its arrow, nearer to its source.
 function label(flow, places) {
   const { start, end, middle } = bow(flow, places);
-  const x = start.x * 0.3 + middle.x * 0.45 + end.x * 0.25;
-  const y = start.y * 0.3 + middle.y * 0.45 + end.y * 0.25;
-  const calls = flow.calls ? `, ${flow.calls} calls` : "";
-  return text(x, y + 4, `${bytes(flow.rate)}/s${calls}`, "halo middle");
+  const along = (axis) => start[axis] * 0.42 + middle[axis] * 0.46 + end[axis] * 0.12;
+  const length = Math.hypot(end.x - start.x, end.y - start.y) || 1;
+  const [outX, outY] = [-(end.y - start.y) / length, (end.x - start.x) / length];
+  const upright = Math.abs(outX) > 0.6;
+  const style = !upright ? "middle" : outX < 0 ? "end" : "";
+  const calls = flow.calls ? `${flow.calls} ${flow.calls === 1 ? "call" : "calls"}` : "";
+  const words = [flow.rate > 0 && `${bytes(flow.rate)}/s`, calls].filter(Boolean).join(", ");
+  return text(along("x") + outX * 8, along("y") + 4 + outY * (upright ? 4 : 13), words, `halo ${style}`);
 }
 
-function node(name, at, silent, count) {
+function node(name, at, silent, count, height) {
   const radius = count > 16 ? 8 : 14;
-  const below = at.y + (radius + 15);
+  const beyond = at.y < height / 2 ? at.y - radius - 6 : at.y + radius + 15;
   return [
     make("circle", { cx: at.x, cy: at.y, r: radius, class: silent ? "node silent" : "node" }),
-    text(at.x, below, clipped(silent ? `${name} (silent)` : name, 22), "halo middle"),
+    text(at.x, beyond, clipped(silent ? `${name} (silent)` : name, 22), "halo middle"),
   ];
 }
 
