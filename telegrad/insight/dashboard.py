@@ -118,6 +118,7 @@ class Watch:
         # Guards all below; who asks the source has it for up to two seconds, and the others wait for what is found.
         self._lock = threading.Lock()
         self._history = History()
+        self._shown: dict[float, dict[str, Any]] = {}  # since the last look, by how many seconds
         self._looked = float("-inf")
         self._trouble = ""
 
@@ -125,7 +126,9 @@ class Watch:
         """What is shown of the last `seconds`."""
         with self._lock:
             self._look()
-            return snapshot(self._history, seconds) | {"trouble": self._trouble}
+            if seconds not in self._shown:
+                self._shown[seconds] = snapshot(self._history, seconds) | {"trouble": self._trouble}
+            return self._shown[seconds]
 
     def sight(self) -> Sight:
         with self._lock:
@@ -136,6 +139,7 @@ class Watch:
         if self._clock() - self._looked < PAUSE:
             return
         self._looked = self._clock()
+        self._shown.clear()
         try:
             after = self._history.take(self._source.look())
             self._history.add(self._source.events(after))

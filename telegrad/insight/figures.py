@@ -21,6 +21,7 @@ BOUNDS = tuple(digit * 10.0**power for power in range(-5, 2) for digit in (1, 2,
 
 FORWARD, BACKWARD, OPTIMIZER, WAITS, CALLS = "forward", "backward", "optimizer", "waits", "calls"
 SHARES = (OPTIMIZER, BACKWARD, FORWARD, WAITS, CALLS)  # what a moment counts as: the first that holds
+_SHARE = {STEPPED: OPTIMIZER, PASSED: BACKWARD, TOOK_PART: BACKWARD, CALLED: WAITS, RAN: CALLS}
 
 
 class Flow(NamedTuple):
@@ -222,28 +223,30 @@ def training(events: Events, begun: float, ended: float, parts: int = 30) -> Tra
 
 def spend(spans: Iterable[tuple[float, float, str]], begun: float, ended: float) -> dict[str, float]:
     """How long each of SHARES lasted between two times, where each moment counts once."""
-    changes: list[tuple[float, int, str]] = []
+    changes = []
     for start, end, share in spans:
         if end > begun and start < ended:
-            changes += [(max(start, begun), 1, share), (min(end, ended), -1, share)]
-    changes.sort(key=lambda change: change[0])
-    going = dict.fromkeys(SHARES, 0)
-    spent = dict.fromkeys(SHARES, 0.0)
+            rank = SHARES.index(share)
+            changes += [(max(start, begun), 1, rank), (min(end, ended), -1, rank)]
+    changes.sort()
+    going = [0] * len(SHARES)
+    spent = [0.0] * len(SHARES)
     last = begun
-    for time, change, share in changes:
-        now = next((each for each in SHARES if going[each]), None)
-        if now is not None:
-            spent[now] += time - last
+    for time, change, rank in changes:
+        for first, count in enumerate(going):
+            if count:
+                spent[first] += time - last
+                break
         last = time
-        going[share] += change
-    return spent
+        going[rank] += change
+    return dict(zip(SHARES, spent, strict=True))
 
 
 def _share(event: Event) -> str:
     kind = event[0]
     if kind == STAGED:
         return FORWARD if event[4] == "forward" else BACKWARD
-    return {STEPPED: OPTIMIZER, PASSED: BACKWARD, TOOK_PART: BACKWARD, CALLED: WAITS, RAN: CALLS}.get(kind, "")
+    return _SHARE.get(kind, "")
 
 
 def _pairs(before: Sight | None, now: Sight) -> Iterator[tuple[Account, Account, float]]:
@@ -283,30 +286,30 @@ def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
 
 def _packed(own: Sequence[Event], least: float, rows: int) -> list[Span]:
     """Each in the first row that is free; what is short joins the one before it there."""
-    last: list[int | None] = [None] * rows  # of each row, the latest span
+    last: list[Span | None] = [None] * rows  # of each row
     spans: list[Span] = []
     for event in own:
-        _, begun, ended, peer, _, function = event[:6]
-        fresh = Span(0, begun, ended, 1, function, peer, event[-1])
-        row, joins = _place(fresh, [spans[each] if each is not None else None for each in last], least)
-        at = last[row]
-        if joins and at is not None:
-            spans[at] = _joined(spans[at], fresh)
-        else:
-            last[row] = len(spans)
-            spans.append(fresh._replace(row=row))
-    return spans
+        row, before = _place(event[1], event[2], last, least)
+        fresh = Span(row, event[1], event[2], 1, event[5], event[3], event[-1])
+        if before is not None:
+            last[row] = _joined(before, fresh)
+            continue
+        if (ended := last[row]) is not None:
+            spans.append(ended)
+        last[row] = fresh
+    return sorted([*spans, *filter(None, last)], key=lambda span: (span.row, span.begun))
 
 
-def _place(fresh: Span, last: Sequence[Span | None], least: float) -> tuple[int, bool]:
-    """Which row, and whether it becomes one with what is there."""
+def _place(begun: float, ended: float, last: Sequence[Span | None], least: float) -> tuple[int, Span | None]:
+    """Which row, and what is there if it becomes one with that."""
+    span = None
     for row, span in enumerate(last):
         if span is None:
-            return row, False
-        if fresh.begun >= span.ended:
-            short = fresh.ended - fresh.begun < least and (span.calls > 1 or span.ended - span.begun < least)
-            return row, short and fresh.begun - span.ended < least
-    return len(last) - 1, True
+            return row, None
+        if begun >= span.ended:
+            short = ended - begun < least and (span.calls > 1 or span.ended - span.begun < least)
+            return row, span if short and begun - span.ended < least else None
+    return len(last) - 1, span
 
 
 def _joined(one: Span, other: Span) -> Span:

@@ -6,8 +6,8 @@ Pure: whoever looks gives it what was found.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from telegrad.insight.source import Sight
@@ -16,6 +16,7 @@ from telegrad.witness.account import Account
 
 SECONDS = 60.0  # at most, of which something is shown
 KEPT = 6000  # events of a kind, for each worker: many calls do not drive out few steps
+MOST = 16_000  # events of a kind that are given at once, of all workers together: it is done each second
 LOOKS = 600  # of which the memory is kept
 
 
@@ -25,6 +26,13 @@ class Memory(NamedTuple):
     time: float
     resident: int
     shared: int
+
+
+class Recent(NamedTuple):
+    """By worker, what was recorded lately."""
+
+    events: dict[str, list[Event]]
+    whole: bool  # else there was more of some kind than is kept, or can be shown at once
 
 
 class History:
@@ -65,14 +73,19 @@ class History:
                 kept[kind].append((kind, begun + shift, ended + shift, *rest))
             self._after[worker] = max(event[2] for event in own)
 
-    def recent(self, seconds: float) -> dict[str, list[Event]]:
-        """By worker, the events that ended in the last `seconds`."""
+    def recent(self, seconds: float) -> Recent:
+        """The events that ended in the last `seconds`."""
         since = self.now - seconds
-        return {worker: list(self._since(kinds, since)) for worker, kinds in self._events.items()}
-
-    def _since(self, kinds: Mapping[str, Sequence[Event]], since: float) -> Iterator[Event]:
-        for own in kinds.values():
-            yield from takewhile(lambda event: event[2] >= since, reversed(own))
+        most = min(KEPT, MOST // max(1, len(self._events)))
+        events: dict[str, list[Event]] = {}
+        whole = True
+        for worker, kinds in self._events.items():
+            events[worker] = []
+            for own in kinds.values():
+                found = list(islice(takewhile(lambda event: event[2] >= since, reversed(own)), most))
+                events[worker] += found
+                whole = whole and len(found) < most
+        return Recent(events, whole)
 
     def _meet(self, account: Account) -> None:
         """A process that is new has a clock of its own."""

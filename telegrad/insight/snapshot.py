@@ -17,7 +17,7 @@ def snapshot(history: History, seconds: float) -> dict[str, Any]:
     """All that is shown, of the last `seconds` where it is about a time."""
     sight, now = history.sight, history.now
     accounts = sorted(sight.accounts, key=lambda account: (account["rank"], account["worker"]))
-    recent = history.recent(seconds)
+    recent, whole = history.recent(seconds)
     ranked = [account["worker"] for account in accounts]
     events = {worker: recent[worker] for worker in [*ranked, *sorted(recent.keys() - set(ranked))] if worker in recent}
     rates = figures.rates(history.before, sight)
@@ -26,6 +26,7 @@ def snapshot(history: History, seconds: float) -> dict[str, Any]:
         "epoch": history.epoch,
         "now": now,
         "seconds": seconds,
+        "whole": whole,
         "group": _group(accounts),
         "silent": dict(sight.silent),
         "workers": [_worker(account, rates[account["worker"]]) for account in accounts],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from telegrad.insight.history import KEPT, History
+import pytest
+
+from telegrad.insight.history import KEPT, MOST, History
 from telegrad.insight.source import Sight
 from telegrad.instruments import RAN, STEPPED, Event
 from tests.insight.group import DAY, START, account
@@ -18,7 +20,7 @@ def test_events_come_onto_one_clock() -> None:
     assert history.take(Sight([account("a"), far], {})) == {}
     history.add({"a": [ran(START - 1)], "b": [ran(6.0)], "stranger": [ran(1.0)]})
     assert (history.epoch, history.now) == (DAY, 0)
-    assert history.recent(5) == {"a": [ran(-1.0)], "b": [ran(-1.0)]}
+    assert history.recent(5).events == {"a": [ran(-1.0)], "b": [ran(-1.0)]}
 
 
 def test_each_event_is_asked_for_once() -> None:
@@ -34,14 +36,25 @@ def test_what_is_old_is_not_recent() -> None:
     history = History()
     history.take(Sight([account("a", START + 10)], {}))
     history.add({"a": [ran(START), ran(START + 7), ran(START + 9)]})
-    assert [event[2] for event in history.recent(5)["a"]] == [-1, -3]
+    assert history.recent(5).whole
+    assert [event[2] for event in history.recent(5).events["a"]] == [-1, -3]
 
 
 def test_many_calls_do_not_drive_out_a_step() -> None:
     history = History()
     history.take(Sight([account("a", START + 1)], {}))
     history.add({"a": [(STEPPED, START, START, 1, "SGD")] + [ran(START + 0.5)] * (KEPT + 10)})
-    assert len(history.recent(60)["a"]) == KEPT + 1
+    assert len(history.recent(60).events["a"]) == KEPT + 1
+
+
+def test_of_many_workers_not_all_is_given() -> None:
+    history = History()
+    names = [str(number) for number in range(100)]
+    history.take(Sight([account(name, START + 1) for name in names], {}))
+    history.add({name: [ran(START + n / 1000) for n in range(1000)] for name in names})
+    assert sum(map(len, history.recent(60).events.values())) == MOST
+    assert not history.recent(60).whole
+    assert history.recent(60).events["99"][0][2] == pytest.approx(-0.001)  # the latest
 
 
 def test_the_last_two_sights_and_memory() -> None:

@@ -9,7 +9,7 @@ const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
 const KINDS = ["forward", "backward", "input", "weights"];
 
 export function fillTables(at, data) {
-  const last = `last ${seconds(data.seconds)}`;
+  const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest are kept"}`;
   fill(at("workers-table"), workersCaption(data), WORKERS, [...data.workers, ...silent(data)]);
   fill(at("flows-table"), "From worker to worker", FLOWS, data.flows);
   fill(at("longest-table"), `The 20 longest calls of the ${last}`, LONGEST, longest(data));
