@@ -22,6 +22,7 @@ BOUNDS = tuple(digit * 10.0**power for power in range(-5, 2) for digit in (1, 2,
 FORWARD, BACKWARD, OPTIMIZER, WAITS, CALLS = "forward", "backward", "optimizer", "waits", "calls"
 SHARES = (OPTIMIZER, BACKWARD, FORWARD, WAITS, CALLS)  # what a moment counts as: the first that holds
 _SHARE = {STEPPED: OPTIMIZER, PASSED: BACKWARD, TOOK_PART: BACKWARD, CALLED: WAITS, RAN: CALLS}
+_ACTION = {"forward": FORWARD, "backward": BACKWARD, "input": BACKWARD, "weights": BACKWARD}  # of pipelines
 
 
 class Flow(NamedTuple):
@@ -75,12 +76,12 @@ class Lane(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What a worker did for a micro-batch."""
+    """What a worker did for a batch."""
 
     worker: str
-    kind: str  # as in nn/schedule.py
+    kind: str  # as in nn/schedule.py, or nn/ties.py
     stage: int
-    micro_batch: int
+    number: int  # of the micro-batch, or of the tie
     begun: float
     ended: float
 
@@ -184,8 +185,8 @@ def gantt(events: Events) -> Gantt | None:
     for worker, own in events.items():
         for event in own:
             if event[0] == STAGED:
-                _, begun, ended, batch, kind, stage, micro_batch = event
-                batches[_text(batch)].append(Bar(worker, kind, stage, micro_batch, begun, ended))
+                _, begun, ended, batch, kind, stage, number = event
+                batches[_text(batch)].append(Bar(worker, kind, stage, number, begun, ended))
     if not batches:
         return None
     latest = sorted(batches.items(), key=lambda item: -max(bar.ended for bar in item[1]))[:3]
@@ -244,9 +245,7 @@ def spend(spans: Iterable[tuple[float, float, str]], begun: float, ended: float)
 
 def _share(event: Event) -> str:
     kind = event[0]
-    if kind == STAGED:
-        return FORWARD if event[4] == "forward" else BACKWARD
-    return _SHARE.get(kind, "")
+    return _ACTION.get(event[4], "") if kind == STAGED else _SHARE.get(kind, "")
 
 
 def _pairs(before: Sight | None, now: Sight) -> Iterator[tuple[Account, Account, float]]:
@@ -260,7 +259,7 @@ def _pairs(before: Sight | None, now: Sight) -> Iterator[tuple[Account, Account,
 
 def _same(old: Account, new: Account) -> bool:
     """Whether it is still the same process."""
-    return (old["host"], old["pid"], old["group"]) == (new["host"], new["pid"], new["group"])
+    return (old["host"], old["pid"]) == (new["host"], new["pid"])
 
 
 def _grown(old: int, new: int) -> int:

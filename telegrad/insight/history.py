@@ -89,7 +89,7 @@ class History:
 
     def _meet(self, account: Account) -> None:
         """A process that is new has a clock of its own."""
-        worker, process = account["worker"], (account["host"], account["pid"], account["group"])
+        worker, process = account["worker"], (account["host"], account["pid"])
         if self._shifts.get(worker, ("",))[0] != process:
             self._shifts[worker] = process, account["time"] - account["clock"] - self.epoch
             self._after.pop(worker, None)

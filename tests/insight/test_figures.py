@@ -95,6 +95,7 @@ def test_training() -> None:
         called(0, 4),
         staged(1, 1),
         staged(1, 2, "weights"),
+        staged(1, 2, "lend"),  # counts as nothing
         (PASSED, 3.0, 3.5, 7, 1, ""),
         (STEPPED, 5.0, 6.0, 7, "SGD"),
         (STEPPED, 8.0, 9.0, 8, "SGD"),

@@ -3,7 +3,7 @@
 import { boxes, line, make, show, text, ticks, widthOf } from "./draw.js";
 import { bytes, clipped, seconds, share, short } from "./words.js";
 
-const SECOND = { called: 0, ran: 1 };
+export const KINDS = ["forward", "backward", "input", "weights"]; // of actions on micro-batches; others are on weights
 
 function left(width) {
   return width < 500 ? 70 : 110;
@@ -67,9 +67,9 @@ export function callInWords({ span, lane }) {
 }
 
 function describeCalls(data) {
-  const counts = data.lanes.map((lane) => lane.spans.reduce((sum, span) => sum + span[3], 0));
   const workers = new Set(data.lanes.map((lane) => lane.worker)).size;
-  const calls = data.lanes.reduce((sum, lane, at) => sum + (SECOND[lane.kind] ? 0 : counts[at]), 0);
+  const spans = data.lanes.filter((lane) => lane.kind === "called").flatMap((lane) => lane.spans);
+  const calls = spans.reduce((sum, span) => sum + span[3], 0);
   return `${calls} calls of ${workers} workers in the last ${seconds(data.seconds)}. The table below has the longest.`;
 }
 
@@ -90,8 +90,9 @@ export function drawGantt(svg, gantt) {
     const y = workers.indexOf(bar.worker) * tall + 2;
     const wide = Math.max(1, (bar.ended - bar.begun) * scale - 1);
     const later = bar.stage > firstStage(gantt, bar.worker) ? " later" : "";
-    children.push(make("rect", { x: x.toFixed(1), y, width: wide.toFixed(1), height: tall - 3, class: `${bar.kind}${later}` }));
-    if (wide > 14) children.push(text(x + wide / 2, y + 15, String(bar.micro_batch), "on-bar"));
+    const style = KINDS.includes(bar.kind) ? `${bar.kind}${later}` : "waits";
+    children.push(make("rect", { x: x.toFixed(1), y, width: wide.toFixed(1), height: tall - 3, class: style }));
+    if (wide > 14 && style !== "waits") children.push(text(x + wide / 2, y + 15, String(bar.number), "on-bar"));
   }
   show(svg, workers.length * tall + 20, `Batch ${gantt.batch} on ${workers.length} workers: ${seconds(length)}, idle ${share(gantt.idle)}. The table below has all actions.`, children);
 }

@@ -2,11 +2,10 @@
 
 import { fill } from "./tables.js";
 import { boxes, make } from "./draw.js";
-import { callInWords } from "./timeline.js";
+import { KINDS, callInWords } from "./timeline.js";
 import { bytes, seconds, share, short } from "./words.js";
 
 const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
-const KINDS = ["forward", "backward", "input", "weights"];
 
 export function fillTables(at, data) {
   const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest are kept"}`;
@@ -140,7 +139,7 @@ function referenceColumns(data) {
 }
 
 const GANTT = [
-  { title: "Action", cell: (row) => `${KINDS.includes(row.kind) ? row.kind : "?"} of micro-batch ${row.micro_batch}, stage ${row.stage}` },
+  { title: "Action", cell: (row) => `${row.kind} of ${KINDS.includes(row.kind) ? "micro-batch" : "tied weight"} ${row.number}, stage ${row.stage}` },
   { title: "Worker", cell: (row) => row.worker },
   number("Took", (row) => seconds(row.ended - row.begun)),
 ];
