@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 from telegrad.insight.source import Sight
@@ -168,14 +169,18 @@ def functions(events: Events) -> list[Function]:
 
 
 def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: int = 4) -> list[Lane]:
-    """The calls between two times, side by side in rows; what is shorter than one of `parts` may be put together."""
+    """The calls between two times, side by side in rows; what is shorter than one of `parts` may be put together.
+
+    A call that has not ended may be among the events, as one that ends infinitely late; it gets a row below the others.
+    """
     least = (ended - begun) / parts
     found = []
     for worker, told in events.items():
         for kind in (CALLED, RAN):
             own = [each for each in told if each[0] == kind and each[2] >= begun and each[1] <= ended]
             if own:
-                found.append(Lane(worker, kind, _packed(sorted(own, key=lambda each: each[1]), least, rows)))
+                own.sort(key=lambda each: each[1])
+                found.append(Lane(worker, kind, _with_going(own, least, rows)))
     return found
 
 
@@ -281,6 +286,13 @@ def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
             bucket += 1
         counts[bucket] += 1
     return tuple(counts)
+
+
+def _with_going(own: Sequence[Event], least: float, rows: int) -> list[Span]:
+    ended = _packed([event for event in own if isfinite(event[2])], least, rows)
+    used = 1 + ended[-1].row if ended else 0
+    going = _packed([event for event in own if not isfinite(event[2])], least, rows)
+    return ended + [span._replace(row=span.row + used) for span in going]
 
 
 def _packed(own: Sequence[Event], least: float, rows: int) -> list[Span]:

@@ -8,7 +8,7 @@ from typing import Any
 from telegrad.insight.source import Sight
 from telegrad.instruments import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
 from telegrad.nn.schedule import Timeline, plan, simulate
-from telegrad.witness.account import MEMBER, Account
+from telegrad.witness.account import MEMBER, RUNNING, Account
 
 WORKERS = ["trainer", "stage1", "stage2", "stage3"]
 DAY = 1_790_000_000.0  # the time of day at which their clocks show START
@@ -83,7 +83,7 @@ class Group:
         rank = WORKERS.index(worker)
         done = int((self.now + 60) / self.step)
         neighbours = [WORKERS[at] for at in (rank - 1, rank + 1) if 0 <= at < len(WORKERS)]
-        calls = [] if rank else ["stage1", "stage1", "stage2"]
+        calls = [] if rank else WORKERS[1:3]
         return account(
             worker,
             START + self.now,
@@ -91,6 +91,7 @@ class Group:
             busy=2 if rank else 0,
             contexts=1,
             calls_out=[_call_out(to, number) for number, to in enumerate(calls)],
+            calls_in=[_call_in(rank - 1)] if rank in (1, 2) else [],
             references={"owners": 3 * rank, "users": 6 if not rank else 1, "forks": 3, "pending_users": 0},
             bytes_out=dict.fromkeys(neighbours, done * 3000000 * (rank + 1)),
             bytes_in=dict.fromkeys(neighbours, done * 2000000),
@@ -129,7 +130,11 @@ class Group:
 
 
 def _call_out(to: str, number: int) -> dict[str, Any]:
-    return {"to": to, "number": number, "function": "torch.add", "age": 0.1, "timeout": 60.0, "thread": None}
+    return {"to": to, "number": number, "function": "torch.add", "age": 1.0, "timeout": 60.0, "thread": None}
+
+
+def _call_in(number: int) -> dict[str, Any]:
+    return {"caller": "trainer", "number": number, "function": "torch.add", "age": 0.9, "state": RUNNING, "thread": 7}
 
 
 def _timeline() -> Timeline:

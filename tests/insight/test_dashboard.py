@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from telegrad.insight.dashboard import Dashboard, Watch
-from telegrad.insight.history import History
-from telegrad.insight.snapshot import snapshot
 from telegrad.insight.source import Sight
 from tests.insight.group import WORKERS, Group
 
@@ -167,14 +165,6 @@ def test_a_group_that_cannot_be_asked_is_told_with_what_was_seen_last() -> None:
     assert data["workers"] == seen["workers"]
     group.failure, now[0] = None, 4.0
     assert watch.data(5)["trouble"] == ""
-
-
-def test_a_snapshot_of_nothing_and_of_a_group_that_is_silent() -> None:
-    assert snapshot(History(), 5)["workers"] == []
-    history = History()
-    history.take(Sight([], {"a": "stuck"}))
-    json.dumps(found := snapshot(history, 5))
-    assert (found["silent"], found["group"], found["lanes"], found["gantt"]) == ({"a": "stuck"}, {}, [], None)
 
 
 def test_pages_name_only_one_another() -> None:

@@ -80,7 +80,8 @@ def test_all_views_show_the_group(open_page: Open) -> None:
     assert len(rows(page, "longest-table")) == 20
     assert len(rows(page, "gantt-table")) == page.locator("#gantt rect").count() == 48  # of 4 stages, 6 micro-batches
     assert page.locator("#topology circle").count() == 4
-    assert page.locator("#timeline path").count() == 3
+    assert page.locator("#timeline path").count() == 5  # of each colour one
+    assert "trainer called torch.add on stage1: for 1 s now" in page.locator("#longest-table").text_content()
     assert page.locator("#memory-chart polyline").count() == 4
     assert page.locator("#functions-table svg").count() == 2
     assert "steps/s" in page.locator("#steps").inner_text()

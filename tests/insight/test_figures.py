@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from telegrad.insight import figures
@@ -68,6 +70,16 @@ def test_calls_at_once_lie_in_rows_and_short_ones_are_put_together() -> None:
 def test_more_calls_at_once_than_rows_share_the_last() -> None:
     (lane,) = figures.lanes({"a": [called(n, 9, failure="X" if n == 4 else "") for n in range(5)]}, 0, 10, rows=2)
     assert [(span.row, span.calls, span.failure) for span in lane.spans] == [(0, 1, ""), (1, 4, "X")]
+
+
+def test_calls_that_have_not_ended_lie_below_and_are_never_joined_to_others() -> None:
+    (lane,) = figures.lanes({"a": [called(n, n + 5.0 if n < 3 else math.inf) for n in range(6)]}, 0, 10, rows=2)
+    assert [(s.row, s.begun, s.ended, s.calls) for s in lane.spans] == [
+        (0, 0, 5, 1),
+        (1, 1, 7, 2),
+        (2, 3, math.inf, 1),
+        (3, 4, math.inf, 2),
+    ]
 
 
 def test_lanes_hold_what_reaches_into_the_time() -> None:

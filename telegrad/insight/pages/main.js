@@ -84,7 +84,7 @@ function render() {
   shown = drawCalls(at("timeline"), data);
   if (Object.keys(data.memory).length) drawMemory(at("memory-chart"), data);
   const { steps, passes, pass_p50 } = data.training;
-  at("steps").replaceChildren(`${short(steps / data.seconds)} steps/s `, small(passes ? `${passes} backward passes, median ${inSeconds(pass_p50)}` : "no backward passes"));
+  at("steps").replaceChildren(`${short(steps / data.seconds)} steps/s `, small(passes ? `${passes} backward passes, median ${inSeconds(pass_p50)}` : ""));
   drawSteps(at("series"), data);
   at("pipeline").hidden = !data.gantt;
   if (data.gantt) {

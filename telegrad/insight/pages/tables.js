@@ -1,7 +1,7 @@
 // Tables that change in place, so that neither the focus nor a reader's place in them is lost.
 
-// columns: {title, cell(row) giving a text, {text, mark} or a node, number: whether to the right, wide}; the first names
-// the row, and no two rows alike.
+// columns: {title, cell(row) giving a text, {text, mark} or a node, style: "number", "wide" or "wrap"}; the first names the
+// row, and no two rows alike.
 export function fill(table, caption, columns, rows) {
   const titles = columns.map((column) => column.title).join("\n");
   if (table.dataset.titles !== titles) {
@@ -24,7 +24,7 @@ export function fill(table, caption, columns, rows) {
 function head(columns) {
   const row = element("tr");
   for (const column of columns) {
-    const cell = element("th", column.number ? "number" : "");
+    const cell = element("th", column.style);
     cell.scope = "col";
     cell.textContent = column.title;
     row.append(cell);
@@ -38,7 +38,7 @@ function fresh(columns, key) {
   const row = element("tr");
   row.dataset.key = key;
   columns.forEach((column, at) => {
-    const cell = element(at ? "td" : "th", [column.number && "number", column.wide && "wide"].filter(Boolean).join(" "));
+    const cell = element(at ? "td" : "th", column.style);
     if (!at) cell.scope = "row";
     row.append(cell);
   });

@@ -25,7 +25,7 @@ export function drawCalls(svg, data) {
   const from = left(width);
   const begun = data.now - data.seconds;
   const scale = (width - from - 8) / data.seconds;
-  const groups = { called: [], ran: [], failed: [] };
+  const groups = { called: [], ran: [], failed: [], "called going": [], "ran going": [] };
   const found = [];
   const children = [];
   const tall = Math.max(8, Math.min(16, 210 / (data.lanes.length * 2)));
@@ -42,15 +42,16 @@ export function drawCalls(svg, data) {
     for (const span of lane.spans) {
       const [row, start, end, , , , failure] = span;
       const x = Math.max(from, from + (start - begun) * scale);
-      const box = [x, y + row * tall, Math.max(1.5, Math.min(width - 8, from + (end - begun) * scale) - x), tall - 1.5];
-      groups[failure ? "failed" : lane.kind].push(box);
-      found.push({ box, span, lane });
+      const until = Math.min(data.now, end ?? data.now);
+      const box = [x, y + row * tall, Math.max(1.5, from + (until - begun) * scale - x), tall - 1.5];
+      groups[failure ? "failed" : end === null ? `${lane.kind} going` : lane.kind].push(box);
+      found.push({ box, span, lane, now: data.now });
     }
     y += rows * tall + 3;
   }
   const height = Math.max(y, 60) + 20;
   const rules = axis(width, from, 0, height - 18, data.seconds, (at) => (at < data.seconds ? `−${seconds(data.seconds - at)}` : "now"));
-  const bars = Object.entries(groups).map(([style, own]) => boxes(own, style));
+  const bars = Object.entries(groups).filter(([, own]) => own.length).map(([style, own]) => boxes(own, style));
   show(svg, height, describeCalls(data), [...rules, ...children, ...bars]);
   return found;
 }
@@ -59,10 +60,11 @@ export function under(found, x, y) {
   return found.find(({ box }) => x >= box[0] - 1 && x <= box[0] + box[2] + 1 && y >= box[1] && y <= box[1] + box[3]);
 }
 
-export function callInWords({ span, lane }) {
+export function callInWords({ span, lane, now }) {
   const [, start, end, calls, name, peer, failure] = span;
   const what = lane.kind === "called" ? `${lane.worker} called ${name} on ${peer}` : `${lane.worker} ran ${name} for ${peer}`;
   const many = calls > 1 ? `, the longest of ${calls} calls` : "";
+  if (end === null) return `${what}${many}: for ${seconds(Math.max(0, now - start))} now`;
   return `${what}${many}: ${seconds(end - start)}${failure ? `, failed: ${failure}` : ""}`;
 }
 
@@ -122,6 +124,7 @@ export function drawMemory(svg, data) {
     labels.push({ at: y(own.at(-1)[1]) + 4, worker, style });
   });
   labels.sort((one, other) => one.at - other.at);
+  labels.splice(12); // the largest
   labels.forEach((label, index) => {
     if (index) label.at = Math.max(label.at, labels[index - 1].at + 14);
   });

@@ -4,11 +4,12 @@ import { make, show, text, widthOf } from "./draw.js";
 import { bytes, clipped } from "./words.js";
 
 const MOST = 80; // arrows; in large groups those with the most traffic
+const MANY = 8; // workers, from which on their names stand outside of the circle
 
 export function drawTopology(svg, data) {
   const width = widthOf(svg);
-  const height = Math.min(360, Math.max(260, width * 0.55));
   const names = [...data.workers.map((worker) => worker.worker), ...Object.keys(data.silent)];
+  const height = Math.min(names.length > MANY ? 560 : 360, Math.max(260, width * (names.length > MANY ? 0.9 : 0.55)));
   const places = new Map(names.map((name, index) => [name, place(index, names.length, width, height)]));
   const flows = data.flows
     .filter((flow) => places.has(flow.source) && places.has(flow.target))
@@ -20,14 +21,15 @@ export function drawTopology(svg, data) {
   show(svg, height, describe(names, flows), [
     ...flows.map((flow) => arrow(flow, places, most)),
     ...labelled.map((flow) => label(flow, places)),
-    ...names.flatMap((name) => node(name, places.get(name), name in data.silent, names.length, height)),
+    ...names.flatMap((name) => node(name, places.get(name), name in data.silent, names.length, width, height)),
   ]);
 }
 
 function place(index, count, width, height) {
   const four = count === 4; // stand in the corners
   const angle = (index / count) * 2 * Math.PI - Math.PI * (four ? 0.75 : 0.5);
-  const [across, down] = [width / 2 - Math.min(90, width * 0.28), height / 2 - 48];
+  const across = width / 2 - (count > MANY ? Math.min(130, width * 0.34) : Math.min(90, width * 0.28));
+  const down = height / 2 - 48;
   const out = four ? Math.SQRT2 : 1;
   return { x: width / 2 + across * out * Math.cos(angle), y: height / 2 + down * out * Math.sin(angle) };
 }
@@ -74,13 +76,20 @@ function label(flow, places) {
   return text(along("x") + outX * 8, along("y") + 4 + outY * (upright ? 4 : 13), words, `halo ${style}`);
 }
 
-function node(name, at, silent, count, height) {
-  const radius = count > 16 ? 8 : 14;
-  const beyond = at.y < height / 2 ? at.y - radius - 6 : at.y + radius + 15;
+function node(name, at, silent, count, width, height) {
+  const radius = count > MANY ? 7 : 14;
+  const label = clipped(silent ? `${name} (silent)` : name, width < 500 && count > MANY ? 10 : 16);
   return [
     make("circle", { cx: at.x, cy: at.y, r: radius, class: silent ? "node silent" : "node" }),
-    text(at.x, beyond, clipped(silent ? `${name} (silent)` : name, 22), "halo middle"),
+    count > MANY ? outside(label, at, radius, width, height) : text(at.x, at.y + (at.y < height / 2 ? -20 : 29), label, "halo middle"),
   ];
+}
+
+function outside(label, at, radius, width, height) {
+  const length = Math.hypot(at.x - width / 2, at.y - height / 2);
+  const [outX, outY] = [(at.x - width / 2) / length, (at.y - height / 2) / length];
+  const style = Math.abs(outX) < 0.1 ? "middle" : outX < 0 ? "end" : "";
+  return text(at.x + outX * (radius + 6), at.y + 4 + outY * (radius + 10), label, `halo ${style}`);
 }
 
 function describe(names, flows) {

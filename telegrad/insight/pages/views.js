@@ -9,7 +9,7 @@ const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
 
 export function fillTables(at, data) {
   const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest are kept"}`;
-  fill(at("workers-table"), workersCaption(data), WORKERS, [...data.workers, ...silent(data)]);
+  fill(at("workers-table"), workersCaption(data), WORKERS, [...silent(data), ...data.workers]);
   fill(at("flows-table"), "From worker to worker", FLOWS, data.flows);
   fill(at("longest-table"), `The 20 longest calls of the ${last}`, LONGEST, longest(data));
   fill(at("functions-table"), `Calls of the ${last}, the most time-consuming first`, functionColumns(data.bounds), data.functions);
@@ -19,11 +19,11 @@ export function fillTables(at, data) {
   if (data.gantt) fill(at("gantt-table"), "Actions in the order in which they began", GANTT, data.gantt.bars);
 }
 
-const number = (title, cell) => ({ title, cell, number: true });
+const number = (title, cell) => ({ title, cell, style: "number" });
 
 const WORKERS = [
   { title: "Worker", cell: (row) => row.worker },
-  { title: "Phase", cell: phase },
+  { title: "Phase", cell: phase, style: "wrap" },
   number("Slots", (row) => (row.silent ? "" : { text: `${row.busy} of ${row.slots}`, mark: row.busy >= row.slots })),
   number("Queued", (row) => row.queued ?? ""),
   number("Calls out", (row) => row.calls_out ?? ""),
@@ -63,16 +63,16 @@ const FLOWS = [
 
 function longest(data) {
   return data.lanes
-    .flatMap((lane) => lane.spans.map((span) => ({ lane, span })))
-    .sort((one, other) => other.span[2] - other.span[1] - (one.span[2] - one.span[1]))
+    .flatMap((lane) => lane.spans.map((span) => ({ lane, span, now: data.now, took: (span[2] ?? data.now) - span[1] })))
+    .sort((one, other) => other.took - one.took)
     .slice(0, 20)
-    .map((each, index) => ({ ...each, index, begun: data.now - each.span[1] }));
+    .map((each, index) => ({ ...each, index }));
 }
 
 const LONGEST = [
   number("No.", (row) => row.index + 1),
   { title: "Call", cell: (row) => ({ text: callInWords(row), mark: Boolean(row.span[6]) }) },
-  number("Began", (row) => `${seconds(Math.max(0, row.begun))} ago`),
+  number("Began", (row) => `${seconds(Math.max(0, row.now - row.span[1]))} ago`),
 ];
 
 function functionColumns(bounds) {
@@ -83,7 +83,7 @@ function functionColumns(bounds) {
     number("p50", (row) => seconds(row.p50)),
     number("p99", (row) => seconds(row.p99)),
     number("p50 of running", (row) => seconds(row.running)),
-    { title: `From ${seconds(bounds[0])} to ${seconds(bounds.at(-1))}`, cell: (row) => histogram(row, bounds), wide: true },
+    { title: `From ${seconds(bounds[0])} to ${seconds(bounds.at(-1))}`, cell: (row) => histogram(row, bounds), style: "wide" },
   ];
 }
 
@@ -103,7 +103,7 @@ function spentColumns(length) {
   return [
     { title: "Worker", cell: ([worker]) => worker },
     ...SHARES.map((kind) => number(kind[0].toUpperCase() + kind.slice(1), ([, spent]) => share(spent[kind] / length))),
-    { title: "Of that time", cell: ([, spent]) => stack(spent, length), wide: true },
+    { title: "Of that time", cell: ([, spent]) => stack(spent, length), style: "wide" },
   ];
 }
 

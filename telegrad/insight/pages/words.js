@@ -26,6 +26,8 @@ export function share(value) {
   return `${Math.round(value * 100)}%`;
 }
 
+// Names often differ in their ends only.
 export function clipped(text, length) {
-  return text.length <= length ? text : `${text.slice(0, length - 1)}…`;
+  const start = Math.floor(length * 0.4);
+  return text.length <= length ? text : `${text.slice(0, start)}…${text.slice(text.length - (length - start - 1))}`;
 }
