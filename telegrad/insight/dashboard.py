@@ -93,7 +93,8 @@ class Dashboard:
         """Whether it can be meant by this `Host`. A page from elsewhere whose name leads here is told by its name."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            return name in {"localhost", self._host, socket.gethostname()} or bool(ipaddress.ip_address(name))
+            own = {"localhost", self._host.lower(), socket.gethostname().lower()}
+            return name in own or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
 

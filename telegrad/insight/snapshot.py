@@ -12,6 +12,7 @@ from telegrad.instruments import CALLED, RAN, Event
 from telegrad.witness.account import QUEUED, Account
 
 PARTS = 300  # a call that is shorter than such a part of the time may be shown together with others
+FUNCTIONS = 60  # at most
 ROWS = 3  # for calls at once, in a worker's lane
 
 
@@ -37,7 +38,7 @@ def snapshot(history: History, seconds: float) -> dict[str, Any]:
         "lanes": [
             _lane(lane) for lane in figures.lanes(_with_going(events, accounts, history.epoch), *span, PARTS, ROWS)
         ],
-        "functions": [function._asdict() for function in figures.functions(events)],
+        "functions": [function._asdict() for function in figures.functions(events)[:FUNCTIONS]],
         "bounds": figures.BOUNDS,
         "memory": {worker: _rounded(own) for worker, own in history.memory.items()},
         "gantt": gantt and gantt._asdict() | {"bars": [bar._asdict() for bar in gantt.bars]},
