@@ -49,6 +49,9 @@ PURE = [
     "nn/schedule.py",
     "nn/ties.py",
     "nn/agenda.py",
+    "insight/figures.py",
+    "insight/history.py",
+    "insight/snapshot.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))
