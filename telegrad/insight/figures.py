@@ -21,6 +21,8 @@ BOUNDS = tuple(digit * 10.0**power for power in range(-5, 2) for digit in (1, 2,
 
 FORWARD, BACKWARD, OPTIMIZER, WAITS, CALLS = "forward", "backward", "optimizer", "waits", "calls"
 SHARES = (OPTIMIZER, BACKWARD, FORWARD, WAITS, CALLS)  # what a moment counts as: the first that holds
+_SHARE = {STEPPED: OPTIMIZER, PASSED: BACKWARD, TOOK_PART: BACKWARD, CALLED: WAITS, RAN: CALLS}
+_ACTION = {"forward": FORWARD, "backward": BACKWARD, "input": BACKWARD, "weights": BACKWARD}  # of pipelines
 
 
 class Flow(NamedTuple):
@@ -74,12 +76,12 @@ class Lane(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What a worker did for a micro-batch."""
+    """What a worker did for a batch."""
 
     worker: str
-    kind: str  # as in nn/schedule.py
+    kind: str  # as in nn/schedule.py, or nn/ties.py
     stage: int
-    micro_batch: int
+    number: int  # of the micro-batch, or of the tie
     begun: float
     ended: float
 
@@ -169,9 +171,9 @@ def lanes(events: Events, begun: float, ended: float, parts: int = 800, rows: in
     """The calls between two times, side by side in rows; what is shorter than one of `parts` may be put together."""
     least = (ended - begun) / parts
     found = []
-    for worker in sorted(events):
+    for worker, told in events.items():
         for kind in (CALLED, RAN):
-            own = [each for each in events[worker] if each[0] == kind and each[2] >= begun and each[1] <= ended]
+            own = [each for each in told if each[0] == kind and each[2] >= begun and each[1] <= ended]
             if own:
                 found.append(Lane(worker, kind, _packed(sorted(own, key=lambda each: each[1]), least, rows)))
     return found
@@ -183,8 +185,8 @@ def gantt(events: Events) -> Gantt | None:
     for worker, own in events.items():
         for event in own:
             if event[0] == STAGED:
-                _, begun, ended, batch, kind, stage, micro_batch = event
-                batches[_text(batch)].append(Bar(worker, kind, stage, micro_batch, begun, ended))
+                _, begun, ended, batch, kind, stage, number = event
+                batches[_text(batch)].append(Bar(worker, kind, stage, number, begun, ended))
     if not batches:
         return None
     latest = sorted(batches.items(), key=lambda item: -max(bar.ended for bar in item[1]))[:3]
@@ -222,28 +224,28 @@ def training(events: Events, begun: float, ended: float, parts: int = 30) -> Tra
 
 def spend(spans: Iterable[tuple[float, float, str]], begun: float, ended: float) -> dict[str, float]:
     """How long each of SHARES lasted between two times, where each moment counts once."""
-    changes: list[tuple[float, int, str]] = []
+    changes = []
     for start, end, share in spans:
         if end > begun and start < ended:
-            changes += [(max(start, begun), 1, share), (min(end, ended), -1, share)]
-    changes.sort(key=lambda change: change[0])
-    going = dict.fromkeys(SHARES, 0)
-    spent = dict.fromkeys(SHARES, 0.0)
+            rank = SHARES.index(share)
+            changes += [(max(start, begun), 1, rank), (min(end, ended), -1, rank)]
+    changes.sort()
+    going = [0] * len(SHARES)
+    spent = [0.0] * len(SHARES)
     last = begun
-    for time, change, share in changes:
-        now = next((each for each in SHARES if going[each]), None)
-        if now is not None:
-            spent[now] += time - last
+    for time, change, rank in changes:
+        for first, count in enumerate(going):
+            if count:
+                spent[first] += time - last
+                break
         last = time
-        going[share] += change
-    return spent
+        going[rank] += change
+    return dict(zip(SHARES, spent, strict=True))
 
 
 def _share(event: Event) -> str:
     kind = event[0]
-    if kind == STAGED:
-        return FORWARD if event[4] == "forward" else BACKWARD
-    return {STEPPED: OPTIMIZER, PASSED: BACKWARD, TOOK_PART: BACKWARD, CALLED: WAITS, RAN: CALLS}.get(kind, "")
+    return _ACTION.get(event[4], "") if kind == STAGED else _SHARE.get(kind, "")
 
 
 def _pairs(before: Sight | None, now: Sight) -> Iterator[tuple[Account, Account, float]]:
@@ -257,7 +259,7 @@ def _pairs(before: Sight | None, now: Sight) -> Iterator[tuple[Account, Account,
 
 def _same(old: Account, new: Account) -> bool:
     """Whether it is still the same process."""
-    return (old["host"], old["pid"], old["group"]) == (new["host"], new["pid"], new["group"])
+    return (old["host"], old["pid"]) == (new["host"], new["pid"])
 
 
 def _grown(old: int, new: int) -> int:
@@ -283,30 +285,30 @@ def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
 
 def _packed(own: Sequence[Event], least: float, rows: int) -> list[Span]:
     """Each in the first row that is free; what is short joins the one before it there."""
-    last: list[int | None] = [None] * rows  # of each row, the latest span
+    last: list[Span | None] = [None] * rows  # of each row
     spans: list[Span] = []
     for event in own:
-        _, begun, ended, peer, _, function = event[:6]
-        fresh = Span(0, begun, ended, 1, function, peer, event[-1])
-        row, joins = _place(fresh, [spans[each] if each is not None else None for each in last], least)
-        at = last[row]
-        if joins and at is not None:
-            spans[at] = _joined(spans[at], fresh)
-        else:
-            last[row] = len(spans)
-            spans.append(fresh._replace(row=row))
-    return spans
+        row, before = _place(event[1], event[2], last, least)
+        fresh = Span(row, event[1], event[2], 1, event[5], event[3], event[-1])
+        if before is not None:
+            last[row] = _joined(before, fresh)
+            continue
+        if (ended := last[row]) is not None:
+            spans.append(ended)
+        last[row] = fresh
+    return sorted([*spans, *filter(None, last)], key=lambda span: (span.row, span.begun))
 
 
-def _place(fresh: Span, last: Sequence[Span | None], least: float) -> tuple[int, bool]:
-    """Which row, and whether it becomes one with what is there."""
+def _place(begun: float, ended: float, last: Sequence[Span | None], least: float) -> tuple[int, Span | None]:
+    """Which row, and what is there if it becomes one with that."""
+    span = None
     for row, span in enumerate(last):
         if span is None:
-            return row, False
-        if fresh.begun >= span.ended:
-            short = fresh.ended - fresh.begun < least and (span.calls > 1 or span.ended - span.begun < least)
-            return row, short and fresh.begun - span.ended < least
-    return len(last) - 1, True
+            return row, None
+        if begun >= span.ended:
+            short = ended - begun < least and (span.calls > 1 or span.ended - span.begun < least)
+            return row, span if short and begun - span.ended < least else None
+    return len(last) - 1, span
 
 
 def _joined(one: Span, other: Span) -> Span:

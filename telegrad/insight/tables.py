@@ -74,6 +74,13 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02}" if minutes < 6000 else f"{minutes // 1440}d"
 
 
+def clean(text: str) -> str:
+    """Without what terminals take for commands; lines stay."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else " " for each in text)
+
+
 def place(line: Line) -> str:
     """A line of the user's program, short."""
     return f"{os.path.basename(line['file'])}:{line['line']} {line['function']}: {line['text'].strip()}"
@@ -252,7 +259,7 @@ def narrowed(table: Table, rows: Iterable[Row], words: str) -> list[Row]:
 def shown(table: Table, row: Row) -> list[str]:
     """A row's texts."""
     return [
-        UNKNOWN if value is None else column.show(value)
+        UNKNOWN if value is None else clean(column.show(value)).replace("\n", " ")
         for column, value in zip(table.columns, row.values, strict=True)
     ]
 

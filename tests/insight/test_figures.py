@@ -62,7 +62,7 @@ def test_what_is_slower_than_all_bounds_is_counted() -> None:
 def test_calls_at_once_lie_in_rows_and_short_ones_are_put_together() -> None:
     own = [called(0, 5), called(1, 3), called(4, 5)] + [called(6 + n / 1000, 6.0005 + n / 1000) for n in range(10)]
     (lane,) = figures.lanes({"a": own}, 0, 10, parts=100)
-    assert [(span.row, span.begun, span.calls) for span in lane.spans] == [(0, 0, 1), (1, 1, 1), (1, 4, 1), (0, 6, 10)]
+    assert [(span.row, span.begun, span.calls) for span in lane.spans] == [(0, 0, 1), (0, 6, 10), (1, 1, 1), (1, 4, 1)]
 
 
 def test_more_calls_at_once_than_rows_share_the_last() -> None:
@@ -95,6 +95,7 @@ def test_training() -> None:
         called(0, 4),
         staged(1, 1),
         staged(1, 2, "weights"),
+        staged(1, 2, "lend"),  # counts as nothing
         (PASSED, 3.0, 3.5, 7, 1, ""),
         (STEPPED, 5.0, 6.0, 7, "SGD"),
         (STEPPED, 8.0, 9.0, 8, "SGD"),

@@ -148,4 +148,4 @@ async def _picture(file: str, keys: list[str], size: tuple[int, int]) -> None:
 
 if __name__ == "__main__":
     asyncio.run(_picture("top.svg", [], (132, 20)))
-    asyncio.run(_picture("top-worker.svg", ["down", "enter"], (80, 24)))
+    asyncio.run(_picture("top-worker.svg", ["down", "down", "down", "enter"], (80, 24)))

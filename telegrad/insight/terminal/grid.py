@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable
@@ -113,7 +114,7 @@ class Grid(DataTable[Text]):
         before = [column.width for column in self.ordered_columns]
         for index, column in enumerate(self.ordered_columns):
             if not self.table.columns[index].width:
-                widest = max([len(line[index]) for line in lines], default=0) + (3 if index == 0 else 1)
+                widest = max([cell_len(line[index]) for line in lines], default=0) + (3 if index == 0 else 1)
                 column.width = max(len(column.label), widest)
         return before != [column.width for column in self.ordered_columns]
 
