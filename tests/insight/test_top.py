@@ -187,6 +187,21 @@ async def test_the_cursor_stays_on_its_worker() -> None:
 
 
 @played
+async def test_workers_of_one_name_are_one_row() -> None:
+    async with looking() as looker:
+        looker.source.silent = {"ps": "another of that name"}
+        look = looker.source.look
+
+        def twice() -> Sight:
+            sight = look()
+            return Sight([*sight.accounts, *sight.accounts], {**sight.silent, "trainer1": "it is here, too"})
+
+        looker.source.look = twice
+        await looker.ask()
+        assert len(looker.column("workers", "worker")) == 5
+
+
+@played
 async def test_a_filter_holds_until_escape() -> None:
     async with looking() as looker:
         await looker.press("slash", *"node2")

@@ -48,7 +48,7 @@ class Grid(DataTable[Text]):
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Show these rows from now on."""
-        self._rows = rows
+        self._rows = list({row.key: row for row in rows}.values())  # a second of one key would end the program
         self._draw()
 
     def narrow(self, words: str) -> None:
