@@ -82,7 +82,7 @@ class Top(Asking):
         self._ask()
 
     def renew(self) -> None:
-        if isinstance(self.screen, Page):
+        if isinstance(self.screen, Page) and self.screen.is_mounted:  # else it shows all once it is
             self.screen.renew()
 
     def action_why(self) -> None:
