@@ -74,7 +74,7 @@ class Top(Asking):
     ]
 
     def __init__(self, source: Source, why: Callable[[Sight], str], interval: float = 1.0) -> None:
-        super().__init__(source, interval)
+        super().__init__(source, max(interval, INTERVALS[0]))
         self._why = why
 
     def on_mount(self) -> None:
