@@ -15,17 +15,18 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
-    {"errors", "version"},
+    {"errors", "version", "instruments"},
     {"hints", "threads", "contracts"},
     {"wire"},
     {"devices"},
     {"transport", "group"},
     {"agent"},
     {"rref", "autograd"},
+    {"witness"},
     {"rpc"},
     {"nn"},
     {"optim"},
-    {"checkpoint"},
+    {"checkpoint", "insight"},
     {"compat"},
 ]
 PURE = [
@@ -48,6 +49,8 @@ PURE = [
     "nn/schedule.py",
     "nn/ties.py",
     "nn/agenda.py",
+    "insight/clocks.py",
+    "insight/timeline.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))
