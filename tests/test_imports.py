@@ -51,6 +51,9 @@ PURE = [
     "nn/agenda.py",
     "insight/clocks.py",
     "insight/timeline.py",
+    "insight/graphs.py",
+    "insight/layout.py",
+    "insight/drawing.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,1 +1,6 @@
 """What a group does: why it waits, where the time goes, what it costs."""
+
+from telegrad.insight.collect import trace, tracing
+from telegrad.insight.gradients import GradientGraph, graph
+
+__all__ = ["GradientGraph", "graph", "trace", "tracing"]
