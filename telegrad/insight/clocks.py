@@ -70,7 +70,7 @@ class Relation(NamedTuple):
         if self.how in (REFERENCE, SAME, UNKNOWN):
             return self.how
         drift = f", drifts by {self.drift * 1e6:+.1f} µs per second" if self.drift else ""
-        return f"{self.how}: {self.offset * 1e6:+,.1f} µs, ± {self.uncertainty * 1e6:.1f} µs{drift}"
+        return f"{self.how}: {self.offset * 1e6:+,.1f} µs, ± {self.uncertainty * 1e6:,.1f} µs{drift}"
 
 
 def relate(exchanges: Sequence[Exchange], how: str = MEASURED) -> Relation:
@@ -101,9 +101,10 @@ def _uncertainty(exchange: Exchange) -> float:
 def through(middle: Relation, further: Relation) -> Relation:
     """How a clock relates to the reference's that was compared with the clock of a worker in the middle only."""
     offset = middle.offset + further.ahead(middle.at + middle.offset)
-    return Relation(
-        offset, middle.uncertainty + further.uncertainty, middle.drift + further.drift, middle.at, further.how
-    )
+    how = further.how
+    if how == SAME and middle.how != REFERENCE:
+        how = middle.how
+    return Relation(offset, middle.uncertainty + further.uncertainty, middle.drift + further.drift, middle.at, how)
 
 
 def spread(reference: str, compared: Mapping[tuple[str, str], Relation]) -> dict[str, Relation]:

@@ -23,6 +23,7 @@ from telegrad.errors import TelegradError, UsageError
 from telegrad.insight import clocks, timeline
 from telegrad.insight.clocks import Exchange, Reading, Relation
 from telegrad.insight.source import Source
+from telegrad.insight.timeline import Recorded
 from telegrad.rpc import current, rpc_async, rpc_sync, workers
 
 EXCHANGES = 50  # with each worker, whenever clocks are compared
@@ -200,7 +201,8 @@ class tracing:  # noqa: N801 - used like a function
 
     def __exit__(self, *_: object) -> None:
         profiles = _from_all(self._profiled, end_profile, 60) if self._profile else {}
-        self._written = _write(self._path, self._names, self._source, self._after, self._comparison, profiles)
+        recorded = _recorded(self._names, self._source, self._after, self._comparison, profiles)
+        self._written = _write(self._path, recorded)
 
     def __str__(self) -> str:
         return self._written or f"a trace that will be written to {self._path}"
@@ -221,27 +223,39 @@ def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: b
                 "a profile needs a time: trace(path, seconds=5, profile=True), or `with tracing(path, ...)`"
             )
         names = [worker.name for worker in workers()]
-        return _write(os.fspath(path), names, source, {}, Comparison(names), {})
+        return _write(os.fspath(path), _recorded(names, source, {}, Comparison(names), {}))
     with tracing(path, profile, source=source) as written:
         time.sleep(seconds)
     return str(written)
 
 
-def _write(
-    path: str, names: Names, source: Source, after: dict[str, float], comparison: Comparison, profiles: dict[str, bytes]
-) -> str:
+def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: float | None = None) -> str:
+    """As `trace`, for who is in no group: clocks of other hosts are compared by the calls that were recorded."""
+    accounts = source.look().accounts
+    after: dict[str, float] = {}
+    if seconds is not None:
+        after = {account["worker"]: account["clock"] for account in accounts}
+        time.sleep(seconds)
+    events = source.events(after)
+    hosts = {account["worker"]: account["host"] for account in accounts}
+    names = list(dict.fromkeys([*hosts, *sorted(events)]))
+    relations = timeline.clocks_of(events, names[0], hosts) if names else {}
+    return _write(os.fspath(path), {name: Recorded(events.get(name, []), relations[name]) for name in names})
+
+
+def _recorded(
+    names: Names, source: Source, after: dict[str, float], comparison: Comparison, profiles: dict[str, bytes]
+) -> dict[str, Recorded]:
+    """What is known of all workers of this group."""
     events = source.events(after)  # before the exchanges, which are events as well
     comparison.look()
     relations = comparison.relations()
-    recorded = {
-        name: timeline.Recorded(
-            events.get(name, []),
-            relations[name],
-            json.loads(gzip.decompress(profiles[name])) if profiles.get(name) else None,
-        )
-        for name in names
-    }
+    opened = {name: json.loads(gzip.decompress(packed)) for name, packed in profiles.items() if packed}
+    return {name: Recorded(events.get(name, []), relations[name], opened.get(name)) for name in names}
+
+
+def _write(path: str, recorded: dict[str, Recorded]) -> str:
     file = timeline.joined(recorded, OWN)
     with gzip.open(path, "wt") if path.endswith(".gz") else open(path, "w") as out:
-        json.dump(file, out)
+        json.dump(file, out, separators=(",", ":"))
     return f"{path}: {timeline.summary(file)}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from telegrad.insight.graphs import FOLDED, LEAF, OPERATION, RECEIVE, ROOT, SEND, Message, Node, Part
-from telegrad.insight.layout import GAP, HEADER, LINE, MARGIN, Box, Key, Layout, placed
+from telegrad.insight.layout import GAP, HEADER, LINE, MARGIN, PADDING, Box, Key, Layout, placed
 
 LEGEND = "Arrows lead forward; gradients take them back. Dashed: a message to another worker."
 LEAST_WIDTH = 520  # room for the legend
@@ -19,7 +19,7 @@ STYLE = """
 .tg-head{font-weight:600;font-size:14px}.tg-operation,.tg-folded{fill:#fff;stroke:#8c959f}.tg-leaf{fill:#ddf4ff;stroke:#0969da}
 .tg-root{fill:#dafbe1;stroke:#1a7f37}.tg-send,.tg-receive{fill:#fff8c5;stroke:#9a6700}.tg-folded{stroke-dasharray:3 3}
 .tg-edge{fill:none;stroke:#8c959f}.tg-message{fill:none;stroke:#9a6700;stroke-width:1.5;stroke-dasharray:6 4}
-.tg-tip{fill:#8c959f}.tg-mtip{fill:#9a6700}.tg-name{fill:#7d4e00;font-size:11px;stroke:#f6f8fa;stroke-width:6px;stroke-linejoin:round;paint-order:stroke}
+.tg-tip{fill:#8c959f}.tg-mtip{fill:#9a6700}.tg-name{fill:#7d4e00;font-size:11px;stroke:#f6f8fa;stroke-width:8px;stroke-linejoin:round;paint-order:stroke}
 @media (prefers-color-scheme:dark){
 .tg-page{fill:#0d1117}.tg-worker{fill:#161b22;stroke:#30363d}.tg-text{fill:#e6edf3}.tg-small{fill:#9da7b3}
 .tg-operation,.tg-folded{fill:#0d1117;stroke:#6e7681}.tg-leaf{fill:#0c2d6b;stroke:#58a6ff}.tg-root{fill:#033a16;stroke:#3fb950}
@@ -139,11 +139,11 @@ def _columns(parts: Mapping[str, Part], layout: Layout) -> Iterator[str]:
 
 def _node(node: Node, box: Box) -> str:
     left, top = box.x - box.width / 2, box.y - box.height / 2
-    lines = [("tg-text", node.name), ("tg-text tg-small", node.detail)]
+    first = top + PADDING / 2 + LINE * 0.8
+    lines = [("tg-text", node.name, first), ("tg-text tg-small", node.detail, first + LINE)]
     text = "".join(
-        f'<text class="{kind}" text-anchor="middle" x="{box.x:.1f}" y="{top + LINE * (number + 0.85):.1f}">'
-        f"{escape(line)}</text>"
-        for number, (kind, line) in enumerate(lines)
+        f'<text class="{kind}" text-anchor="middle" x="{box.x:.1f}" y="{y:.1f}">{escape(line)}</text>'
+        for kind, line, y in lines
         if line
     )
     return (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from telegrad.insight import clocks
@@ -146,11 +147,20 @@ def summary(file: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def clocks_of(events: Mapping[str, Sequence[Event]], reference: str) -> dict[str, Relation]:
-    """How all clocks relate as far as the recorded calls tell: where nobody can be asked any more."""
+def clocks_of(
+    events: Mapping[str, Sequence[Event]], reference: str, hosts: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Relation]:
+    """How all clocks relate where nobody can be asked: those of one host are one, of others the recorded calls tell.
+
+    `hosts` are those of workers, as far as they are known.
+    """
     compared = {pair: clocks.relate(found, clocks.CALLS) for pair, found in _exchanges(events).items()}
+    first: dict[str, str] = {}  # of each host
+    for name, host in hosts.items():
+        if first.setdefault(host, name) != name:
+            compared[first[host], name] = Relation(0.0, 0.0, how=clocks.SAME)
     known = clocks.spread(reference, compared)
-    return {name: known.get(name, Relation(0.0, 0.0, how=clocks.UNKNOWN)) for name in events}
+    return {name: known.get(name, Relation(0.0, 0.0, how=clocks.UNKNOWN)) for name in {**hosts, **events}}
 
 
 def _exchanges(events: Mapping[str, Sequence[Event]]) -> dict[tuple[str, str], list[Exchange]]:

@@ -61,7 +61,7 @@ def call(to: str, number: int) -> None:
 
 def skews() -> dict[str, tuple[float, float]]:
     names = [worker.name for worker in rpc.workers()]
-    found = {name: clocks.relate(collect.measure(name)) for name in names[1:]}
+    found = {name: clocks.relate(collect.measure(name, 200)) for name in names[1:]}
     return {name: (each.offset, each.uncertainty) for name, each in found.items()}
 
 
@@ -169,6 +169,26 @@ def test_what_was_recorded_until_now(workers: list[Process], tmp_path: pathlib.P
 
     assert "4 workers" in workers[0].run(lately, str(tmp_path / "trace.json"))
     file_of(tmp_path / "trace.json")
+
+
+class Outside:
+    """A source that looks on from outside: two workers, one of whom has died."""
+
+    def look(self) -> Sight:
+        account: Any = {"worker": "a", "host": "x", "clock": 5.0}
+        return Sight([account], {"b": "it died"})
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        called = (CALLED, 10.0, 10.5, "b", 7, "work", 0, "")
+        return {"b": [(RAN, 20.1, 20.4, "a", 7, "work", "")], "a": [called] if after.get("a", 0) < 10 else []}
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0])
+def test_from_outside_of_a_group(tmp_path: pathlib.Path, seconds: float | None) -> None:
+    told = collect.trace_from_outside(tmp_path / "trace.json", Outside(), seconds)
+    file_of(tmp_path / "trace.json")
+    assert told.splitlines()[0].endswith("2 workers, 2 events, 2 arrows")
+    assert told.splitlines()[2].endswith("clock: from recorded calls: +10,000,000.0 µs, ± 100,000.0 µs")
 
 
 def test_a_profile_needs_a_time() -> None:

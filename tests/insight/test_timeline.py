@@ -191,6 +191,20 @@ def test_clocks_from_recorded_calls() -> None:
     assert [found[name].how for name in "abc"] == [clocks.REFERENCE, clocks.CALLS, clocks.UNKNOWN]
 
 
+def test_workers_of_one_host_share_a_clock() -> None:
+    moved = [(kind, begun - 50, ended - 50, *rest) for kind, begun, ended, *rest in [RUN]]
+    found = timeline.clocks_of({"a": [CALL], "b": moved}, "a", {"a": "x", "d": "x", "b": "y", "e": "y", "f": "z"})
+    assert found["d"] == SAME
+    assert found["e"].offset == found["b"].offset == pytest.approx(-50.0)
+    assert {name: each.how for name, each in found.items()} == {
+        "a": clocks.REFERENCE,
+        "d": clocks.SAME,
+        "b": clocks.CALLS,
+        "e": clocks.CALLS,
+        "f": clocks.UNKNOWN,
+    }
+
+
 def profile(marks: bool) -> dict[str, Any]:
     """As torch writes one: its clock is at 500 s where the worker's perf_counter is at 10, of day 1,000,500."""
     on: dict[str, Any] = {"pid": 4242, "tid": 4243}
