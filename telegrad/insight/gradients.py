@@ -230,13 +230,26 @@ def _origin(node: Any) -> Origin | None:
 def _names_of_parameters() -> dict[int, str]:
     """Of all modules of this process, by the ids of the parameters: the name in the outermost module, and its class."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    inner = {id(part) for module in modules for part in module.children()}
+    inner = {id(part) for module in modules for part in _held(module, "_modules").values()}
     names: dict[int, str] = {}
-    for module in modules:
-        if id(module) not in inner:
-            for name, parameter in module.named_parameters():
-                names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+    for module in sorted(modules, key=lambda module: id(module) in inner):  # one that holds itself is inner, too
+        _name_parameters(module, type(module).__name__, names, set())
     return names
+
+
+def _name_parameters(module: nn.Module, prefix: str, names: dict[int, str], seen: set[int]) -> None:
+    seen.add(id(module))
+    for name, parameter in _held(module, "_parameters").items():
+        names.setdefault(id(parameter), f"{prefix}.{name}")
+    for name, part in _held(module, "_modules").items():
+        if part is not None and id(part) not in seen:
+            _name_parameters(part, f"{prefix}.{name}", names, seen)
+
+
+def _held(module: nn.Module, what: str) -> Mapping[str, Any]:
+    """Its parts, without its methods, which may be a program's own, or those of a remote module."""
+    held: Mapping[str, Any] = vars(module).get(what) or {}  # it may be half built
+    return held
 
 
 def _shape(tensor: Tensor) -> str:

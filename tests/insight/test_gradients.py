@@ -18,6 +18,7 @@ from telegrad.errors import ContextEnded, PeerLost, UsageError
 from telegrad.insight import gradients
 from telegrad.insight.gradients import GradientGraph, graph
 from telegrad.insight.graphs import FOLDED, LEAF, OPERATION, RECEIVE, ROOT, SEND, Node
+from telegrad.nn import RemoteModule
 from telegrad.rpc import RRef
 from tests.insight.picture import drawn
 
@@ -110,6 +111,25 @@ def test_a_long_graph_is_folded() -> None:
         (FOLDED, "3000 operations"),
         (RECEIVE, "many"),
     ]
+
+
+class HalfBuilt(nn.Module):
+    def __init__(self) -> None:
+        pass
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a program's own method")
+
+
+def test_names_are_found_without_asking_modules() -> None:
+    others = [HalfBuilt(), RemoteModule("w1/cpu", nn.Linear, (3, 3))]
+    circle = nn.Sequential(nn.Linear(3, 2))
+    circle.add_module("again", circle)
+    with autograd.context() as context_id:
+        found = graph(context_id, circle[0](torch.ones(3)).sum())
+    named = {node.name for node in found.parts["w0"].nodes if node.kind == LEAF}
+    assert named in ({"Linear.weight", "Linear.bias"}, {"Sequential.0.weight", "Sequential.0.bias"})
+    del others
 
 
 def test_shapes_and_types() -> None:
