@@ -100,7 +100,7 @@ class Pending:
 
     def note(self, note: instruments.Listener, failure: str = "") -> None:
         """Tell that it has ended."""
-        name = getattr(self.asked, NOTED_AS, None) or user_name(self.asked)
+        name = getattr(type(self.asked), NOTED_AS, None) or user_name(self.asked)
         note((instruments.CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure))
 
     def __repr__(self) -> str:

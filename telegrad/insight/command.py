@@ -101,7 +101,7 @@ def _top(given: argparse.Namespace) -> int:
 
 def _dashboard(given: argparse.Namespace) -> int:
     from telegrad.insight import why
-    from telegrad.insight.dashboard import Dashboard
+    from telegrad.insight.web import Dashboard
 
     group = _one_group(given.group)
     if group is None:

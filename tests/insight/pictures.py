@@ -9,7 +9,7 @@ import pathlib
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from telegrad.insight.dashboard import Dashboard
+from telegrad.insight.web import Dashboard
 from tests.insight.browsers import BROWSER, OPTIONS
 from tests.insight.group import Group
 

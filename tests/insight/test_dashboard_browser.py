@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.dashboard import Dashboard
+from telegrad.insight.web import Dashboard
 from telegrad.insight.source import Sight
 from tests.insight.browsers import BROWSER, OPTIONS
 from tests.insight.group import WORKERS, Group

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.dashboard import Dashboard, Watch
+from telegrad.insight.web import Dashboard, Watch
 from telegrad.insight.source import Sight
 from tests.insight.group import WORKERS, Group
 
