@@ -29,7 +29,7 @@ LEFT = "left"  # how
 MADE = "made"  # a handle of a reference: the value's owner, the reference's number
 FREED = "freed"  # such a handle ended: the number
 PASSED = "passed"  # a backward pass that this worker drove: context, number, failure
-TOOK_PART = "took part"  # tasks of passes, done by this worker: context
+TOOK_PART = "took part"  # this worker's tasks of a pass: context, driver, number
 STAGED = "staged"  # an action of a pipeline's stage: batch, kind of action, stage, micro-batch
 STEPPED = "stepped"  # an optimizer's share: context, name of the optimizer
 

@@ -49,6 +49,14 @@ PURE = [
     "nn/schedule.py",
     "nn/ties.py",
     "nn/agenda.py",
+    "insight/figures.py",
+    "insight/history.py",
+    "insight/snapshot.py",
+    "insight/clocks.py",
+    "insight/timeline.py",
+    "insight/graphs.py",
+    "insight/layout.py",
+    "insight/drawing.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -11,6 +11,7 @@ from telegrad.wire.functions import name_of
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KNOWN_AS = "_telegrad_known_as"  # of a function of this package: what the user called
+NOTED_AS = "_telegrad_noted_as"  # of an object of this package: a shorter name, of all of its kind
 OWN_ARGUMENTS = "_telegrad_own_arguments"  # of one: how many arguments stand before the user's
 RUNS = "_telegrad_runs"  # of one whose arguments tell more, on the callee; or of an object: (method) -> name
 _PLAIN = (FunctionType, BuiltinFunctionType)

@@ -138,8 +138,8 @@ class Server:
                 known[message.head] = self._reactor.worked_until() - start < limit
         except BaseException as error:
             call.name = user_name(function, args) if function is not None else ""
-            self._answers.fail(call, error, call.name)
             _note(call, type(error).__name__)
+            self._answers.fail(call, error, call.name)
         else:
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, arrival)
@@ -235,8 +235,8 @@ class Server:
             try:
                 result = future.wait()
             except BaseException as error:
-                self._answers.fail(call, error, user_name(function))
                 _note(call, type(error).__name__)
+                self._answers.fail(call, error, user_name(function))
             else:
                 _note(call)
                 self._answers.send(call, self._answers.made_of(call, result, function))
@@ -256,8 +256,8 @@ class Server:
             try:
                 result = await (in_setting(awaitable, call.setting, self._streams) if special else awaitable)
             except BaseException as error:
-                self._answers.fail(call, error, user_name(function))
                 _note(call, type(error).__name__)
+                self._answers.fail(call, error, user_name(function))
             else:
                 _note(call)
                 self._answers.send(call, self._answers.made_of(call, result, function))

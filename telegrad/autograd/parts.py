@@ -148,14 +148,12 @@ class LocalParts:
                     continue
                 for _, group in itertools.groupby(tasks, lambda task: task.spec):
                     self._do(mailbox, list(group))
-            end = perf_counter()
-            self._short = end - start < SHORT
-            if (note := instruments.note) is not None:
-                note((instruments.TOOK_PART, start, end, mailbox.context.id))
+            self._short = perf_counter() - start < SHORT
 
     def _do(self, mailbox: Mailbox, tasks: list[Task]) -> None:
         """Do tasks of one pass, and report."""
         spec, context = tasks[0].spec, mailbox.context
+        begun = perf_counter()
         try:
             if context.ended:
                 self._contexts.check_kept(context.id)
@@ -172,6 +170,8 @@ class LocalParts:
             self._agent.streams.publish()  # before anybody hears that it is done
             for worker, task in letters:
                 self.give(context, worker, task)
+            if (note := instruments.note) is not None:
+                note((instruments.TOOK_PART, begun, perf_counter(), spec.context, spec.driver, spec.number))
             if part.outbox.send_with(part.participant.report):
                 return
             report = part.participant.report()

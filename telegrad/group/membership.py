@@ -115,11 +115,10 @@ class Membership:
             self._look(self._group)
             self._watch.want()
 
-    def hosts(self) -> dict[str, str]:
-        """Of all who are present, by name, where they run."""
+    def present(self) -> list[Member]:
+        """All who are, by rank."""
         with self._changed:
-            present = sorted(self._present.values(), key=lambda member: member.id)
-        return {member.name: member.host for member in present}
+            return sorted(self._present.values(), key=lambda member: member.id)
 
     def close(self) -> None:
         with self._changed:

@@ -25,8 +25,13 @@ class Reminder:
         """Seconds until the next one is due."""
         return max(0.0, self._start + self._next - monotonic())
 
+    @property
+    def waited(self) -> float:
+        """Seconds since the start."""
+        return monotonic() - self._start
+
     def look(self) -> None:
         if not self.left:
-            waited = monotonic() - self._start
+            waited = self.waited
             self._next = RARER * self._next
             log.warning("telegrad: waiting for %.0f s now: %s", waited, self._text())

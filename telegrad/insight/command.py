@@ -101,7 +101,7 @@ def _top(given: argparse.Namespace) -> int:
 
 def _dashboard(given: argparse.Namespace) -> int:
     from telegrad.insight import reasons
-    from telegrad.insight.dashboard import Dashboard
+    from telegrad.insight.web import Dashboard
 
     group = _one_group(given.group)
     if group is None:
@@ -118,7 +118,7 @@ def _trace(given: argparse.Namespace) -> int:
     source: Source | None = Written(given.files) if given.files else _one_group(given.group)
     if source is None:
         return NONE_HERE
-    print(collect.write(given.file, source, given.seconds))
+    print(collect.trace_from_outside(given.file, source, given.seconds))
     return 0
 
 

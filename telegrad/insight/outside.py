@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from telegrad.witness.stacks import is_library
 
 WATCH = 0.1  # seconds of which the use of the processor is seen
+LISTENS = "00010000"  # the flags of such a socket
 WRITING = 0.5  # seconds at most for a process to write its stacks
 _STACKS = "memfd:telegrad-stacks"
 _WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")  # whoever is innermost in these
@@ -44,6 +47,21 @@ def look_at(pid: int, stacks: int) -> Seen:
             f"its process ({pid}) is busy, and one of its threads holds the interpreter{_where(written)}", written
         )
     return Seen(f"its process ({pid}) sleeps, and one of its threads holds the interpreter{_where(written)}", written)
+
+
+def process_of(name: str, pids: Iterable[int]) -> int | None:
+    """Which of these processes listens on a Unix socket of the abstract namespace."""
+    inode = ""
+    with contextlib.suppress(OSError), open("/proc/net/unix") as file:
+        for fields in map(str.split, file):
+            if fields[7:] == [f"@{name}"] and fields[3] == LISTENS:
+                inode = fields[6]
+    for pid in pids if inode else ():
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as opened:
+            for each in opened:
+                if os.readlink(each.path) == f"socket:[{inode}]":
+                    return pid
+    return None
 
 
 def _where(stacks: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from telegrad.insight.outside import look_at
+from telegrad.insight.outside import look_at, process_of
 from telegrad.insight.source import Sight
 from telegrad.instruments import Event
 from telegrad.witness import desk
@@ -26,9 +26,12 @@ class OwnGroup:
 
     def look(self) -> Sight:
         accounts, silent = self._witness.look()
-        names = [place.worker for place in desk.places()]
-        here = {place.worker: place for place in desk.places() if names.count(place.worker) == 1}
-        return Sight(accounts, {name: _why(here.get(name), why) for name, why in silent.items()})
+        if not silent:
+            return Sight(accounts, silent)
+        places = {place.pid: place for place in desk.places()}
+        sockets = {member.name: member.unix for member in self._witness.observer.members()}
+        here = {name: places.get(process_of(sockets.get(name, ""), places) or 0) for name in silent}
+        return Sight(accounts, {name: _why(here[name], why) for name, why in silent.items()})
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         return self._witness.events(after)

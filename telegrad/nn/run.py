@@ -51,6 +51,7 @@ class Run:
         self._ends = ends
         self._ended = ended
         self._here = job.stations[next(iter(stages))]
+        self._batch = f"{job.id[0]}/{job.id[1]}"
         self._conductor = current.conductor()
         self._context = self._conductor.current() if job.trains else None
         self._setting = _setting_here(self._context)
@@ -100,7 +101,7 @@ class Run:
                     end = perf_counter()
                     longest = max(longest, end - start)
                     if (note := instruments.note) is not None:
-                        note((instruments.STAGED, start, end, self.job.id[1], *upcoming[0]))
+                        note((instruments.STAGED, start, end, self._batch, *upcoming[0]))
                     self.short = longest < SHORT
             except BaseException as error:
                 self.fail(error)

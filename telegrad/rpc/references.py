@@ -82,6 +82,8 @@ class RRef(Operators, Generic[T]):
     def _telegrad_known_as(self) -> str:
         return f"to_here() of {self!r}"
 
+    _telegrad_noted_as = "to_here() of a reference"  # what is recorded does not tell them apart
+
     @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> T:
         """The value itself on its owner, else a copy; waits until it is made.

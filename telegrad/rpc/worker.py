@@ -71,7 +71,7 @@ class Worker:
         self.membership = Membership(self.agent, self.me, directory, place, self._entered)
         self.agent.join(self.me, key, directory, used)
         self.membership.begin()
-        self.witness.observer.joined(self.me.id, self.membership.hosts)
+        self.witness.observer.joined(self.me.id, self.membership.present)
 
     def shutdown(
         self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False

@@ -18,6 +18,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Incoming
 from telegrad.agent.naming import user_name
 from telegrad.autograd.conductor import Conductor
+from telegrad.group.members import Member
 from telegrad.rref.table import ReferenceTable
 from telegrad.witness import stacks
 from telegrad.witness.account import (
@@ -59,7 +60,7 @@ class Observer:
         self._since = perf_counter()
         self.phase = JOINING
         self.missing: Callable[[], list[str]] = list  # who is waited for, while joining or leaving
-        self.members: Callable[[], dict[str, str]] = dict  # by name, their hosts
+        self.members: Callable[[], list[Member]] = list  # of the group, once it has joined that
         self.gone: dict[str, str] = {}  # why; the last of each name
 
     def watch(self, parts: Parts) -> None:
@@ -71,7 +72,7 @@ class Observer:
         """From now on the worker is in that phase of its life."""
         self.phase, self._since, self.missing = phase, perf_counter(), missing
 
-    def joined(self, rank: int, members: Callable[[], dict[str, str]]) -> None:
+    def joined(self, rank: int, members: Callable[[], list[Member]]) -> None:
         """The worker is in its group."""
         self._rank, self.members = rank, members
         self.enter(MEMBER)
@@ -95,7 +96,7 @@ class Observer:
             place="",
             size=None,
             generation=0,
-            members=self.members(),
+            members={member.name: member.host for member in self.members()},
             gone=dict(self.gone),
             threads=threads,
             calls_out=[],

@@ -52,7 +52,7 @@ class Witness:
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         """By worker, what was recorded since those times of their own clocks."""
-        others = [name for name in self.observer.members() if name != self._name]
+        others = [member.name for member in self.observer.members() if member.name != self._name]
         answers: dict[str, Any] = {}
         if self._inquiry is not None:
             answers, _ = self._inquiry.ask(others, EVENTS, lambda name: after.get(name, 0.0))

@@ -268,8 +268,9 @@ def coroutine(rank: int, stage: Stage) -> None:
 
 
 async def listen() -> None:
+    values.append(asyncio.Event())
     say()
-    await asyncio.Event().wait()
+    await values[0].wait()
 
 
 def future_never_set(rank: int, stage: Stage) -> None:

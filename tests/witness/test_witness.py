@@ -116,6 +116,7 @@ def test_calls_without_a_slot_are_queued() -> None:
         gate.set()
         for future in futures:
             future.wait()
+        assert inside.acquire(timeout=PATIENCE)  # the third
 
 
 def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:

@@ -1,0 +1,145 @@
+// What stands in which table.
+
+import { fill } from "./tables.js";
+import { boxes, make } from "./draw.js";
+import { KINDS, callInWords } from "./timeline.js";
+import { bytes, seconds, share, short } from "./words.js";
+
+const SHARES = ["forward", "backward", "optimizer", "waits", "calls"];
+
+export function fillTables(at, data) {
+  const last = `last ${seconds(data.seconds)}${data.whole ? "" : ", of which only the latest are kept"}`;
+  fill(at("workers-table"), workersCaption(data), WORKERS, [...silent(data), ...data.workers]);
+  fill(at("flows-table"), "From worker to worker", FLOWS, data.flows);
+  fill(at("longest-table"), `The 20 longest calls of the ${last}`, LONGEST, longest(data));
+  fill(at("functions-table"), `Calls of the ${last}, the most time-consuming first`, functionColumns(data.bounds), data.functions);
+  fill(at("spent-table"), `Where the time went, ${last}`, spentColumns(data.seconds), Object.entries(data.training.spent));
+  fill(at("memory-table"), "Memory of the workers' processes", MEMORY, memory(data));
+  fill(at("references-table"), "References to values on other workers, and what is under way about them", referenceColumns(data), data.workers);
+  if (data.gantt) fill(at("gantt-table"), "Actions in the order in which they began", GANTT, data.gantt.bars);
+}
+
+const number = (title, cell) => ({ title, cell, style: "number" });
+
+const WORKERS = [
+  { title: "Worker", cell: (row) => row.worker },
+  { title: "Phase", cell: phase, style: "wrap" },
+  number("Slots", (row) => (row.silent ? "" : { text: `${row.busy} of ${row.slots}`, mark: row.busy >= row.slots })),
+  number("Queued", (row) => row.queued ?? ""),
+  number("Calls out", (row) => row.calls_out ?? ""),
+  number("Oldest", (row) => (row.calls_out ? seconds(row.oldest) : "")),
+  number("Served/s", (row) => (row.silent ? "" : short(row.rate.calls))),
+  number("Sent/s", (row) => (row.silent ? "" : bytes(row.rate.sent))),
+  number("Received/s", (row) => (row.silent ? "" : bytes(row.rate.received))),
+  number("Threads", (row) => row.threads ?? ""),
+  number("Memory", (row) => (row.silent ? "" : bytes(row.memory))),
+  number("Contexts", (row) => row.contexts ?? ""),
+  number("Generation", (row) => row.generation ?? ""),
+  number("Rank", (row) => row.rank ?? ""),
+  { title: "Host, process", cell: (row) => (row.silent ? "" : `${row.host}, ${row.pid}`) },
+];
+
+function phase(row) {
+  if (row.silent) return { text: `no answer: ${row.silent}`, mark: true };
+  const missing = row.missing.length ? `, waits for ${row.missing.join(", ")}` : "";
+  return { text: `${row.phase} for ${seconds(row.phase_age)}${missing}`, mark: row.missing.length > 0 };
+}
+
+function silent(data) {
+  return Object.entries(data.silent).map(([worker, why]) => ({ worker, silent: why || "nothing is known" }));
+}
+
+function workersCaption(data) {
+  const gone = Object.entries(data.group.gone ?? {}).map(([name, why]) => `${name} (${why})`);
+  return gone.length ? `Gone: ${gone.join(", ")}` : "All that are known";
+}
+
+const FLOWS = [
+  { title: "Flow", cell: (row) => `${row.source} → ${row.target}` },
+  number("Bytes/s", (row) => bytes(row.rate)),
+  number("Since the start", (row) => bytes(row.total)),
+  number("Calls in flight", (row) => row.calls),
+];
+
+function longest(data) {
+  return data.lanes
+    .flatMap((lane) => lane.spans.map((span) => ({ lane, span, now: data.now, took: (span[2] ?? data.now) - span[1] })))
+    .sort((one, other) => other.took - one.took)
+    .slice(0, 20)
+    .map((each, index) => ({ ...each, index }));
+}
+
+const LONGEST = [
+  number("No.", (row) => row.index + 1),
+  { title: "Call", cell: (row) => ({ text: callInWords(row), mark: Boolean(row.span[6]) }) },
+  number("Began", (row) => `${seconds(Math.max(0, row.now - row.span[1]))} ago`),
+];
+
+function functionColumns(bounds) {
+  return [
+    { title: "Function", cell: (row) => row.name },
+    number("Calls", (row) => row.calls),
+    number("Failed", (row) => ({ text: row.failures, mark: row.failures > 0 })),
+    number("p50", (row) => seconds(row.p50)),
+    number("p99", (row) => seconds(row.p99)),
+    number("p50 of running", (row) => seconds(row.running)),
+    { title: `From ${seconds(bounds[0])} to ${seconds(bounds.at(-1))}`, cell: (row) => histogram(row, bounds), style: "wide" },
+  ];
+}
+
+function histogram(row, bounds) {
+  const most = Math.max(...row.histogram);
+  const bars = row.histogram.map((count, index) => {
+    const tall = count ? Math.max(1.5, (count / most) * 20) : 0;
+    return [index * 10, 21 - tall, 9, tall.toFixed(1)];
+  });
+  const label = row.histogram.map((count, index) => (count ? `${count} ${index < bounds.length ? `up to ${seconds(bounds[index])}` : "longer"}` : "")).filter(Boolean).join(", ");
+  const wide = row.histogram.length * 10;
+  const base = make("path", { d: `M0 21.5H${wide}`, class: "rule" });
+  return make("svg", { viewBox: `0 0 ${wide} 22`, height: 22, preserveAspectRatio: "none", role: "img", "aria-label": label }, make("title", {}, label), base, boxes(bars, "bar"));
+}
+
+function spentColumns(length) {
+  return [
+    { title: "Worker", cell: ([worker]) => worker },
+    ...SHARES.map((kind) => number(kind[0].toUpperCase() + kind.slice(1), ([, spent]) => share(spent[kind] / length))),
+    { title: "Of that time", cell: ([, spent]) => stack(spent, length), style: "wide" },
+  ];
+}
+
+function stack(spent, length) {
+  let x = 0;
+  const bars = SHARES.map((kind) => {
+    const wide = (spent[kind] / length) * 300;
+    x += wide;
+    return boxes([[x - wide, 2, wide, 16]], kind);
+  });
+  return make("svg", { viewBox: "0 0 300 20", height: 20, preserveAspectRatio: "none", "aria-hidden": "true" }, make("path", { d: "M0 19.5H300", class: "rule" }), ...bars);
+}
+
+function memory(data) {
+  const shared = new Map(data.workers.map((worker) => [worker.worker, worker.shared]));
+  return Object.entries(data.memory).map(([worker, own]) => ({ worker, now: own.at(-1)[1], most: Math.max(...own.map((each) => each[1])), shared: shared.get(worker) ?? 0 }));
+}
+
+const MEMORY = [
+  { title: "Worker", cell: (row) => row.worker },
+  number("Now", (row) => bytes(row.now)),
+  number("Most", (row) => bytes(row.most)),
+  number("Shared memory lent", (row) => bytes(row.shared)),
+];
+
+const KNOWN = { owners: "Owned", shared_owners: "Held by others", users: "Held" };
+
+function referenceColumns(data) {
+  const found = new Set(data.workers.flatMap((worker) => Object.keys(worker.references)));
+  const keys = [...new Set([...Object.keys(KNOWN).filter((key) => found.has(key)), ...found])];
+  const title = (key) => KNOWN[key] ?? key[0].toUpperCase() + key.slice(1).replaceAll("_", " ");
+  return [{ title: "Worker", cell: (row) => row.worker }, ...keys.map((key) => number(title(key), (row) => row.references[key] ?? ""))];
+}
+
+const GANTT = [
+  { title: "Action", cell: (row) => `${row.kind} of ${KINDS.includes(row.kind) ? "micro-batch" : "tied weight"} ${row.number}, stage ${row.stage}` },
+  { title: "Worker", cell: (row) => row.worker },
+  number("Took", (row) => seconds(row.ended - row.begun)),
+];

@@ -1,0 +1,1 @@
+"""What `telegrad top` shows, with Textual."""

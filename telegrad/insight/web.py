@@ -1,0 +1,232 @@
+"""A group in a browser: the server of the pages in `pages/`, and of what they show.
+
+Who has the token may look, nobody else; what is shown leaves by these doors alone. It is asked for in the address once,
+and kept by the browser in a cookie. Nothing can be changed from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import secrets
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from telegrad.insight.history import SECONDS, History
+from telegrad.insight.snapshot import snapshot
+from telegrad.insight.source import Sight, Source
+
+PAUSE = 1.0  # seconds at least from one look at the group to the next
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",  # the address has the token in it at first
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Dashboard:
+    """Serves until `close()`, by threads of its own; `url` is what a browser has to open.
+
+    It asks `source` while somebody looks, and at most once a second however many do. `why` says in words why the group
+    waits.
+
+    Raises:
+        OSError: nobody can listen at that host and port.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        why: Callable[[Sight], str],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+    ) -> None:
+        self.token = token or secrets.token_urlsafe(24)
+        self.watch = Watch(source)
+        self.why = why
+        digest = hashlib.sha256(f"cookie {self.token}".encode()).hexdigest()
+        self.cookie = (f"telegrad-{digest[:12]}", digest)  # browsers do not tell apart the ports of a host
+        self._host = host
+        self._server = _Server(self, host, port)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="telegrad dashboard", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """With the token; to be kept to oneself."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}/?token={quote(self.token)}"
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def lets_in(self, token: str, cookies: str) -> bool:
+        """Whether the token is right, or one of the cookies; takes the same time for all that are wrong."""
+        try:
+            kept = SimpleCookie(cookies).get(self.cookie[0])
+        except CookieError:
+            kept = None
+        given = kept.value if kept is not None else ""
+        known = secrets.compare_digest(given.encode(), self.cookie[1].encode())
+        return secrets.compare_digest(token.encode(), self.token.encode()) or known
+
+    def is_called(self, host: str) -> bool:
+        """Whether it can be meant by this `Host`. A page from elsewhere whose name leads here is told by its name."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            own = {"localhost", self._host.lower(), socket.gethostname().lower()}
+            return name in own or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Dashboard:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Watch:
+    """Looks at the group when it is asked for, at most once in PAUSE; all viewers share what it finds."""
+
+    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+        self._source = source
+        self._clock = clock
+        # Guards all below; who asks the source has it for up to two seconds, and the others wait for what is found.
+        self._lock = threading.Lock()
+        self._history = History()
+        self._shown: dict[float, dict[str, Any]] = {}  # since the last look, by how many seconds
+        self._looked = float("-inf")
+        self._trouble = ""
+
+    def data(self, seconds: float) -> dict[str, Any]:
+        """What is shown of the last `seconds`."""
+        with self._lock:
+            self._look()
+            if seconds not in self._shown:
+                self._shown[seconds] = snapshot(self._history, seconds) | {"trouble": self._trouble}
+            return self._shown[seconds]
+
+    def sight(self) -> Sight:
+        with self._lock:
+            self._look()
+            return self._history.sight
+
+    def _look(self) -> None:
+        if self._clock() - self._looked < PAUSE:
+            return
+        self._looked = self._clock()
+        self._shown.clear()
+        try:
+            after = self._history.take(self._source.look())
+            self._history.add(self._source.events(after))
+            self._trouble = ""
+        except Exception as error:
+            self._trouble = f"{type(error).__name__}: {error}"
+
+
+class _Server(ThreadingHTTPServer):
+    def __init__(self, dashboard: Dashboard, host: str, port: int) -> None:
+        self.dashboard = dashboard
+        files = resources.files("telegrad.insight").joinpath("pages").iterdir()
+        self.pages = {file.name: file.read_bytes() for file in files}
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # that of HTTPServer asks for its name, which may take long
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # else, somebody has closed a page
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version, sys_version = "telegrad", ""
+    timeout = 10.0  # seconds, for a request to come
+
+    def do_GET(self) -> None:
+        dashboard = self.server.dashboard
+        path, _, rest = self.path.partition("?")
+        query = parse_qs(rest)
+        token = query.get("token", [""])[0]
+        if not self._may_look(token):
+            self._answer(403, b"Open the address that the dashboard has printed: it has the token in it.")
+        elif path == "/data":
+            seconds = _number(query.get("seconds", [""])[0])
+            self._answer(200, json.dumps(dashboard.watch.data(seconds)).encode(), "application/json")
+        elif path == "/why":
+            self._answer(200, self._why().encode())
+        else:
+            self._page(path[1:] or "index.html")
+
+    def refuse(self) -> None:
+        self._answer(403, b"Here one can look, and no more.")
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = refuse  # noqa: N815
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass  # addresses have the token in them
+
+    def _may_look(self, token: str) -> bool:
+        dashboard = self.server.dashboard
+        called, cookies = self.headers.get("Host", ""), self.headers.get("Cookie", "")
+        return dashboard.is_called(called) and dashboard.lets_in(token, cookies)
+
+    def _page(self, name: str) -> None:
+        body = self.server.pages.get(name)
+        if body is None:
+            self._answer(404, b"There is no such page.")
+        else:
+            cookie = "=".join(self.server.dashboard.cookie) + "; HttpOnly; SameSite=Strict; Path=/"
+            self._answer(200, body, KINDS[name.rpartition(".")[2]], {"Set-Cookie": cookie})
+
+    def _why(self) -> str:
+        dashboard = self.server.dashboard
+        try:
+            return dashboard.why(dashboard.watch.sight())
+        except Exception as error:
+            return f"That cannot be told: {type(error).__name__}: {error}"
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (HEADERS | (more or {})).items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _number(text: str) -> float:
+    """Of seconds, from a query; the nearest that can be served."""
+    try:
+        return min(SECONDS, max(1.0, float(text)))
+    except ValueError:
+        return SECONDS

@@ -1,0 +1,8 @@
+"""The browser that tests use: the system's own."""
+
+from __future__ import annotations
+
+import shutil
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OPTIONS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]

@@ -1,0 +1,145 @@
+"""A made-up group of four workers that train, for tests of what shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from telegrad.insight.source import Sight
+from telegrad.instruments import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
+from telegrad.nn.schedule import Timeline, plan, simulate
+from telegrad.witness.account import MEMBER, RUNNING, Account
+
+WORKERS = ["trainer", "stage1", "stage2", "stage3"]
+DAY = 1_790_000_000.0  # the time of day at which their clocks show START
+START = 5000.0
+
+
+def account(worker: str, clock: float = START, **known: Any) -> Account:
+    """Of a worker that does nothing, but for what is `known`."""
+    blank: Account = {
+        "worker": worker,
+        "rank": WORKERS.index(worker) if worker in WORKERS else 0,
+        "group": "g",
+        "pid": 100,
+        "host": "node",
+        "program": "train.py",
+        "clock": clock,
+        "time": DAY + clock - START,
+        "phase": MEMBER,
+        "phase_age": clock - START + 60,
+        "missing": [],
+        "place": "tcp://node:29500",
+        "size": len(WORKERS),
+        "generation": 1,
+        "members": {},
+        "gone": {},
+        "threads": [],
+        "calls_out": [],
+        "calls_in": [],
+        "slots": 16,
+        "busy": 0,
+        "passes": [],
+        "contexts": 0,
+        "references": {},
+        "bytes_out": {},
+        "bytes_in": {},
+        "calls_done": 0,
+        "memory": 300 * 2**20,
+        "shared": 0,
+    }
+    return blank | known  # type: ignore[return-value]
+
+
+class Group:
+    """Four workers, of which one drives a pipeline over all; the source of what they tell."""
+
+    def __init__(self, step: float = 0.4) -> None:
+        self.step = step  # seconds from a batch to the next
+        self.now = 0.0  # seconds since START
+        self.silent: dict[str, str] = {}
+        self.looks = 0
+        self.failure: Exception | None = None
+
+    def look(self) -> Sight:
+        self.looks += 1
+        self.now += 1.0
+        if self.failure is not None:
+            raise self.failure
+        return Sight([self._account(worker) for worker in WORKERS if worker not in self.silent], self.silent)
+
+    def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
+        found = {}
+        for worker in WORKERS:
+            since = after.get(worker, START - 20) - START
+            own = (event for batch in self._batches(since) for event in self._batch(batch).get(worker, []))
+            found[worker] = sorted((e for e in own if since < e[2] - START <= self.now), key=lambda event: event[2])
+        return found
+
+    def _batches(self, since: float) -> range:
+        return range(int(since / self.step) - 2, int(self.now / self.step) + 1)
+
+    def _account(self, worker: str) -> Account:
+        rank = WORKERS.index(worker)
+        done = int((self.now + 60) / self.step)
+        neighbours = [WORKERS[at] for at in (rank - 1, rank + 1) if 0 <= at < len(WORKERS)]
+        calls = [] if rank else WORKERS[1:3]
+        return account(
+            worker,
+            START + self.now,
+            pid=100 + rank,
+            busy=2 if rank else 0,
+            contexts=1,
+            calls_out=[_call_out(to, number) for number, to in enumerate(calls)],
+            calls_in=[_call_in(rank - 1)] if rank in (1, 2) else [],
+            references={"owners": 3 * rank, "users": 6 if not rank else 1, "forks": 3, "pending_users": 0},
+            bytes_out=dict.fromkeys(neighbours, done * 3000000 * (rank + 1)),
+            bytes_in=dict.fromkeys(neighbours, done * 2000000),
+            calls_done=done * 9 if rank else 0,
+            memory=int((300 + 90 * rank + 12 * (self.now % 9)) * 2**20),
+            shared=rank * 4 * 2**20,
+        )
+
+    def _batch(self, number: int) -> dict[str, list[Event]]:
+        """What all record of one batch."""
+        begun = START + number * self.step
+        scale = self.step * 0.75 / _TIMELINE.length
+        found: dict[str, list[Event]] = {worker: [] for worker in WORKERS}
+        for worker, spans in zip(WORKERS, _TIMELINE.spans, strict=True):
+            ends = [(begun + span.start * scale, begun + span.end * scale) for span in spans]
+            for span, (start, end) in zip(spans, ends, strict=True):
+                found[worker].append((STAGED, start, end, ("p", number), span.action.kind, *span.action[1:]))
+            call = (begun, begun + self.step * 0.8)
+            failure = "ValueError" if number % 40 == 7 and worker == "stage2" else ""
+            if worker != "trainer":
+                found["trainer"].append((CALLED, *call, worker, number, "Pipeline.batch", 0, failure))
+                found[worker].append(
+                    (RAN, call[0] + 0.002, call[1] - 0.002, "trainer", number, "Pipeline.batch", failure)
+                )
+            for each in range(6):
+                at = begun + each * self.step / 6
+                length = 0.002 + 0.004 * ((number * 7 + each * 3) % 5) ** 2 / 4
+                other = WORKERS[(WORKERS.index(worker) + 1) % len(WORKERS)]
+                found[worker].append((CALLED, at, at + length, other, each, "torch.add", 4096, ""))
+                found[other].append((RAN, at + 0.0005, at + length - 0.0005, worker, each, "torch.add", ""))
+            at = begun + self.step * 0.8
+            found[worker].append((TOOK_PART, at, at + self.step * 0.08, number, "trainer", 1))
+            found[worker].append((STEPPED, at + self.step * 0.08, at + self.step * 0.15, number, "Adam"))
+        found["trainer"].append((PASSED, begun + self.step * 0.8, begun + self.step * 0.9, number, 1, ""))
+        return found
+
+
+def _call_out(to: str, number: int) -> dict[str, Any]:
+    return {"to": to, "number": number, "function": "torch.add", "age": 1.0, "timeout": 60.0, "thread": None}
+
+
+def _call_in(number: int) -> dict[str, Any]:
+    return {"caller": "trainer", "number": number, "function": "torch.add", "age": 0.9, "state": RUNNING, "thread": 7}
+
+
+def _timeline() -> Timeline:
+    stations = tuple(range(len(WORKERS)))
+    return simulate(plan("1f1b", stations, 6), stations, 6, lambda action: 2.0 if action.kind == "backward" else 1.0)
+
+
+_TIMELINE = _timeline()

@@ -1,0 +1,45 @@
+"""The picture in docs/insight/graph.md: `python -m tests.insight.picture` draws it anew."""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+from torch import Tensor, nn
+
+import telegrad.autograd as autograd
+import telegrad.rpc as rpc
+from telegrad.insight.gradients import GradientGraph, graph
+from telegrad.rpc import current
+from tests.cluster import agents
+
+FILE = pathlib.Path(__file__).parents[2] / "docs" / "insight" / "graph.svg"
+
+encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+decoder = nn.Linear(16, 4)
+
+
+def encode(images: Tensor) -> Tensor:
+    return encoder(images)
+
+
+def decode(code: Tensor, scale: Tensor) -> Tensor:
+    return decoder(torch.tanh(code) * scale)
+
+
+def drawn(encodes: str, decodes: str) -> GradientGraph:
+    """What the documentation shows: two workers called one after the other, and a loss here."""
+    scale = torch.ones(16, requires_grad=True)
+    with autograd.context() as context_id:
+        code = rpc.rpc_sync(encodes, encode, (torch.ones(5, 8),))
+        output = rpc.rpc_sync(decodes, decode, (code, scale))
+        loss = output.pow(2).mean() + code.abs().mean()
+        return graph(context_id, loss)
+
+
+if __name__ == "__main__":
+    with agents(3) as workers:
+        current.enter(workers[0])
+        found = drawn("w1", "w2")
+        found.context_id = 1
+        found.save(FILE)

@@ -1,0 +1,220 @@
+"""The dashboard in a real browser, with a made-up group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from telegrad.insight.web import Dashboard
+from telegrad.insight.source import Sight
+from tests.insight.browsers import BROWSER, OPTIONS
+from tests.insight.group import WORKERS, Group
+
+api = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium")
+
+Open = Callable[..., Any]
+
+
+def why(sight: Sight) -> str:
+    return "trainer waits for stage1 <b>since</b> 3 s"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+@pytest.fixture
+def dashboard(group: Group) -> Iterator[Dashboard]:
+    with Dashboard(group, why) as dashboard:
+        yield dashboard
+
+
+@pytest.fixture
+def open_page(browser: Any, dashboard: Dashboard) -> Iterator[Open]:
+    """Opens a page that has shown the group; afterwards, nothing was wrong in it and nothing came from elsewhere."""
+    contexts, wrong, elsewhere = [], [], []
+
+    def open_page(**options: Any) -> Any:
+        contexts.append(context := browser.new_context(**options))
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        origin = f"http://127.0.0.1:{dashboard.port}/"
+        page.on("request", lambda asked: None if asked.url.startswith(origin) else elsewhere.append(asked.url))
+        page.goto(dashboard.url)
+        page.get_by_text("Live", exact=True).wait_for()
+        page.wrong = wrong
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+    assert elsewhere == []
+
+
+def rows(page: Any, table: str) -> list[str]:
+    found: list[str] = page.locator(f"#{table} tbody th").all_text_contents()
+    return found
+
+
+def test_all_views_show_the_group(open_page: Open) -> None:
+    page = open_page()
+    assert "token" not in page.url
+    assert rows(page, "workers-table") == WORKERS
+    assert set(rows(page, "functions-table")) == {"Pipeline.batch", "torch.add"}
+    assert rows(page, "spent-table") == rows(page, "memory-table") == rows(page, "references-table") == WORKERS
+    assert "trainer → stage1" in rows(page, "flows-table")
+    assert len(rows(page, "longest-table")) == 20
+    assert len(rows(page, "gantt-table")) == page.locator("#gantt rect").count() == 48  # of 4 stages, 6 micro-batches
+    assert page.locator("#topology circle").count() == 4
+    assert page.locator("#timeline path").count() == 5  # of each colour one
+    assert "trainer called torch.add on stage1: for 1 s now" in page.locator("#longest-table").text_content()
+    assert page.locator("#memory-chart polyline").count() == 4
+    assert page.locator("#functions-table svg").count() == 2
+    assert "steps/s" in page.locator("#steps").inner_text()
+    assert "4 of 4 workers answer" in page.locator("#group").inner_text()
+
+
+def test_news_arrive_by_themselves_and_leave_rows_in_place(open_page: Open, group: Group) -> None:
+    page = open_page()
+    page.evaluate("document.querySelector('#workers-table tbody tr').id = 'same'")
+    before = page.locator("#same").inner_text()
+    page.wait_for_function("text => document.querySelector('#same').innerText !== text", arg=before)
+    group.silent = {"stage3": "stuck in C"}
+    page.get_by_text("Live; no answer from stage3").wait_for()
+    assert "no answer: stuck in C" in page.locator("#workers-table").inner_text()
+    assert page.locator("#topology .silent").count() == 1
+
+
+def test_it_recovers_when_the_server_was_gone(open_page: Open, dashboard: Dashboard, group: Group) -> None:
+    page = open_page()
+    dashboard.close()
+    page.get_by_text("does not answer").wait_for()
+    assert "What is shown is of" in page.locator("#state").inner_text()
+    assert rows(page, "workers-table") == WORKERS
+    page.wrong.clear()  # the browser tells of the failed requests
+    with Dashboard(group, why, port=dashboard.port, token=dashboard.token):
+        page.get_by_text("Live", exact=True).wait_for()
+        page.wrong.clear()
+
+
+def test_it_tells_when_the_group_is_gone_and_recovers(open_page: Open, group: Group) -> None:
+    page = open_page()
+    group.failure = ConnectionError("nobody is there")
+    page.get_by_text("The group cannot be asked: ConnectionError: nobody is there.").wait_for()
+    assert rows(page, "workers-table") == WORKERS
+    group.failure = None
+    page.get_by_text("Live", exact=True).wait_for()
+
+
+def test_why(open_page: Open) -> None:
+    page = open_page()
+    page.get_by_role("button", name="Why does it wait?").click()
+    page.get_by_text("trainer waits for stage1 <b>since</b> 3 s").wait_for()  # as a text, not as a page
+
+
+def test_pause_and_the_span_of_time(open_page: Open) -> None:
+    page = open_page()
+    page.get_by_role("combobox", name="Last").select_option("60")
+    page.get_by_text("Calls of the last 60 s,").wait_for()
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_text("Paused.").wait_for()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # after which it would look at once
+    page.get_by_role("button", name="Why does it wait?").click()
+    page.get_by_text("trainer waits for").wait_for()
+    assert asked == ["why"]
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_text("Live", exact=True).wait_for()
+
+
+def test_what_is_pointed_at_is_told(open_page: Open) -> None:
+    page = open_page()
+    box = page.locator("#timeline").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 10)
+    page.wait_for_function("document.querySelector('#hovered').innerText.startsWith('trainer called')")
+
+
+def background(page: Any) -> str:
+    return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+def test_dark_and_light(open_page: Open) -> None:
+    light, dark = open_page(color_scheme="light"), open_page(color_scheme="dark")
+    assert (background(light), background(dark)) == ("rgb(243, 245, 247)", "rgb(20, 23, 26)")
+    light.get_by_label("Theme").select_option("dark")
+    dark.get_by_label("Theme").select_option("light")
+    assert (background(light), background(dark)) == ("rgb(20, 23, 26)", "rgb(243, 245, 247)")
+    dark.reload()
+    dark.get_by_text("Live", exact=True).wait_for()
+    assert background(dark) == "rgb(243, 245, 247)"
+
+
+def test_the_keyboard_reaches_all(open_page: Open) -> None:
+    page = open_page()
+    wanted = page.evaluate(
+        """() => {
+            const all = [...document.querySelectorAll('a, button, select, summary, [tabindex="0"]')];
+            const seen = all.filter((each) => each.checkVisibility());
+            seen.forEach((each, index) => (each.dataset.index = index));
+            return seen.length;
+        }"""
+    )
+    order, outlined = [], []
+    for _ in range(wanted):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate("Number(document.activeElement.dataset.index)"))
+        outlined.append(page.evaluate("getComputedStyle(document.activeElement).outlineStyle"))
+    assert order == list(range(wanted))
+    assert set(outlined) == {"solid"}
+    page.keyboard.press("Shift+Tab")
+    page.locator("#pause").focus()
+    page.keyboard.press("Space")
+    assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+    page.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#flows-table").is_visible()
+
+
+def test_screen_readers_find_names(open_page: Open) -> None:
+    page = open_page()
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll(`svg[role=img]:not([aria-label]), table:not(:has(caption)),
+            section:not([aria-labelledby]), [role=region]:not([aria-label], [aria-labelledby]), th:not([scope])`)]
+            .map((each) => each.outerHTML)"""
+    )
+    assert nameless == []
+    assert page.locator("h1").count() == page.locator("main").count() == page.get_by_role("banner").count() == 1
+    assert page.get_by_role("status").get_attribute("id") == "state"
+    assert page.get_by_role("img", name="calls of 4 workers").count() == 1
+    for name in ("Workers", "Traffic", "Calls", "Functions", "Training", "Memory", "References"):
+        assert page.get_by_role("region", name=name, exact=True).count() >= 1
+
+
+@pytest.mark.parametrize("width", [320, 360, 768, 1280])
+def test_no_window_is_too_narrow(open_page: Open, width: int) -> None:
+    page = open_page(viewport={"width": width, "height": 800})
+    page.locator("summary").evaluate_all("all => all.forEach((each) => each.click())")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_without_the_token_nothing_is_seen(browser: Any, dashboard: Dashboard) -> None:
+    page = browser.new_page()
+    answer = page.goto(f"http://127.0.0.1:{dashboard.port}/")
+    assert answer.status == 403
+    assert "trainer" not in page.content()
+    page.close()

@@ -1,0 +1,176 @@
+"""The dashboard's server: who is let in, what is served, how often the group is asked."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from telegrad.insight.web import Dashboard, Watch
+from telegrad.insight.source import Sight
+from tests.insight.group import WORKERS, Group
+
+TOKEN = "secret"
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[Dashboard]:
+    dashboard = Dashboard(Group(), why, token=TOKEN)
+    yield dashboard
+    dashboard.close()
+
+
+def why(sight: Sight) -> str:
+    return f"{len(sight.accounts)} workers, and none waits."
+
+
+def ask(
+    dashboard: Dashboard, path: str, method: str = "GET", **headers: str
+) -> tuple[int, str, http.client.HTTPMessage]:
+    connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, answer.read().decode(), answer.headers
+    connection.close()
+    return found
+
+
+def cookie(dashboard: Dashboard) -> str:
+    _, _, headers = ask(dashboard, f"/?token={TOKEN}")
+    return headers["Set-Cookie"].partition(";")[0]
+
+
+def test_the_token_opens_and_a_cookie_keeps_open(dashboard: Dashboard) -> None:
+    status, page, headers = ask(dashboard, f"/?token={TOKEN}")
+    assert status == 200
+    assert page.startswith("<!doctype html>")
+    assert "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
+    assert TOKEN not in headers["Set-Cookie"]
+    assert ask(dashboard, "/style.css", Cookie=cookie(dashboard))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/", {}),
+        ("/data", {}),
+        ("/why", {}),
+        ("/main.js", {}),
+        ("/nothing", {}),
+        ("/?token=", {}),
+        ("/?token=secreT", {}),
+        ("/?token=%ff%00", {}),
+        ("/", {"Cookie": "telegrad=secret"}),
+        ("/", {"Cookie": "=;;\x80"}),
+        (f"/?token={TOKEN}", {"Host": "evil.example"}),
+        (f"/?token={TOKEN}", {"Host": "127.0.0.1.evil.example:80"}),
+        (f"/?token={TOKEN}", {"Host": "[::1"}),
+        (f"/?token={TOKEN}", {"Host": ""}),
+    ],
+)
+def test_all_else_is_refused(dashboard: Dashboard, path: str, headers: dict[str, str]) -> None:
+    status, body, answered = ask(dashboard, path, **headers)
+    assert status == 403
+    assert "token" in body
+    assert answered["Set-Cookie"] is None
+
+
+@pytest.mark.parametrize("value", ["telegrad-x=", "{name}=", "{name}=wrong", "{name}=\x80"])
+def test_wrong_cookies_are_refused(dashboard: Dashboard, value: str) -> None:
+    assert ask(dashboard, "/", Cookie=value.format(name=dashboard.cookie[0]))[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "[::1]:80", "10.1.2.3:80"])
+def test_it_may_be_called_by_address_or_through_a_tunnel(dashboard: Dashboard, host: str) -> None:
+    assert ask(dashboard, f"/?token={TOKEN}", Host=host)[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
+def test_nothing_can_be_changed(dashboard: Dashboard, method: str) -> None:
+    assert ask(dashboard, f"/?token={TOKEN}", method)[0] == 403
+
+
+def test_answers_are_kept_nowhere_and_load_nothing_from_elsewhere(dashboard: Dashboard) -> None:
+    for path in ("/", "/data", "/why", "/nothing"):
+        _, _, headers = ask(dashboard, path, Cookie=cookie(dashboard))
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["Server"].strip() == "telegrad"
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/../dashboard.py", "/%2e%2e/dashboard.py", "//etc/passwd", "/pages/"])
+def test_only_pages_are_served(dashboard: Dashboard, path: str) -> None:
+    assert ask(dashboard, path, Cookie=cookie(dashboard))[0] == 404
+
+
+def test_data(dashboard: Dashboard) -> None:
+    status, body, headers = ask(dashboard, "/data?seconds=5", Cookie=cookie(dashboard))
+    data = json.loads(body)
+    assert status == 200
+    assert headers["Content-Type"] == "application/json; charset=utf-8"
+    assert [worker["worker"] for worker in data["workers"]] == WORKERS
+    assert (data["seconds"], data["trouble"]) == (5, "")
+    assert data["gantt"]["bars"]
+
+
+@pytest.mark.parametrize(("asked", "served"), [("", 60), ("x", 60), ("nan", 1), ("1e9", 60), ("0", 1), ("-5", 1)])
+def test_seconds_that_can_be_served(dashboard: Dashboard, asked: str, served: float) -> None:
+    body = ask(dashboard, f"/data?seconds={asked}", Cookie=cookie(dashboard))[1]
+    assert json.loads(body)["seconds"] == served
+
+
+def test_why_is_told_and_its_failure_too(dashboard: Dashboard) -> None:
+    assert ask(dashboard, "/why", Cookie=cookie(dashboard))[1] == "4 workers, and none waits."
+    with Dashboard(Group(), lambda sight: str(1 // 0), token=TOKEN) as other:
+        assert ask(other, "/why", Cookie=cookie(other))[1] == (
+            "That cannot be told: ZeroDivisionError: integer division or modulo by zero"
+        )
+
+
+def test_each_dashboard_has_a_token_and_a_cookie_of_its_own() -> None:
+    with Dashboard(Group(), why) as one, Dashboard(Group(), why, token="a&b c;d") as other:
+        assert one.url.startswith("http://127.0.0.1:")
+        assert len(one.token) >= 32
+        assert one.cookie[0] != other.cookie[0]
+        assert ask(other, other.url.removeprefix(f"http://127.0.0.1:{other.port}"))[0] == 200
+
+
+def watched() -> tuple[Watch, Group, list[float]]:
+    group, now = Group(), [0.0]
+    return Watch(group, lambda: now[0]), group, now
+
+
+def test_the_group_is_asked_while_somebody_looks_and_once_a_second_at_most() -> None:
+    watch, group, now = watched()
+    assert group.looks == 0
+    for time, looks in [(0.0, 1), (0.9, 1), (1.0, 2), (1.5, 2), (99.0, 3)]:
+        now[0] = time
+        watch.data(5)
+        watch.sight()
+        assert group.looks == looks
+
+
+def test_a_group_that_cannot_be_asked_is_told_with_what_was_seen_last() -> None:
+    watch, group, now = watched()
+    seen = watch.data(5)
+    group.failure, now[0] = ConnectionError("gone"), 2.0
+    data = watch.data(5)
+    assert data["trouble"] == "ConnectionError: gone"
+    assert data["workers"] == seen["workers"]
+    group.failure, now[0] = None, 4.0
+    assert watch.data(5)["trouble"] == ""
+
+
+def test_pages_name_only_one_another() -> None:
+    pages: dict[str, Any] = {
+        file.name: file.read_text() for file in resources.files("telegrad.insight").joinpath("pages").iterdir()
+    }
+    named = {name for page in pages.values() for name in re.findall(r'(?:from|src=|href=) ?"(?:\./)?([^"#]+)"', page)}
+    assert named == pages.keys() - {"index.html"}
+    assert not [page for page in pages.values() if re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)]
