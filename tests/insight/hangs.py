@@ -402,6 +402,21 @@ def idle(rank: int, stage: Stage) -> None:
     stage.hangs()
 
 
+def work(rank: int, stage: Stage) -> None:
+    """Not at all: training as it should be, without an end."""
+    stage.join(rank, 3)
+    stage.hangs()
+    if rank:
+        rpc.shutdown()
+    while True:
+        with autograd.context() as context:
+            x = torch.ones(3, requires_grad=True)
+            losses = [rpc.rpc_async(f"worker{to}", torch.add, args=(x, to)) for to in (1, 2)]
+            kept = [rpc.remote(f"worker{to}", torch.mul, args=(x, to)) for to in (1, 2)]
+            total = sum(loss.wait().sum() for loss in losses) + sum(each.to_here().sum() for each in kept)
+            autograd.backward(context, [total])
+
+
 HANGS = {
     "nested": Hang(2, nested, "slot deadlock", ("worker0", "worker1"), ("leaf", 'rpc.rpc_sync("worker1", leaf)')),
     "used up": Hang(2, used_up, "slots", ("worker1",), ("All 2 slots of worker1", "spin (2)", "3 calls wait"), 2),
