@@ -20,6 +20,9 @@ MOST_GUESSES = 16  # edges from one node that are guesses
 AT_REST = ("shutdown", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
+_AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
+_PIPELINE = re.compile(r"(^|/)telegrad/nn/")
+_OF_PIPELINE = " of a Pipeline"  # in the names of calls that go through a batch
 _OF_VALUES = re.compile(r"^(to_here|future)\(\) of a reference")
 
 
@@ -183,6 +186,8 @@ class Waits:
             return [Edge(task, "runs")]
         if self.is_fetch(call):
             return self._to_makers(call)
+        if _OF_PIPELINE in came["function"]:
+            return self._to_stages(call)
         return self._to_loose(call.to, came["age"]) if came["state"] != RUNNING else []
 
     def _from_task(self, task: Task) -> list[Edge]:
@@ -258,6 +263,12 @@ class Waits:
         own = [call for call in (*running, *self.queued(fetch.to)) if call.caller == fetch.caller]
         return [Edge(call, "value", True) for call in (own or running)[:MOST_GUESSES]]
 
+    def _to_stages(self, call: Call) -> list[Edge]:
+        """A batch waits for whichever stage is at work, on any of its workers."""
+        batch = [o for o, c in self.calls_in.items() if o.caller == call.caller and _OF_PIPELINE in c["function"]]
+        at_it = [task for name in sorted({other.to for other in batch}) for task in self._inside(name, _PIPELINE)]
+        return [Edge(task, "stage") for task in at_it if not set(batch) & set(self.awaits[task])]
+
     def _to_loose(self, name: str, since: float) -> list[Edge]:
         """To calls of a worker for which no thread waits in place, but a coroutine or a future may."""
         calls = [c for c in self._loose[name] if self._young <= self.calls_out[c]["age"] <= since + 0.1]
@@ -295,13 +306,16 @@ class Waits:
 
     def _at_gradients(self, name: str) -> list[Task]:
         """Threads that run user code inside of a backward pass."""
-        mine = [task for task in self._tasks[name] if self.threads[task]["at"] is not None]
+        return self._inside(name, _AUTOGRAD)
+
+    def _inside(self, name: str, code: re.Pattern[str]) -> list[Task]:
+        """Threads of a worker that run what code of that kind has called."""
         return [
             task
-            for task in mine
-            if task not in self.serves
-            and (self.threads[task]["wait"] or {"what": ""})["what"] != "backward"
-            and any("autograd" in frame for frame in self.threads[task]["stack"])
+            for task in self._tasks[name]
+            if self.threads[task]["at"] is not None
+            and self.threads[task]["wait"] is None
+            and any(map(code.search, self.threads[task]["stack"]))
         ]
 
     def holders(self, name: str) -> list[Task]:
