@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from telegrad.insight.paths import circles, reached
 from telegrad.insight.source import Sight
 from telegrad.witness.account import LEAVING, MEMBER, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
 
@@ -280,7 +281,7 @@ class Waits:
         if lock is None:
             return []
         others = [other for other in self._tasks[task.worker] if other != task and self._may_hold(other, lock)]
-        waiting = [other for other in others if task in self.reached([other], self._from)]
+        waiting = [other for other in others if task in reached(_only(other), self._for_certain)]
         at = self.threads[task]["at"]
         file = f"{at['file']}:" if at is not None else ""
         near = [other for other in others if any(frame.startswith(file) for frame in self.threads[other]["stack"])]
@@ -292,6 +293,9 @@ class Waits:
         if thread["at"] is None or lock_of(thread) == lock:
             return False
         return thread["wait"] is None or thread["wait"]["what"] not in AT_REST
+
+    def _for_certain(self, node: Node) -> list[Node]:
+        return [edge.to for edge in self._from(node)]
 
     # Looking up.
 
@@ -348,62 +352,18 @@ class Waits:
     def tasks(self, name: str) -> list[Task]:
         return self._tasks[name]
 
-    def reached(self, starts: Iterable[Node], next_: Callable[[Node], list[Edge]] | None = None) -> dict[Node, None]:
+    def reached(self, starts: Iterable[Node]) -> dict[Node, None]:
         """All that the starts wait for, they included, in order."""
-        seen = dict.fromkeys(starts)
-        ahead = list(seen)
-        for node in ahead:
-            for edge in (next_ or self.next)(node):
-                if edge.to not in seen:
-                    seen[edge.to] = None
-                    ahead.append(edge.to)
-        return seen
+        return reached(starts, lambda node: [edge.to for edge in self.next(node)])
 
     def circles(self, nodes: Iterable[Node]) -> list[list[Node]]:
-        """Those among the nodes that wait for each other, each lot in an order of its waits."""
-        order = list(nodes)
-        left = self._without_ends(set(order))
-        found = []
-        while left:
-            start = next(node for node in order if node in left)
-            ahead = self.reached(edge.to for edge in self.next(start))
-            lot = (
-                {node for node in ahead if node in left and start in self.reached([node])} if start in ahead else set()
-            )
-            left -= lot | {start}
-            if lot and self._closed(lot):
-                found.append(self._way_round(start, lot))
-        return found
+        """Those among the nodes that wait for each other and cannot be freed, each lot in an order of its waits."""
+        return circles(nodes, lambda node: [edge.to for edge in self.next(node)], lambda node: isinstance(node, Slots))
 
-    def _without_ends(self, nodes: set[Node]) -> set[Node]:
-        """Circles, and what leads from one to the next."""
-        left = set(nodes)
-        while True:
-            to = {edge.to for node in left for edge in self.next(node)}
-            kept = {node for node in left & to if any(edge.to in left for edge in self.next(node))}
-            if kept == left:
-                return left
-            left = kept
 
-    def _closed(self, lot: set[Node]) -> bool:
-        """Whether nothing can free it: of slots each would do."""
-        return all(edge.to in lot for node in lot if isinstance(node, Slots) for edge in self.next(node))
-
-    def _way_round(self, start: Node, lot: set[Node]) -> list[Node]:
-        """The shortest way from `start` back to it."""
-        came_from: dict[Node, Node] = {}
-        ahead = [start]
-        for node in ahead:
-            for edge in self.next(node):
-                if edge.to == start:
-                    way = [node]
-                    while way[-1] != start:
-                        way.append(came_from[way[-1]])
-                    return way[::-1]
-                if edge.to in lot and edge.to not in came_from:
-                    came_from[edge.to] = node
-                    ahead.append(edge.to)
-        raise AssertionError("not a circle")
+def worker_of(node: Node) -> str:
+    """Where it waits."""
+    return node.caller if isinstance(node, Call) else node.name if isinstance(node, Whole) else node.worker
 
 
 def lock_of(thread: Thread) -> str | None:
@@ -419,6 +379,10 @@ def lock_of(thread: Thread) -> str | None:
 
 def same(each: object, node: Pass) -> bool:
     return (each["context"], each["number"]) == (node.context, node.number)  # type: ignore[index]
+
+
+def _only(node: Node) -> list[Node]:
+    return [node]
 
 
 def _class_of(came: CallIn) -> str:
