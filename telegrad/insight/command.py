@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _why(given: argparse.Namespace) -> int:
-    from telegrad.insight import why
+    from telegrad.insight import reasons
 
     groups: dict[str, Source] = {"": Written(given.files)} if given.files else dict(_groups(given.group))
     if not groups:
@@ -73,21 +73,21 @@ def _why(given: argparse.Namespace) -> int:
     told, worst = {}, 0
     for name, group in groups.items():
         sight = group.look()
-        findings = why.explain(sight)
-        worst = max(worst, why.status(findings))
+        findings = reasons.explain(sight)
+        worst = max(worst, reasons.status(findings))
         if given.json:
-            told[name] = why.as_json(findings, sight)
+            told[name] = reasons.as_json(findings, sight)
         else:
             if len(groups) > 1:
                 print(f"group {name or '?'}:")
-            print(why.text(findings, sight, stacks=given.stacks))
+            print(reasons.text(findings, sight, stacks=given.stacks))
     if given.json:
         print(json.dumps(told, indent=1))
     return worst
 
 
 def _top(given: argparse.Namespace) -> int:
-    from telegrad.insight import top, why
+    from telegrad.insight import reasons, top
 
     group = _one_group(given.group)
     if group is None:
@@ -95,18 +95,18 @@ def _top(given: argparse.Namespace) -> int:
     if given.once:
         print(top.once(group))
     else:
-        top.run(group, why.told, given.interval)
+        top.run(group, reasons.told, given.interval)
     return 0
 
 
 def _dashboard(given: argparse.Namespace) -> int:
-    from telegrad.insight import why
+    from telegrad.insight import reasons
     from telegrad.insight.web import Dashboard
 
     group = _one_group(given.group)
     if group is None:
         return NONE_HERE
-    with contextlib.closing(Dashboard(group, why.told, given.host, given.port)) as dashboard:
+    with contextlib.closing(Dashboard(group, reasons.told, given.host, given.port)) as dashboard:
         print(f"{dashboard.url}\nCtrl-C ends it.", flush=True)
         while True:
             time.sleep(3600)
@@ -118,7 +118,7 @@ def _trace(given: argparse.Namespace) -> int:
     source: Source | None = Written(given.files) if given.files else _one_group(given.group)
     if source is None:
         return NONE_HERE
-    print(collect.write(given.file, source, given.seconds))
+    print(collect.trace_from_outside(given.file, source, given.seconds))
     return 0
 
 

@@ -16,6 +16,7 @@ WATCH = 0.1  # seconds of which the use of the processor is seen
 LISTENS = "00010000"  # the flags of such a socket
 WRITING = 0.5  # seconds at most for a process to write its stacks
 _STACKS = "memfd:telegrad-stacks"
+_WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")  # whoever is innermost in these
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -64,12 +65,13 @@ def process_of(name: str, pids: Iterable[int]) -> int | None:
 
 
 def _where(stacks: str) -> str:
-    """The innermost line of the user's in the current thread, which is the one that holds the interpreter."""
-    _, found, current = stacks.partition("Current thread")
-    current = current.partition("\n\n")[0] if found else ""
-    frames = [frame.groupdict() for frame in _FRAME.finditer(current)]
-    frame = next((each for each in frames if not is_library(each["file"])), frames[0] if frames else None)
-    return "" if frame is None else ", at {file}:{line} in {function}".format(**frame)
+    """The line of the program that a thread is at which seems to hold the interpreter: it waits for nothing."""
+    for thread in stacks.split("\n\n"):
+        frames = [match.groupdict() for match in _FRAME.finditer(thread)]  # innermost first
+        own = [frame for frame in frames if not is_library(frame["file"])]
+        if own and not frames[0]["file"].endswith(_WAITING):
+            return ", at {file}:{line} in {function}".format(**own[0])
+    return ""
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -40,7 +40,11 @@ class CallIn(TypedDict):
     thread: int | None  # which runs it
 
 
-class Wait(TypedDict):
+class _Dated(TypedDict, total=False):
+    age: float  # seconds, where it is known
+
+
+class Wait(_Dated):
     """A wait of this package that a thread is in, but for calls, which are told of above."""
 
     what: str  # "shutdown", "backward", "future", "value", "init_rpc", "room"

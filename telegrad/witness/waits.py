@@ -10,6 +10,7 @@ from telegrad.agent import futures
 from telegrad.agent.pending import Pending
 from telegrad.autograd.conductor import Conductor
 from telegrad.group import joining, stores
+from telegrad.group.membership import Membership
 from telegrad.group.parting import Parting
 from telegrad.rref.box import Opening
 from telegrad.witness.account import Wait
@@ -46,6 +47,12 @@ def _meeting(names: Names, _: Missing) -> Wait:
     return Wait(what="store", on=[], about=f"the store at {names['host']}:{names['port']}, which nobody serves yet")
 
 
+def _gathering(names: Names, _: Missing) -> Wait:
+    wanted, there = names["wanted"], {each.name for each in names["self"].workers()}
+    on = [] if isinstance(wanted, int) else [name for name in wanted if name not in there]
+    return Wait(what="workers", on=on, about=f"{wanted} workers" if isinstance(wanted, int) else "")
+
+
 def _passing(names: Names, _: Missing) -> Wait:
     driven = names["driven"]
     return Wait(what="backward", on=driven.owing, about=f"the end of {driven.spec}")
@@ -63,6 +70,7 @@ def _future(names: Names, _: Missing) -> Wait | None:
 _WAITS: dict[CodeType, Callable[[Names, Missing], Wait | None]] = {
     joining.join.__code__: _joining,
     stores.join_store.__code__: _meeting,
+    Membership.wait_for.__code__: _gathering,
     Parting.wait.__code__: _parting,
     Conductor.wait.__code__: _passing,
     futures.wait_for.__code__: _future,

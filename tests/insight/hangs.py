@@ -1,0 +1,447 @@
+"""Programs that hang, each in a way of its own, and what is to be found out of it.
+
+They use what users use. Each worker runs `run(rank, stage)` and says by `stage.hangs()` that from now on it waits in
+vain; once `signals` such words have come, the group hangs until it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import barrier, init_process_group
+
+import telegrad.rpc as rpc
+from telegrad import autograd
+from telegrad.rpc import functions
+from tests.cluster import init
+
+
+class Stage:
+    """Where a program runs: the port of its group's store, and the pipe in which it says how far it has come."""
+
+    def __init__(self, port: int, pipe: str) -> None:
+        self.port = port
+        self.pipe = pipe
+
+    def join(self, rank: int, count: int, **options: Any) -> None:
+        here.append(self)
+        init(rank, count, self.port, rpc_timeout=0, **options)
+
+    def hangs(self) -> None:
+        with open(self.pipe, "wb", buffering=0) as pipe:
+            pipe.write(b"!")
+
+
+class Hang(NamedTuple):
+    size: int  # of the group
+    run: Callable[[int, Stage], None]
+    kind: str  # of the finding; empty where there is none to be found
+    workers: tuple[str, ...]  # where its cause is
+    words: tuple[str, ...]  # of the text
+    signals: int = 1
+
+
+here: list[Stage] = []  # of this process
+lock = threading.Lock()
+held = threading.Event()
+everybody = threading.Condition()
+came: list[str] = []
+values: list[Any] = []
+
+
+def say() -> None:
+    here[0].hangs()
+
+
+# Slots
+
+
+def nested(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2, num_worker_threads=1)
+    if rank == 0:
+        rpc.rpc_sync("worker1", outer)
+
+
+def outer() -> None:
+    future = rpc.rpc_async("worker0", inner)
+    while not future.done():
+        pass
+
+
+def inner() -> None:
+    say()
+    rpc.rpc_sync("worker1", leaf)
+
+
+def leaf() -> None:
+    pass
+
+
+def used_up(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2, num_worker_threads=2)
+    if rank == 0:
+        spinning = [rpc.rpc_async("worker1", spin) for _ in range(2)]
+        quick = [rpc.rpc_async("worker1", leaf) for _ in range(3)]
+        torch.futures.wait_all([*spinning, *quick])
+
+
+def spin() -> None:
+    say()
+    while True:
+        pass
+
+
+# Circles
+
+
+def circle(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        values.append(rpc.remote("worker1", make_of_part))
+        values[0].to_here()
+
+
+def make_of_part() -> int:
+    return 1 + rpc.rpc_sync("worker0", part)
+
+
+def part() -> int:
+    say()
+    return values[0].to_here()
+
+
+def lock_across_a_call(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        rpc.rpc_sync("worker1", hold_and_call, args=("worker0",))
+
+
+def hold_and_call(other: str) -> None:
+    with lock:
+        rpc.rpc_sync(other, call_back, args=(rpc.get_worker_info().name,))
+
+
+def call_back(other: str) -> None:
+    rpc.rpc_sync(other, take)
+
+
+def take() -> None:
+    say()
+    with lock:
+        pass
+
+
+def ring(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    with lock:
+        rpc.rpc_sync(f"worker{(rank + 1) % 3}", has_begun)
+        rpc.rpc_sync(f"worker{(rank + 1) % 3}", take)
+
+
+def has_begun() -> None:
+    while not lock.locked():
+        time.sleep(0.001)
+
+
+def two_orders(rank: int, stage: Stage) -> None:
+    stage.join(rank, 1)
+    with lock:
+        threading.Thread(target=other_order, name="collector", daemon=True).start()
+        held.wait()
+        say()
+        with second_lock:
+            pass
+
+
+second_lock = threading.Lock()
+
+
+def other_order() -> None:
+    with second_lock:
+        held.set()
+        with lock:
+            pass
+
+
+# One that others wait for
+
+
+def loop(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    if rank != 1:
+        rpc.rpc_sync("worker1", spin)
+
+
+def chain(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    if rank == 0:
+        rpc.rpc_sync("worker1", relay)
+
+
+def relay() -> None:
+    rpc.rpc_async("worker2", sleep).wait()
+
+
+def sleep() -> None:
+    say()
+    time.sleep(1e6)
+
+
+def stopped(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        rpc.rpc_sync("worker1", stop)
+
+
+def stop() -> None:
+    say()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1e6)
+
+
+def held_interpreter(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        rpc.rpc_sync("worker1", match)
+
+
+def match() -> None:
+    say()
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def lock_of_another_thread(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        threading.Thread(target=collect, name="collector", daemon=True).start()
+        held.wait()
+        say()
+        with lock:
+            pass
+
+
+def collect() -> None:
+    with lock:
+        held.set()
+        time.sleep(1e6)
+
+
+def long_turn(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        values.append(rpc.remote("worker1", Sleeper))
+        values[0].rpc_async().sleep()
+        values[0].rpc_sync().get()
+
+
+@rpc.actor
+class Sleeper:
+    def sleep(self) -> None:
+        say()
+        time.sleep(1e6)
+
+    def get(self) -> int:
+        return 0
+
+
+# What never ends
+
+
+def value_never_made(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    if rank == 0:
+        rpc.remote("worker1", sleep).to_here()
+
+
+def coroutine(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        rpc.rpc_sync("worker1", listen)
+
+
+async def listen() -> None:
+    say()
+    await asyncio.Event().wait()
+
+
+def future_never_set(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        rpc.rpc_sync("worker1", promise)
+
+
+@functions.async_execution
+def promise() -> torch.futures.Future[None]:
+    values.append(torch.futures.Future())
+    say()
+    return values[0]
+
+
+def hook_that_sleeps(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        with autograd.context() as context:
+            x = torch.ones(3, requires_grad=True)
+            autograd.backward(context, [rpc.rpc_sync("worker1", double, args=(x,)).sum()])
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    doubled = 2 * x
+    doubled.register_hook(hook)
+    return doubled
+
+
+def hook(_: torch.Tensor) -> None:
+    say()
+    time.sleep(1e6)
+
+
+# Coming together, and leaving
+
+
+def missing(rank: int, stage: Stage) -> None:
+    if rank == 1:
+        stage.hangs()
+        time.sleep(1e6)
+    stage.hangs()
+    stage.join(rank, 3)
+
+
+def size_too_large(rank: int, stage: Stage) -> None:
+    stage.hangs()
+    stage.join(rank, 4)
+
+
+def no_store(rank: int, stage: Stage) -> None:
+    stage.hangs()
+    stage.join(rank + 1, 3)
+
+
+def never_joined(rank: int, stage: Stage) -> None:
+    here.append(stage)
+    options = rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{stage.port}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, rpc_backend_options=options)
+    if rank == 0:
+        stage.hangs()
+        rpc.wait_for_workers(["worker7"])
+
+
+def forgotten_barrier(rank: int, stage: Stage) -> None:
+    stage.join(rank, 4)
+    if rank == 3:
+        load_data()
+    rpc.rpc_sync("worker0", arrive, args=(f"worker{rank}",))
+
+
+def arrive(name: str) -> None:
+    with everybody:
+        came.append(name)
+        everybody.notify_all()
+        say()
+        everybody.wait_for(lambda: len(came) == 4)
+
+
+def load_data() -> None:
+    say()
+    time.sleep(1e6)
+
+
+def forgotten_collective(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    init_process_group("gloo", f"file://{stage.pipe}.store", world_size=3, rank=rank)
+    if rank == 1:
+        load_data()
+    say()
+    barrier()
+
+
+def no_shutdown(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    if rank == 2:
+        load_data()
+    say()
+    rpc.shutdown()
+
+
+def shutdown_and_a_call(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        values.append(rpc.rpc_async("worker1", sleep))
+    rpc.shutdown()
+
+
+# More than there is room for
+
+
+def no_room(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        values.extend(rpc.rpc_async("worker1", wait_for_gate) for _ in range(32_768))
+        say()
+        rpc.rpc_async("worker1", wait_for_gate)
+
+
+def wait_for_gate() -> None:
+    held.wait()
+
+
+# Nothing
+
+
+def idle(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    stage.hangs()
+
+
+HANGS = {
+    "nested": Hang(2, nested, "slot deadlock", ("worker0", "worker1"), ("leaf", 'rpc.rpc_sync("worker1", leaf)')),
+    "used up": Hang(2, used_up, "slots", ("worker1",), ("All 2 slots of worker1", "spin (2)", "3 calls wait"), 2),
+    "circle": Hang(2, circle, "deadlock", ("worker0", "worker1"), ("make_of_part", "return values[0].to_here()")),
+    "lock across a call": Hang(
+        2, lock_across_a_call, "lock deadlock", ("worker0", "worker1"), ("hold_and_call", "with lock:", "it seems")
+    ),
+    "ring": Hang(3, ring, "lock deadlock", ("worker0", "worker1", "worker2"), ("in take", "with lock:"), 3),
+    "two orders": Hang(1, two_orders, "lock deadlock", ("worker0",), ("with second_lock:", "with lock:", "collector")),
+    "loop": Hang(3, loop, "busy", ("worker1",), ("spin", "worker0's main thread waits", "worker2's main thread"), 2),
+    "chain": Hang(3, chain, "asleep", ("worker2",), ("sleep", "worker1, in", "relay", "time.sleep(1e6)")),
+    "stopped": Hang(
+        2, stopped, "silent", ("worker1",), ("worker1 does not answer", "SIGSTOP", 'rpc.rpc_sync("worker1", stop)')
+    ),
+    "held interpreter": Hang(
+        2,
+        held_interpreter,
+        "silent",
+        ("worker1",),
+        ("holds the interpreter", "in match", 'rpc.rpc_sync("worker1", match)'),
+    ),
+    "lock of another thread": Hang(
+        2, lock_of_another_thread, "lock", ("worker0",), ("in collect: time.sleep(1e6)", "with lock:")
+    ),
+    "long turn": Hang(2, long_turn, "asleep", ("worker1",), ("Sleeper.sleep", "where it is queued", ".get()")),
+    "value never made": Hang(3, value_never_made, "value", ("worker1",), ("to_here()", "in sleep: time.sleep(1e6)")),
+    "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
+    "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
+    "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep(1e6)", "autograd.backward(")),
+    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come, it seems: the group of 3",), 3),
+    "size too large": Hang(2, size_too_large, "missing", ("rank 2", "rank 3"), ("world_size=4 is too large",), 2),
+    "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
+    "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
+    "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not come", "in load_data"), 4),
+    "collective": Hang(3, forgotten_collective, "barrier", ("worker1",), ("worker1 has not come", "barrier()"), 3),
+    "no shutdown": Hang(
+        3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3
+    ),
+    "shutdown and a call": Hang(2, shutdown_and_a_call, "asleep", ("worker1",), ("sleep", "is in shutdown")),
+    "no room": Hang(
+        2, no_room, "slots", ("worker1",), ("held.wait()", "as many calls in flight to worker1 as may be (32,768")
+    ),
+    "idle": Hang(2, idle, "", (), ("Nothing waits for long",), 2),
+}

@@ -1,0 +1,129 @@
+"""Made-up accounts of groups, written down in a few lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from telegrad.insight.source import Sight
+from telegrad.witness.account import GOING_ON, LEAVING, MEMBER, QUEUED, RUNNING, Account, Line, Thread, Wait
+
+FOLDER = "/home/ann/project"
+
+
+def at(place: str) -> Line:
+    """Of "train.py:12 main: text"."""
+    where, _, text = place.partition(": ")
+    file, function = where.split(" ")
+    name, number = file.split(":")
+    return Line(file=f"{FOLDER}/{name}", line=int(number), function=function, text=text)
+
+
+class Scene:
+    def __init__(self, *names: str, slots: int = 16) -> None:
+        self.accounts = {name: _account(name, rank, names, slots) for rank, name in enumerate(names)}
+        self.silent: dict[str, str] = {}
+        self._numbers = 0
+
+    def __getitem__(self, name: str) -> Account:
+        return self.accounts[name]
+
+    def thread(self, worker: str, place: str = "", **more: Any) -> int:
+        """A thread that stands at a place; `inside`: frames within that line."""
+        threads = self[worker]["threads"]
+        line = at(place) if place else None
+        stack = [f"{line['file']}:{line['line']} {line['function']}"] if line else []
+        number = self._number()
+        name = more.get("name", "MainThread" if not threads else "telegrad-worker")
+        threads.append(
+            Thread(
+                number=number,
+                name=name,
+                at=line,
+                stack=[*more.get("outside", []), *stack, *more.get("inside", [])],
+                wait=more.get("wait"),
+                asleep=more.get("asleep", True),
+            )
+        )
+        return number
+
+    def call(self, caller: str, to: str, function: str, age: float, **more: Any) -> int | None:
+        """A call in flight: `by` the thread that waits, `runs` the place where its own stands, or its state.
+
+        Returns the thread that runs it.
+        """
+        number = self._number()
+        if caller in self.accounts:
+            out = {
+                "to": to,
+                "number": number,
+                "function": function,
+                "age": age,
+                "timeout": 0.0,
+                "thread": more.pop("by", None),
+            }
+            self[caller]["calls_out"].append(out)  # type: ignore[arg-type]
+        if to not in self.accounts or more.pop("lost", False):
+            return None
+        thread = self.thread(to, more.pop("runs"), name="telegrad-worker", **more) if "runs" in more else None
+        state = more.get("state", RUNNING if thread is not None else QUEUED)
+        came = {"caller": caller, "number": number, "function": function, "age": 0.0 if state == QUEUED else age}
+        self[to]["calls_in"].append({**came, "state": state, "thread": thread})  # type: ignore[typeddict-item]
+        if state == RUNNING:
+            self[to]["busy"] += 1
+        return thread
+
+    def waits(self, worker: str, thread: int) -> None:
+        """A thread waits for a call: it has given its slot back."""
+        self[worker]["busy"] -= 1
+
+    @property
+    def sight(self) -> Sight:
+        return Sight(list(self.accounts.values()), self.silent)
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+
+def wait(what: str, *on: str, about: str = "", age: float = 0) -> Wait:
+    made = Wait(what=what, on=list(on), about=about)
+    if age:
+        made["age"] = age
+    return made
+
+
+def _account(name: str, rank: int, names: tuple[str, ...], slots: int) -> Account:
+    return Account(
+        worker=name,
+        rank=rank,
+        group="g",
+        pid=100 + rank,
+        host="hosta",
+        program="train.py",
+        clock=1000.0,
+        time=1.7e9,
+        phase=MEMBER,
+        phase_age=100.0,
+        missing=[],
+        place="tcp://127.0.0.1:29500",
+        size=len(names),
+        generation=1,
+        members=dict.fromkeys(names, "hosta"),
+        gone={},
+        threads=[],
+        calls_out=[],
+        calls_in=[],
+        slots=slots,
+        busy=0,
+        passes=[],
+        contexts=0,
+        references={},
+        bytes_out={},
+        bytes_in={},
+        calls_done=0,
+        memory=0,
+        shared=0,
+    )
+
+
+__all__ = ["GOING_ON", "LEAVING", "QUEUED", "RUNNING", "Scene", "at", "wait"]

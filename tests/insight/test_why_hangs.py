@@ -1,0 +1,79 @@
+"""Groups of processes that hang: what is found out of each within two seconds."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from telegrad.insight.reasons import Finding, explain, status, text
+from telegrad.insight.sources import HostGroup
+from telegrad.witness import desk
+from tests.cluster import PATIENCE, Process, free_port, processes
+from tests.insight.hangs import HANGS, Hang, Stage
+
+LONG = 0.3  # seconds: shorter than for people, so that the tests are, too
+WITHIN = 2.0  # seconds
+
+pytestmark = pytest.mark.skipif(not desk.HAS_DESKS, reason="workers can be asked from outside on Linux only")
+
+
+@contextmanager
+def hanging(hang: Hang, folder: pathlib.Path) -> Iterator[list[Process]]:
+    """A group of processes that has come to where it hangs."""
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    stage = Stage(free_port(), str(pipe))
+    try:
+        with processes(hang.size) as group:
+            try:
+                for rank, process in enumerate(group):
+                    process.begin(hang.run, rank, stage)
+                for _ in range(hang.signals):
+                    assert select.select([reading], [], [], PATIENCE)[0], "it does not come to where it hangs"
+                    os.read(reading, 1)
+                yield group
+            finally:
+                for process in group:
+                    process.kill(signal.SIGKILL)
+    finally:
+        os.close(reading)
+
+
+def explained(group: list[Process], hang: Hang) -> tuple[list[Finding], str, float]:
+    """What is found, and how long the last look took; looks again while the wait is young."""
+    pids = {process.pid for process in group}
+    until = time.monotonic() + LONG + 2 * WITHIN
+    while True:
+        begun = time.monotonic()
+        sight = HostGroup(place for place in desk.places() if place.pid in pids).look()
+        found = explain(sight, LONG)
+        told = text(found, sight)
+        took = time.monotonic() - begun
+        if is_it(hang, found, told) or time.monotonic() > until:
+            return found, told, took
+
+
+def is_it(hang: Hang, found: list[Finding], told: str) -> bool:
+    """Whether what is meant to be found stands first."""
+    said = " ".join(told.split())
+    first = (found[0].kind, *found[0].workers) if found else ("",)
+    return first == (hang.kind, *hang.workers) and all(words in said for words in hang.words)
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_explained(name: str, tmp_path: pathlib.Path) -> None:
+    hang = HANGS[name]
+    with hanging(hang, tmp_path) as group:
+        found, told, took = explained(group, hang)
+    print(f"{told}\nin {took:.2f} s")
+    assert is_it(hang, found, told)
+    assert status(found) == (0 if not hang.kind else 2 if hang.kind == "silent" else 1)
+    assert took < WITHIN
