@@ -48,7 +48,12 @@ def ask_back(times: int) -> None:
 def promise() -> torch.futures.Future[None]:
     inside.release()
     found: torch.futures.Future[None] = torch.futures.Future()
-    threading.Thread(target=lambda: (gate.wait(PATIENCE), found.set_result(None)), daemon=True).start()
+
+    def keep() -> None:
+        gate.wait(PATIENCE)
+        found.set_result(None)
+
+    threading.Thread(target=keep, daemon=True).start()
     return found
 
 
@@ -238,9 +243,14 @@ def test_a_timeout_has_a_file_written(
 ) -> None:
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
     written = threading.Event()
-    monkeypatch.setattr(pair[0].witness._dumper, "write", lambda reason: (reasons.append(reason), written.set()))
-    monkeypatch.setattr(pair[0].witness._dumper, "_next", 0.0)
     reasons: list[str] = []
+
+    def write(reason: str) -> None:
+        reasons.append(reason)
+        written.set()
+
+    monkeypatch.setattr(pair[0].witness._dumper, "write", write)
+    monkeypatch.setattr(pair[0].witness._dumper, "_next", 0.0)
     gate.clear()
     with pytest.raises(CallTimeout):
         pair[0].agent.call("w1", wait_here, None, None, 0.05)
