@@ -15,17 +15,18 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
-    {"errors", "version"},
+    {"errors", "version", "instruments"},
     {"hints", "threads", "contracts"},
     {"wire"},
     {"devices"},
     {"transport", "group"},
     {"agent"},
     {"rref", "autograd"},
+    {"witness"},
     {"rpc"},
     {"nn"},
     {"optim"},
-    {"checkpoint"},
+    {"checkpoint", "insight"},
     {"compat"},
 ]
 PURE = [

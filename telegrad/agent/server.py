@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad.agent import helping
+from telegrad.agent import helping, profiling
 from telegrad.agent.answers import Answers, its_future
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Arrival, Caller, Doorkeeper, Incoming
@@ -59,6 +59,7 @@ class Server:
 
         `undelivered` is told where an answer that carries something finds no connection any more.
         """
+        self._name = name
         self._reactor = reactor
         self._layers = layers
         self._streams = streams
@@ -117,11 +118,14 @@ class Server:
             function, args, kwargs = self._open(call) if arrival is None else arrival.take()
             if self.wrap is not None:
                 function = self.wrap(function)
+            run = function
+            if profiling.follower is not None:
+                run = profiling.follower.in_place_of(function, args, self._name, call.caller.name)
             if message.flags or call.context is not None:
                 with call.setting():
-                    result = function(*args, **kwargs)
+                    result = run(*args, **kwargs)
             else:
-                result = function(*args, **kwargs)
+                result = run(*args, **kwargs)
             args = None  # memory that was lent for them goes back together with the answer
             del kwargs
             if message.head:
