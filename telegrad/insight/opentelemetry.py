@@ -21,6 +21,7 @@ from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
 from telegrad.agent.profiling import Event
 from telegrad.agent.server import ASYNC_MARK, Later
+from telegrad.insight.labels import without_object
 from telegrad.version import VERSION
 from telegrad.wire.stories import first_line
 
@@ -89,7 +90,9 @@ class Tracing:
 
     def _leg_of(self, event: Event) -> Leg:
         told = {"telegrad.worker": event.here}
-        return self._leg(SpanKind.CLIENT, self._client, user_name(event.function), event.there, told, None)
+        return self._leg(
+            SpanKind.CLIENT, self._client, without_object(user_name(event.function)), event.there, told, None
+        )
 
     def baggage(self) -> dict[str, str]:
         told: dict[str, str] = {}
@@ -101,7 +104,7 @@ class Tracing:
     def in_place_of(
         self, function: Callable[..., Any], args: Sequence[Any], here: str, caller: str
     ) -> Callable[..., Any]:
-        name = user_name(function, args)
+        name = without_object(user_name(function, args))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             told = {"telegrad.worker": here, "client.address": caller}
