@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from telegrad import instruments
 from telegrad.errors import TelegradError
 from telegrad.insight.tallies import Durations, Tallies
+from telegrad.rpc import current
 from telegrad.version import VERSION
 from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account
 
@@ -26,6 +28,17 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError("metrics for Prometheus need its client: pip install 'telegrad[prometheus]'") from error
+
+
+def own_account() -> Account:
+    """What this process's worker tells of itself.
+
+    Raises:
+        NotInitialized: it is none.
+    """
+    worker: Any = current.joined()
+    account: Account = worker.witness.account()
+    return account
 
 
 class Metrics(Collector):
@@ -62,7 +75,7 @@ class Metrics(Collector):
         yield _counter("connections", "Connections that were made", seen.connected, ["how"])
         yield _counter("connections_lost", "Connections that have broken", seen.lost, ["peer"])
         yield _counter("references_made", "References to values of a worker that were made", seen.made, ["peer"])
-        yield _counter("references_freed", "Those that were let go", seen.freed, ["peer"])
+        yield _counter("references_freed", "Those that were let go", seen.freed, [])
         yield _counter("passes", "Backward passes that this worker drove", seen.passes, ["outcome"])
         yield _durations("pass_duration_seconds", "How long they took", seen.pass_durations)
         yield _counter("stage_actions", "Actions of pipelines' stages", seen.stage_actions, ["stage", "action"])
@@ -150,7 +163,7 @@ class Registered:
         self._registry.unregister(self.metrics)
 
 
-def register(account: Callable[[], Account], registry: CollectorRegistry = REGISTRY) -> Registered:
+def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Account] = own_account) -> Registered:
     """Have a registry, which the program serves by itself, give this worker's metrics, too."""
     return Registered(account, registry)
 
@@ -178,7 +191,10 @@ class Served(Registered):
 
 
 def serve_metrics(
-    account: Callable[[], Account], port: int, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY
+    port: int,
+    host: str = "127.0.0.1",
+    registry: CollectorRegistry = REGISTRY,
+    account: Callable[[], Account] = own_account,
 ) -> Served:
     """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on a thread of its own.
 

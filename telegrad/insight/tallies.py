@@ -56,7 +56,7 @@ class Tallies:
         self.connected: Counter[tuple[str, ...]] = Counter()  # how
         self.lost: Counter[tuple[str, ...]] = Counter()  # peer
         self.made: Counter[tuple[str, ...]] = Counter()  # peer, of references
-        self.freed: Counter[tuple[str, ...]] = Counter()
+        self.freed: Counter[tuple[str, ...]] = Counter()  # all under ()
         self.passes: Counter[tuple[str, ...]] = Counter()  # outcome
         self.pass_durations: defaultdict[str, Durations] = defaultdict(Durations)  # all under ""
         self.stage_actions: Counter[tuple[str, ...]] = Counter()  # stage, action
@@ -105,16 +105,16 @@ class Tallies:
     def _made(self, _: float, owner: str, __: Any) -> None:
         self.made[(self._peers[owner],)] += 1
 
-    def _freed(self, _: float, owner: str, __: Any) -> None:
-        self.freed[(self._peers[owner],)] += 1
+    def _freed(self, _: float, *__: Any) -> None:
+        self.freed[()] += 1
 
     def _passed(self, lasted: float, _: int, __: int, failure: str) -> None:
         self.passes[(self._outcome(failure),)] += 1
         self.pass_durations[""].add(lasted)
 
-    def _staged(self, lasted: float, _: Any, action: str, stage: int, __: int) -> None:
-        self.stage_actions[str(stage), action] += 1
-        self.stage_seconds[str(stage), action] += lasted  # type: ignore[assignment]  # a sum of seconds
+    def _staged(self, lasted: float, _: Any, action: Any, stage: int, __: int) -> None:
+        self.stage_actions[str(stage), str(action)] += 1
+        self.stage_seconds[str(stage), str(action)] += lasted  # type: ignore[assignment]  # a sum of seconds
 
     def _stepped(self, lasted: float, _: int, optimizer: str) -> None:
         self.step_durations[self._functions[optimizer]].add(lasted)

@@ -103,11 +103,3 @@ def test_what_travels_holds_in_each_step_of_a_coroutine(notes: Notes) -> None:
 def test_who_does_not_follow_passes_on_what_came(notes: Notes) -> None:
     assert rpc_sync("w1", rpc_sync, ("w2", stop_following, ("w3",))) == {"way": "w0>"}
     assert scene.baggage() == {}
-
-
-def test_a_failure_that_nobody_looks_at_is_told_of_all_the_same(notes: Notes, caplog: pytest.LogCaptureFixture) -> None:
-    future = rpc_async("w1", int, ("no number of this test",))
-    while not future.done():
-        pass
-    del future
-    assert "nobody has looked" in caplog.text

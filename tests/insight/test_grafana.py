@@ -28,7 +28,7 @@ def board() -> Any:
 def samples() -> dict[str, set[str]]:
     """The labels of each name in a scrape; Prometheus adds two more."""
     registry = CollectorRegistry()
-    registered = register(made_up, registry)
+    registered = register(registry, made_up)
     for event in EVENTS:
         registered.metrics.tallies(event)
     text = generate_latest(registry).decode()
