@@ -11,7 +11,7 @@ from typing import Any
 
 from telegrad import instruments
 from telegrad.errors import TelegradError
-from telegrad.insight.tallies import Durations, Tallies
+from telegrad.insight.tallies import Durations, Tallies, by_function
 from telegrad.rpc import current
 from telegrad.version import VERSION
 from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account
@@ -67,11 +67,13 @@ class Metrics(Collector):
 
     def _of_events(self) -> Iterator[Metric]:
         seen, call = self.tallies, ["function", "peer", "outcome"]
-        yield _counter("calls", "Calls of this worker that have ended", seen.calls, call)
-        yield _durations("call_duration_seconds", "How long they took", seen.call_durations, "function")
-        yield _counter("call_bytes", "Bytes of the tensors that they sent", seen.call_bytes, ["function"])
-        yield _counter("served", "Calls of others that have run here", seen.served, call)
-        yield _durations("served_duration_seconds", "How long they ran", seen.served_durations, "function")
+        calls, served = by_function(seen.calls), by_function(seen.served)
+        yield _counter("calls", "Calls of this worker that have ended", _counts(seen.calls), call)
+        yield _durations("call_duration_seconds", "How long they took", calls, "function")
+        sizes: dict[tuple[str, ...], float] = {(name,): each.size for name, each in calls.items() if each.size}
+        yield _counter("call_bytes", "Bytes of the tensors that they sent", sizes, ["function"])
+        yield _counter("served", "Calls of others that have run here", _counts(seen.served), call)
+        yield _durations("served_duration_seconds", "How long they ran", served, "function")
         yield _counter("connections", "Connections that were made", seen.connected, ["how"])
         yield _counter("connections_lost", "Connections that have broken", seen.lost, ["peer"])
         yield _counter("references_made", "References to values of a worker that were made", seen.made, ["peer"])
@@ -140,6 +142,10 @@ def _counter(name: str, text: str, counts: Mapping[tuple[str, ...], float], labe
     for key, count in counts.items():
         family.add_metric(list(key), count)
     return family
+
+
+def _counts(calls: Mapping[tuple[str, ...], Durations]) -> dict[tuple[str, ...], float]:
+    return {labels: each.count for labels, each in calls.items()}
 
 
 def _durations(name: str, text: str, durations: Mapping[str, Durations], label: str = "") -> Metric:

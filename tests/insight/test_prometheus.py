@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from telegrad import instruments
 from telegrad.insight.labels import OTHER
 from telegrad.insight.prometheus import Served, register, serve_metrics
-from telegrad.insight.tallies import BOUNDS, MOST_FUNCTIONS, MOST_OUTCOMES, MOST_PEERS, Tallies
+from telegrad.insight.tallies import BOUNDS, MOST_FUNCTIONS, MOST_OUTCOMES, MOST_PEERS, Tallies, by_function
 from telegrad.version import VERSION
 from tests.cluster import PATIENCE
 from tests.insight.accounts import made_up
@@ -137,7 +137,7 @@ def test_an_own_registry_and_the_listener_come_and_go() -> None:
     note = instruments.note
     if note is not None:  # of others
         note(EVENTS[0])
-    assert registered.metrics.tallies.calls.total() == 1
+    assert [each.count for each in registered.metrics.tallies.calls.values()] == [1]
     assert registry.get_sample_value("telegrad_calls_total", labels) is None
     register(registry, made_up).close()
 
@@ -153,14 +153,14 @@ def test_labels_do_not_grow_without_end() -> None:
     tallies = Tallies()
     for number in range(1000):
         tallies((instruments.CALLED, 0.0, 1.0, f"worker{number}", number, f"f{number}", 1, f"Error{number}"))
-    assert tallies.calls.total() == 1000
+    assert sum(each.count for each in tallies.calls.values()) == 1000
     functions, peers, outcomes = (set(each) for each in zip(*tallies.calls, strict=True))
-    assert len(functions) == len(tallies.call_durations) == MOST_FUNCTIONS + 1
+    assert len(functions) == len(by_function(tallies.calls)) == MOST_FUNCTIONS + 1
     assert len(peers) == MOST_PEERS + 1
     assert len(outcomes) == MOST_OUTCOMES + 1
-    assert tallies.calls[OTHER, OTHER, OTHER] == 1000 - MOST_PEERS
+    assert tallies.calls[OTHER, OTHER, OTHER].count == 1000 - MOST_PEERS
     tallies((instruments.CALLED, 0.0, 1.0, "worker0", 0, "f0", 1, ""))
-    assert tallies.calls["f0", "worker0", "ok"] == 1
+    assert tallies.calls["f0", "worker0", "ok"].count == 1
 
 
 def test_durations_at_their_bounds() -> None:
@@ -185,5 +185,4 @@ def test_threads_count_side_by_side() -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert tallies.calls.total() == 4000
-    assert sum(tallies.call_durations["model.forward"].counts) == 4000
+    assert by_function(tallies.calls)["model.forward"].count == 4000
