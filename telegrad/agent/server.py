@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from telegrad import instruments
-from telegrad.agent import helping
+from telegrad.agent import helping, profiling
 from telegrad.agent.answers import Answers, its_future
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Arrival, Caller, Doorkeeper, Incoming
@@ -60,6 +60,7 @@ class Server:
 
         `undelivered` is told where an answer that carries something finds no connection any more.
         """
+        self._name = name
         self._reactor = reactor
         self._layers = layers
         self._streams = streams
@@ -125,11 +126,14 @@ class Server:
                 function = self.wrap(function)
             if instruments.note is not None:
                 call.name = user_name(function, args)
+            run = function
+            if profiling.follower is not None:
+                run = profiling.follower.in_place_of(function, args, self._name, call.caller.name)
             if message.flags or call.context is not None:
                 with call.setting():
-                    result = function(*args, **kwargs)
+                    result = run(*args, **kwargs)
             else:
-                result = function(*args, **kwargs)
+                result = run(*args, **kwargs)
             args = None  # memory that was lent for them goes back together with the answer
             del kwargs
             if message.head:

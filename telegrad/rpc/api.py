@@ -163,8 +163,8 @@ def rpc_sync(
     Raises what the function raised there; a subclass of `TelegradError` where the call itself failed.
     """
     call = convert(func, args, kwargs)
-    if profiling.enabled():
-        return profiling.recorded(event_of("sync", to, func), call_sync, to, call, timeout)
+    if profiling.wanted():
+        return profiling.called(event_of("sync", to, func), call_sync, to, call, timeout)
     return call_sync(to, call, timeout)
 
 
@@ -181,8 +181,8 @@ def rpc_async(
     The tensors among the arguments must not be written to until the future is done.
     """
     call = convert(func, args, kwargs)
-    if profiling.enabled():
-        return profiling.recorded_async(event_of("async", to, func), call_async, to, call, timeout)
+    if profiling.wanted():
+        return profiling.called_async(event_of("async", to, func), call_async, to, call, timeout)
     return call_async(to, call, timeout)
 
 
@@ -199,8 +199,8 @@ def remote(
     Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
     """
     call = convert(func, args, kwargs)
-    if profiling.enabled():
-        return profiling.recorded_creation(event_of("remote", to, func), create, to, call, timeout)
+    if profiling.wanted():
+        return profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
     return create(to, call, timeout)
 
 
@@ -221,10 +221,11 @@ def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
     return made
 
 
-def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> str:
-    """The name of a call's event in a profiler."""
+def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
+    """A call as an event."""
     agent = current.agent()
-    return profiling.event_name(kind, function, agent.name, agent.identify(_name(to)).name)
+    here, there = agent.name, agent.identify(_name(to)).name
+    return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)
 
 
 def _name(to: str | int | WorkerInfo) -> str | int:
