@@ -15,17 +15,18 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
-    {"errors", "version"},
-    {"hints", "threads", "contracts"},
+    {"errors", "version", "instruments"},
+    {"hints", "threads", "contracts", "progress"},
     {"wire"},
     {"devices"},
     {"transport", "group"},
     {"agent"},
     {"rref", "autograd"},
+    {"witness"},
     {"rpc"},
     {"nn"},
     {"optim"},
-    {"checkpoint"},
+    {"checkpoint", "insight"},
     {"compat"},
 ]
 PURE = [
@@ -35,6 +36,7 @@ PURE = [
     "transport/handshake.py",
     "transport/reading.py",
     "group/members.py",
+    "group/attendance.py",
     "group/farewell.py",
     "agent/calls.py",
     "agent/deadlines.py",

@@ -137,7 +137,7 @@ def test_who_did_not_come_is_named_to_all() -> None:
     hasty = (*came[0][:4], 0.05)
     found = together(hasty, patient)
     assert [type(error) for error in found] == [errors.GroupIncomplete] * 2
-    assert all("rank 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
+    assert all("ranks 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
 
 
 def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad import errors
-from telegrad.group import reminder
+from telegrad import errors, progress
 from telegrad.rpc import Future
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init
 
@@ -238,7 +237,7 @@ def test_a_lost_worker_is_told_once() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reminder, "FIRST", 0.1)
+    monkeypatch.setattr(progress, "FIRST", 0.1)
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
@@ -267,17 +266,7 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
 def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(errors.GroupIncomplete):
         init(0, 3, free_port(), rpc_timeout=0.5)
-    assert "rank 1, 2 did not come" in caplog.text
+    assert "ranks 1, 2 did not come" in caplog.text
     with pytest.raises(errors.StoreUnreachable):
         init(1, 2, free_port(), rpc_timeout=0.5)
     assert "is the worker of rank 0 running?" in caplog.text
-
-
-def test_it_is_said_ever_more_rarely(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    monkeypatch.setattr(reminder, "monotonic", lambda: now[0])
-    reminded = reminder.Reminder(lambda: "for Godot")
-    for now[0] in range(10_000):
-        reminded.look()
-    assert [int(line.split()[3]) for line in caplog.messages] == [5, 50, 500, 5000]
-    assert all(line.endswith("for Godot") for line in caplog.messages)
