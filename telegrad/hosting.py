@@ -126,7 +126,7 @@ class LocalGroup:
         self._closed = True
         for worker in self._workers:
             worker.begin_end()
-        with self._wait(lambda: f"the processes of {_quoted(self._living())} have not ended"):
+        with self._wait(lambda: f"{_quoted(self._living())} did not end yet"):
             for worker in self._workers:
                 worker.end()
 

@@ -16,7 +16,7 @@ import pytest
 
 from telegrad import progress
 from telegrad.progress import Times, Wait, attended, spelled, under_way
-from tests.cluster import PATIENCE
+from tests.cluster import PATIENCE, free_port
 
 # When it is said
 
@@ -346,3 +346,24 @@ print("done")
         read(master, screen)
         assert process.wait(PATIENCE) == 0
     assert screen.shown() == ["done"]
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+def test_a_person_sees_who_has_not_joined_and_can_interrupt_that() -> None:
+    program = f"""
+import telegrad.rpc as rpc
+options = rpc.TelegradOptions(init_method="tcp://127.0.0.1:{free_port()}")
+try:
+    rpc.init_rpc("driver", rank=0, world_size=3, rpc_backend_options=options)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    screen = Screen()
+    with in_terminal(program) as (master, process):
+        read(master, screen, lambda: any("did not come" in row for row in screen.shown()))
+        (line,) = screen.shown()
+        assert re.match("telegrad: waiting for [0-9]+ s: ranks 1, 2 did not come .'driver' joins a group", line)
+        os.write(master, b"\x03")
+        read(master, screen)
+        assert process.wait(PATIENCE) == 0, screen.shown()
+    assert screen.shown() == ["^C", "interrupted"] or screen.shown() == ["^Cinterrupted"]

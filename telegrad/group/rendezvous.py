@@ -287,7 +287,7 @@ class _Static:
 
     def _awaited(self) -> str:
         where = f" at {self._place}" if self._place else ""
-        return f"{self._me.name!r} joins a group of {self._size}{where}; {self._absent() or 'all have come'}"
+        return f"{self._absent() or 'all have come'} ({self._me.name!r} joins a group of {self._size}{where})"
 
     def _absent(self) -> str:
         """Who has not come, or has died since; and what may have to do with it."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from telegrad import errors
+from telegrad import errors, progress
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
@@ -113,6 +113,30 @@ def test_two_that_serve_the_store_hear_of_each_other() -> None:
         found = run_all(made, lambda rank: outcome(join, f"w{rank}"))
     assert [type(error) for error in found] == [errors.WorkerTaken] * 2
     assert all("'w0'" in str(error) and "'w1'" in str(error) for error in found)
+
+
+def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE", 0.01)
+    store = dist.HashStore()
+    joins = crowd(store, 3)
+
+    def await_missing(names: list[str]) -> None:
+        until = time.monotonic() + PATIENCE
+        while names not in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(join_static, *joins[0], lambda _: True, "host:1")
+        await_missing(["rank 1", "rank 2"])
+        (wait,) = (wait for wait in progress.under_way() if wait.worker == "w0")
+        assert (wait.what, wait.place) == ("init_rpc", "host:1")
+        assert wait.text() == "ranks 1, 2 did not come ('w0' joins a group of 3 at host:1)"
+        second = pool.submit(join_static, *joins[1])
+        await_missing(["rank 2"])
+        third = pool.submit(join_static, *joins[2])
+        assert len({future.result(PATIENCE).key for future in (first, second, third)}) == 1
+    assert not [wait for wait in progress.under_way() if wait.worker in ("w0", "w1", "w2")]
 
 
 def test_different_sizes_are_told_to_all() -> None:

@@ -8,6 +8,7 @@ import logging
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -234,6 +235,12 @@ def test_a_lost_worker_is_told_once() -> None:
 
 # Long waits
 
+may_end = threading.Event()
+
+
+def wait_until_it_may_end() -> None:
+    assert may_end.wait(PATIENCE)
+
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +277,42 @@ def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog
     with pytest.raises(errors.StoreUnreachable):
         init(1, 2, free_port(), rpc_timeout=0.5)
     assert "is the worker of rank 0 running?" in caplog.text
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
+def test_who_waits_for_calls_says_on_whom(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
+    may_end.clear()
+    with agents(3) as made:
+        call = made[2].agent.call_async(2, wait_until_it_may_end, (), None)
+
+        def end() -> None:
+            until = time.monotonic() + PATIENCE
+            while not (
+                any("calls are under way on 'w2'" in line for line in caplog.messages)
+                and made[who].parting.missing() == ["w2"]
+            ):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            may_end.set()
+
+        in_threads(end, *[partial(worker.shutdown, True, PATIENCE) for worker in made])
+        call.wait()
+
+
+def test_who_waits_in_shutdown_can_tell_for_whom_when_asked() -> None:
+    with agents(3) as made:
+        leaving = [threading.Thread(target=worker.shutdown, args=(True, PATIENCE)) for worker in made]
+        for thread in leaving[:2]:
+            thread.start()
+        for worker in made[:2]:
+            until = time.monotonic() + PATIENCE
+            while worker.parting.missing() != ["w2"]:
+                worker.parting.ask()
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert worker.parting.awaited().startswith("'w2' did not call shutdown")
+        assert {wait.worker for wait in progress.under_way() if wait.what == "shutdown"} >= {"w0", "w1"}
+        leaving[2].start()
+        for thread in leaving:
+            thread.join(PATIENCE)
+        assert not any(thread.is_alive() for thread in leaving)
