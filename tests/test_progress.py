@@ -217,9 +217,9 @@ def read(master: int, screen: Screen, enough: Callable[[], bool] = lambda: False
             screen.feed(data.decode())
 
 
-def shown(program: str, rows: int = 8, **environment: str) -> Screen:
+def shown(program: str, screen: Screen | None = None, **environment: str) -> Screen:
     """The screen once a program has ended, whose clock is `now`."""
-    screen = Screen(rows)
+    screen = screen or Screen()
     with in_terminal(FAKE_CLOCK + program, **environment) as (master, process):
         read(master, screen)
         assert process.wait(PATIENCE) == 0, screen.shown()
@@ -247,7 +247,7 @@ def test_a_line_tells_of_each_second_and_is_gone_at_the_end() -> None:
 
 
 def test_it_scrolls_at_the_end_of_the_screen() -> None:
-    screen = shown("print('1\\n2\\n3')\n" + WAITS, rows=3)
+    screen = shown("print('1\\n2\\n3')\n" + WAITS, Screen(rows=3))
     assert screen.pictures[1:3] == [
         ["begun", "telegrad: waiting for 1 s: for Godot"],
         ["begun", "telegrad: waiting for 2 s: for Godot"],

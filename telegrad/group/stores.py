@@ -167,18 +167,21 @@ def _tcp(host: str, port: int, rank: int, size: int | None, timeout: float) -> M
 def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[Any, bool]:
     """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
     taken: StorePortTaken | None = None
-    for _ in _looks(monotonic() + min(GOING, timeout)):
-        try:
-            return _serve(host, port), True
-        except StorePortTaken as error:
-            taken = error
-        rival = _meet(host, port, min(TAKEN, timeout))
-        mark = "" if isinstance(rival, Exception) else _mark(rival)
-        if mark == OVER or not _listens(host, port):  # the last group's, which is about to be taken away
-            continue
-        if isinstance(rival, Exception) or (rank == 0 and mark != OPEN):
-            break
-        return rival, False
+    text = f"port {port}, where this worker should serve the store, is still in use"
+    with Wait("init_rpc", lambda: text, place=spot(host, port)) as wait:
+        for _ in _looks(monotonic() + min(GOING, timeout)):
+            wait.look()
+            try:
+                return _serve(host, port), True
+            except StorePortTaken as error:
+                taken = error
+            rival = _meet(host, port, min(TAKEN, timeout))
+            mark = "" if isinstance(rival, Exception) else _mark(rival)
+            if mark == OVER or not _listens(host, port):  # the last group's, which is about to be taken away
+                continue
+            if isinstance(rival, Exception) or (rank == 0 and mark != OPEN):
+                break
+            return rival, False
     assert taken is not None
     raise taken
 
