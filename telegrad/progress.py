@@ -117,7 +117,8 @@ class Wait:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _under_way.remove(self)
+        with contextlib.suppress(ValueError):  # this is a child that was forked meanwhile
+            _under_way.remove(self)
         _line.clear(self)
 
     def __repr__(self) -> str:
@@ -146,12 +147,14 @@ def attended(wait: Wait) -> Iterator[Wait]:
                 wait.look()
 
         thread = threading.Thread(target=attend, name="telegrad-progress", daemon=True)
-        thread.start()
+        with contextlib.suppress(RuntimeError, MemoryError):  # there is no memory for it, or the interpreter ends
+            thread.start()
         try:
             yield wait
         finally:
             over.set()
-            thread.join()
+            if thread.is_alive():
+                thread.join()
 
 
 def make_room() -> None:

@@ -89,6 +89,18 @@ def test_no_thread_is_started_where_there_is_no_line() -> None:
         assert not wait.lined
 
 
+def test_a_wait_without_memory_for_a_thread_is_a_wait_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    waiting = Wait("shutdown", str)
+    waiting.lined = True
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with attended(waiting) as wait:
+        assert wait in under_way()
+    assert wait not in under_way()
+
+
 # What others can see
 
 
@@ -103,10 +115,12 @@ def test_waits_that_are_under_way_are_seen_by_any_thread() -> None:
 
 
 def test_a_forked_child_waits_for_nothing() -> None:
-    with Wait("shutdown", str):
+    with Wait("shutdown", str) as wait:
         child = os.fork()
         if not child:
-            os._exit(len(under_way()))
+            left = len(under_way())
+            wait.__exit__()
+            os._exit(left)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
