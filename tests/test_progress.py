@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -204,7 +204,9 @@ FAKE_CLOCK = "progress.monotonic = lambda: now[0]\n"
 
 
 @contextlib.contextmanager
-def in_terminal(program: str, **environment: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def in_terminal(
+    program: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A program at a terminal of its own; the other end of that."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -213,7 +215,7 @@ def in_terminal(program: str, **environment: str) -> Iterator[tuple[int, subproc
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        env={**os.environ, "TERM": "xterm", **environment},
+        env={**os.environ, "TERM": "xterm", **(environment or {})},
     )
     os.close(slave)
     try:
@@ -231,10 +233,10 @@ def read(master: int, screen: Screen, enough: Callable[[], bool] = lambda: False
             screen.feed(data.decode())
 
 
-def shown(program: str, screen: Screen | None = None, **environment: str) -> Screen:
+def shown(program: str, environment: Mapping[str, str] | None = None, rows: int = 8) -> Screen:
     """The screen once a program has ended, whose clock is `now`."""
-    screen = screen or Screen()
-    with in_terminal(FAKE_CLOCK + program, **environment) as (master, process):
+    screen = Screen(rows)
+    with in_terminal(FAKE_CLOCK + program, environment) as (master, process):
         read(master, screen)
         assert process.wait(PATIENCE) == 0, screen.shown()
     return screen
@@ -261,7 +263,7 @@ def test_a_line_tells_of_each_second_and_is_gone_at_the_end() -> None:
 
 
 def test_it_scrolls_at_the_end_of_the_screen() -> None:
-    screen = shown("print('1\\n2\\n3')\n" + WAITS, Screen(rows=3))
+    screen = shown("print('1\\n2\\n3')\n" + WAITS, rows=3)
     assert screen.pictures[1:3] == [
         ["begun", "telegrad: waiting for 1 s: for Godot"],
         ["begun", "telegrad: waiting for 2 s: for Godot"],
@@ -340,7 +342,7 @@ def test_the_log_has_what_a_line_shows_for_the_record_only() -> None:
     ids=["dumb", "no input", "no stdin", "background", "notebook", "variable", "log level"],
 )
 def test_where_there_is_no_line(first: str, environment: dict[str, str], last: list[str]) -> None:
-    screen = shown(LOGS.format(first), **environment)
+    screen = shown(LOGS.format(first), environment)
     assert screen.pictures == [[], last]
     assert screen.shown() == last
 
