@@ -53,7 +53,7 @@ def start(
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         joined = join(meeting, me, key, timeout)
         _check(joined.me, joined.directory)
-        worker.join(joined, meeting, _devices_of(joined.me, joined.directory))
+        worker.join(joined, meeting.place, _devices_of(joined.me, joined.directory))
         return worker
     except BaseException:
         worker.agent.close()

@@ -18,7 +18,7 @@ from telegrad.group.joining import Joined
 from telegrad.group.members import Members
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Alone, Parting, Together
-from telegrad.group.stores import Meeting
+from telegrad.group.stores import Place
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
 
@@ -57,16 +57,15 @@ class Worker:
             found: T = self._attached[make]
         return found
 
-    def join(self, joined: Joined, meeting: Meeting, used: Iterable[int]) -> None:
-        """Take part in the group that has met so; calls may touch the accelerators that are `used`."""
+    def join(self, joined: Joined, place: Place, used: Iterable[int]) -> None:
+        """Take part in a group, whose store is served at `place`; calls may touch the accelerators that are `used`."""
         self.me, self.directory, key = joined
-        self.place = meeting.where
         directory = self.directory
         # Before the agent joins, since the others may say farewell from that moment on.
         self.parting: Parting = (
             Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
         )
-        self.membership = Membership(self.agent, self.me, directory, meeting.place, self._entered)
+        self.membership = Membership(self.agent, self.me, directory, place, self._entered)
         self.agent.join(self.me, key, directory, used)
         self.membership.begin()
 
