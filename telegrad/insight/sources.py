@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telegrad.insight.outside import look_at, process_of
 from telegrad.insight.source import Sight
 from telegrad.instruments import Event
 from telegrad.witness import desk
 from telegrad.witness.account import Account
-from telegrad.witness.desk import Place
-from telegrad.witness.witness import ACCOUNT, DUMP, GROUP, GROUP_EVENTS, Witness, others_of
+from telegrad.witness.desk import ACCOUNT, DUMP, GROUP, GROUP_EVENTS, Place
+
+if TYPE_CHECKING:
+    from telegrad.witness.witness import Witness
 
 AT_ONCE = 32  # workers that are asked at the same time
 PATIENCE = 1.5  # seconds for one of them
@@ -91,6 +93,12 @@ def groups_here() -> dict[str, HostGroup]:
     elif silent:
         next(iter(found.values())).extend(silent)
     return {name: HostGroup(places) for name, places in found.items()}
+
+
+def others_of(accounts: Iterable[Account]) -> set[str]:
+    """The members that these know, and who are not among them."""
+    known = {name for account in accounts for name in account["members"]}
+    return known - {account["worker"] for account in accounts}
 
 
 def _ask_all(places: list[Place], topic: str) -> dict[Place, Any]:

@@ -86,7 +86,7 @@ class Worker:
         required = self.parting.required(require)
         try:
             if graceful:
-                self.witness.leaving(list)
+                self.witness.leaving(self.parting.missing)
                 self.parting.wait(timeout, serving)
                 how = ""
         finally:
