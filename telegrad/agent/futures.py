@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Generator
 from contextvars import copy_context
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -227,6 +228,7 @@ class Signal:
 def wait_for(future: torch.futures.Future[Any] | Signal, timeout: float = -1) -> bool:
     """Wait until `future` is done, interruptibly; whether it is."""
     if not future.done():
+        begun = perf_counter()  # noqa: F841  # who looks on sees it on the stack
         told = threading.Lock()
         told.acquire()
         future.add_done_callback(lambda _: told.release())

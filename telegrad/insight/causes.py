@@ -57,11 +57,13 @@ class Causes:
         return [*calls, *strange, *tasks, *(each for each in passes if not self._has_thread(each, tasks))]
 
     def _is_long(self, task: Task) -> bool:
-        """Of a wait whose age is not known, it is taken to be long."""
+        """A wait whose age cannot be known is taken to be long."""
         thread = self._waits.threads[task]
         age = self._names.age(task)
         if thread["wait"] is not None:
-            return thread["wait"]["what"] not in ("init_rpc", "store") and (not age or age >= self._long)
+            what = thread["wait"]["what"]
+            known = "age" in thread["wait"] or what in ("backward", "shutdown", "room")
+            return what not in ("init_rpc", "store") and (age >= self._long or not (age or known))
         return lock_of(thread) is not None and (not age or age >= self._long)
 
     def _has_thread(self, each: Pass, tasks: list[Task]) -> bool:

@@ -82,7 +82,7 @@ def standing(thread: Thread) -> str:
 
 DOES = {
     LOCKED: "waits for a lock",
-    BUSY: "runs on and on: it loops, it seems, or computes",
+    BUSY: "is at work all the time: it loops, it seems, or computes",
     SLEEPS: "sleeps",
     WAITS: "waits for something in its own process",
     ASLEEP: "stands still, in a wait that is not of Telegrad's",
@@ -126,8 +126,10 @@ class Names:
         if wait is not None:
             if wait.get("age"):
                 return wait["age"]
-            if wait["what"] in ("shutdown", "init_rpc"):
+            if wait["what"] in ("shutdown", "init_rpc", "store"):
                 return account["phase_age"]
+            if wait["what"] == "room":
+                return max((out["age"] for out in account["calls_out"] if out["to"] in wait["on"]), default=0.0)
             if wait["what"] == "backward":
                 return max((each["age"] for each in account["passes"]), default=0.0)
         call = waits.serves.get(task)

@@ -18,7 +18,7 @@ from telegrad.insight.telling import as_json, text
 from telegrad.insight.waits import Waits
 from telegrad.witness.account import JOINING, Account
 
-__all__ = ["LONG", "Finding", "as_json", "explain", "status", "text", "told"]
+__all__ = ["LONG", "NOTE", "Finding", "as_json", "explain", "status", "text", "told"]
 
 LONG = 1.0  # seconds from which on a wait counts as long
 

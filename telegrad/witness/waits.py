@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -50,7 +51,8 @@ def _meeting(names: Names, _: Missing) -> Wait:
 def _gathering(names: Names, _: Missing) -> Wait:
     wanted, there = names["wanted"], {each.name for each in names["self"].workers()}
     on = [] if isinstance(wanted, int) else [name for name in wanted if name not in there]
-    return Wait(what="workers", on=on, about=f"{wanted} workers" if isinstance(wanted, int) else "")
+    about = f"{wanted} workers" if isinstance(wanted, int) else ""
+    return Wait(what="workers", on=on, about=about, age=names["reminder"].waited)
 
 
 def _passing(names: Names, _: Missing) -> Wait:
@@ -60,11 +62,13 @@ def _passing(names: Names, _: Missing) -> Wait:
 
 def _future(names: Names, _: Missing) -> Wait | None:
     future = names["future"]
+    age = perf_counter() - names["begun"] if "begun" in names else 0.0
     if isinstance(future, Opening):
-        return Wait(what="value", on=[], about="the value of a reference of this worker, which is not made yet")
+        about = "the value of a reference of this worker, which is not made yet"
+        return Wait(what="value", on=[], about=about, age=age)
     if isinstance(getattr(future, "call", None), Pending):
         return None  # that call is told of itself
-    return Wait(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done")
+    return Wait(what="future", on=[], about=getattr(future, "about", "") or "a future that is not done", age=age)
 
 
 _WAITS: dict[CodeType, Callable[[Names, Missing], Wait | None]] = {

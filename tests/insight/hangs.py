@@ -268,8 +268,9 @@ def coroutine(rank: int, stage: Stage) -> None:
 
 
 async def listen() -> None:
+    values.append(asyncio.Event())
     say()
-    await asyncio.Event().wait()
+    await values[0].wait()
 
 
 def future_never_set(rank: int, stage: Stage) -> None:
@@ -399,6 +400,21 @@ def wait_for_gate() -> None:
 def idle(rank: int, stage: Stage) -> None:
     stage.join(rank, 2)
     stage.hangs()
+
+
+def work(rank: int, stage: Stage) -> None:
+    """Not at all: training as it should be, without an end."""
+    stage.join(rank, 3)
+    stage.hangs()
+    if rank:
+        rpc.shutdown()
+    while True:
+        with autograd.context() as context:
+            x = torch.ones(3, requires_grad=True)
+            losses = [rpc.rpc_async(f"worker{to}", torch.add, args=(x, to)) for to in (1, 2)]
+            kept = [rpc.remote(f"worker{to}", torch.mul, args=(x, to)) for to in (1, 2)]
+            total = sum(loss.wait().sum() for loss in losses) + sum(each.to_here().sum() for each in kept)
+            autograd.backward(context, [total])
 
 
 HANGS = {
