@@ -39,6 +39,17 @@ class OwnGroup:
         return self._witness.events(after)
 
 
+def own_group() -> OwnGroup:
+    """That of this thread's worker.
+
+    Raises:
+        NotInitialized: this process is in no group.
+    """
+    from telegrad.rpc import current  # not above: who looks from outside has no torch
+
+    return OwnGroup(current.here().witness)
+
+
 class HostGroup:
     """One with workers on this host, which is looked at from outside."""
 

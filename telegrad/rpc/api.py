@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection
@@ -25,6 +27,7 @@ from telegrad.rpc.worker import Worker
 
 UNSET_RPC_TIMEOUT = DEFAULT
 
+log = logging.getLogger("telegrad")
 
 _lock = threading.Lock()  # one init at a time: only that sets current.worker, and only where there is none
 
@@ -60,6 +63,15 @@ def enter_group(
     with _lock:
         check_free()
         current.worker = start(name, meet, options, current.enter, kind)
+    if options.dashboard is not None:
+        _show(current.worker, options.dashboard)
+
+
+def _show(worker: Worker, port: int) -> None:
+    """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
+    shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
+    worker.at_end = shown.close
+    log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
 
 
 def check_free() -> None:

@@ -40,7 +40,9 @@ def _joining(_: Names, missing: Missing) -> Wait:
     return Wait(what="init_rpc", on=missing(), about="the group to be complete")
 
 
-def _parting(_: Names, missing: Missing) -> Wait:
+def _parting(names: Names, missing: Missing) -> Wait | None:
+    if names["serving"]:
+        return None  # for as long as the others want
     return Wait(what="shutdown", on=missing(), about="all to call shutdown, and their calls to end")
 
 
