@@ -25,6 +25,7 @@ from telegrad.agent.scene import entered, in_setting
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError
 from telegrad.group.members import Identity
+from telegrad.instruments import RAN
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.functions import resolve
@@ -154,7 +155,8 @@ class Server:
             else:
                 answer = self._answers.made_of(call, result, function)
                 del result  # as above: it may be one of the arguments
-                _note(call)
+                if (note := instruments.note) is not None:
+                    note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, ""))
                 self._answers.send(call, answer)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -296,4 +298,4 @@ def _note(call: Incoming, failure: str = "") -> None:
     """Tell that a call that has come has ended."""
     if (note := instruments.note) is not None:
         number = call.message.id
-        note((instruments.RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))
+        note((RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

@@ -446,7 +446,7 @@ HANGS = {
     "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
     "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep(1e6)", "autograd.backward(")),
-    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come, it seems: the group of 3",), 3),
+    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come: the group of 3",), 3),
     "size too large": Hang(2, size_too_large, "missing", ("rank 2", "rank 3"), ("world_size=4 is too large",), 2),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
