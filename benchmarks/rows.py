@@ -7,8 +7,9 @@ from benchmarks.crowds import CROWDS
 from benchmarks.lifecycle import LIFECYCLE
 from benchmarks.memory import MEMORY
 from benchmarks.pipelines import PIPELINES
+from benchmarks.recording import RECORDING
 from benchmarks.training import TRAINING
 
 # One thread for each process, as torchrun has it: more of them than cores keep each other from running.
 _TRAINING = [row._replace(threads=1) for row in (*TRAINING, *PIPELINES)]
-ROWS = [*CALLS, *_TRAINING, *CROWDS, *LIFECYCLE, *MEMORY]
+ROWS = [*CALLS, *RECORDING, *_TRAINING, *CROWDS, *LIFECYCLE, *MEMORY]

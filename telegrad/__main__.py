@@ -16,8 +16,6 @@ from __future__ import annotations
 import os
 import sys
 
-from telegrad import compat
-from telegrad.compat import program
 from telegrad.version import VERSION
 
 
@@ -39,6 +37,8 @@ def main() -> None:
 
         sys.exit(command.main(arguments))
     elif first == "-m":
+        from telegrad.compat import program
+
         if len(arguments) == 1:
             sys.exit("python -m telegrad -m: name the module to run")
         _serve_torchs_name()
@@ -47,6 +47,8 @@ def main() -> None:
     elif first.startswith("-"):
         sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
     else:
+        from telegrad.compat import program
+
         _serve_torchs_name()
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(first))
@@ -54,6 +56,8 @@ def main() -> None:
 
 
 def _serve_torchs_name() -> None:
+    from telegrad import compat
+
     _let_operators_sleep()
     compat.install()
     print(f"telegrad {VERSION} serves torch.distributed.rpc", file=sys.stderr)

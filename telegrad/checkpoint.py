@@ -72,6 +72,7 @@ def save(state: Mapping[str, Any], checkpoint_id: Path) -> None:
         lambda worker, theirs: rpc_async(
             worker, _begin, (path, theirs, own if worker == here else {}), timeout=NO_LIMIT
         ),
+        f"checkpoint.save: gathering what belongs to {path!r}",
     )
     planner, writer = DefaultSavePlanner(), FileSystemWriter(path)
     planner.set_up_planner({}, is_coordinator=True)
@@ -79,7 +80,12 @@ def save(state: Mapping[str, Any], checkpoint_id: Path) -> None:
     plans, metadata = planner.create_global_plan([plan for _, plan in begun.values()])
     plans = writer.prepare_global_plan(plans)
     by_worker = dict(zip(begun, plans, strict=True))
-    written = together(by_worker, lambda worker, plan: begun[worker][0].rpc_async(timeout=NO_LIMIT).write(plan))
+    written = together(
+        by_worker,
+        lambda worker, plan: begun[worker][0].rpc_async(timeout=NO_LIMIT).write(plan),
+        f"checkpoint.save: writing {path!r}",
+        {worker: sum(item.tensor_storage_size() or 0 for item in plan.items) for worker, plan in by_worker.items()},
+    )
     writer.finish(metadata, list(written.values()))
 
 
@@ -95,7 +101,11 @@ def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     path = _folder("load", state, checkpoint_id)
     _contents(path)
     shares, own = _shares(state)
-    together(shares, lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT))
+    together(
+        shares,
+        lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT),
+        f"checkpoint.load: reading {path!r}",
+    )
     for key, value in state.items():
         if isinstance(value, DistributedOptimizer):
             value.load_groups(_find(path, (key, "param_groups")))

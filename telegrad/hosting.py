@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
 from telegrad.group.members import check_name
+from telegrad.progress import Wait, attended, make_room
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,12 +63,13 @@ class LocalGroup:
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """While the workers start, since to import torch takes this process as long."""
-        import torch.distributed as dist
+        with self._wait(lambda: f"telegrad.local: {_quoted(self.names)} start up"):
+            import torch.distributed as dist
 
-        from telegrad import rpc
-        from telegrad.group.rendezvous import call_off
-        from telegrad.group.stores import Meeting
-        from telegrad.rpc.api import enter_group
+            from telegrad import rpc
+            from telegrad.group.rendezvous import call_off
+            from telegrad.group.stores import Meeting
+            from telegrad.rpc.api import enter_group
 
         port = listener.getsockname()[1]
         served = os.dup(listener.fileno())  # the store closes it
@@ -79,7 +82,9 @@ class LocalGroup:
                 call_off(store, self._called_off)
         options = rpc.TelegradOptions(rpc_timeout=rpc_timeout)
         size = 1 + len(self.names)
-        enter_group(self.driver, options, lambda timeout: Meeting(store, HOST, 0, size))
+        enter_group(
+            self.driver, options, lambda timeout: Meeting(store, HOST, 0, size, names=(self.driver, *self.names))
+        )
         with self._lock:
             self._formed, self._store = True, None
 
@@ -121,8 +126,15 @@ class LocalGroup:
         self._closed = True
         for worker in self._workers:
             worker.begin_end()
-        for worker in self._workers:
-            worker.end()
+        with self._wait(lambda: f"{_quoted(self._living())} did not end yet"):
+            for worker in self._workers:
+                worker.end()
+
+    def _living(self) -> list[str]:
+        return [worker.name for worker in self._workers if worker.lives]
+
+    def _wait(self, text: Callable[[], str]) -> AbstractContextManager[Wait]:
+        return attended(Wait("telegrad.local", text, self._living, worker=self.driver))
 
     def _at_exit(self) -> None:
         self.shutdown(graceful=not hasattr(sys, "last_type"))  # of an error that nobody caught
@@ -176,6 +188,10 @@ class _Worker:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def lives(self) -> bool:
+        return self._process.returncode is None  # which is set by who waits for its end
+
     def begin_end(self) -> None:
         """It will end by itself, if it has not yet."""
         with contextlib.suppress(OSError):
@@ -195,6 +211,7 @@ class _Worker:
         for line in pipe:
             self.last_lines.append(line.rstrip("\n"))
             with contextlib.suppress(Exception):  # the stream is the program's, which may have closed it
+                make_room()
                 out = getattr(sys, stream)
                 out.write(f"[{self.name}] {line.rstrip()}\n")
                 out.flush()
@@ -238,6 +255,10 @@ def _named(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
     return f"signal {-code}"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _nothing() -> None:

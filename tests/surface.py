@@ -22,6 +22,7 @@ MODULES = (
     "telegrad.optim",
     "telegrad.checkpoint",
     "telegrad.errors",
+    "telegrad.insight",
     "telegrad.compat",
 )
 HANDED_OUT = (("telegrad.hosting", "LocalGroup"), ("telegrad.rpc.references", "Proxy"))  # imported by nobody

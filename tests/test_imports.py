@@ -16,7 +16,7 @@ import telegrad
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version", "instruments"},
-    {"hints", "threads", "contracts"},
+    {"hints", "threads", "contracts", "progress"},
     {"wire"},
     {"devices"},
     {"transport", "group"},
@@ -36,6 +36,7 @@ PURE = [
     "transport/handshake.py",
     "transport/reading.py",
     "group/members.py",
+    "group/attendance.py",
     "group/farewell.py",
     "agent/calls.py",
     "agent/deadlines.py",

@@ -15,7 +15,7 @@ from telegrad import instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
-from telegrad.agent.naming import user_name
+from telegrad.agent.naming import noted_name, user_name
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import OWED, Reactor, Work
 from telegrad.agent.spinning import SOON, Spin
@@ -24,6 +24,7 @@ from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart
 from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.group.members import Identity
+from telegrad.instruments import CALLED
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
@@ -146,7 +147,7 @@ class OutgoingCalls:
         """The caller gave up; a late answer is ignored."""
         if (note := instruments.note) is not None:
             is_late = 0 < pending.timeout <= perf_counter() - pending.begun
-            pending.note(note, CallTimeout.__name__ if is_late else GAVE_UP)
+            note(_ended(pending, CallTimeout.__name__ if is_late else GAVE_UP))
         with self._lock:
             self._take(pending.id)
 
@@ -318,7 +319,7 @@ class OutgoingCalls:
 
     def _done(self, pending: Pending) -> None:
         if (note := instruments.note) is not None:
-            pending.note(note, _failure(pending))
+            note(_ended(pending, "" if pending.error is None else type(pending.error).__name__))
         pending.done = True
         if pending.outcome is not None and not pending.waiter_completes:
             if pending.outcome.quick:
@@ -420,8 +421,9 @@ class OutgoingCalls:
         return f"<OutgoingCalls to {self.name!r}: {self._calls!r}>"
 
 
-def _failure(pending: Pending) -> str:
-    """Of a call that is done, the name of what went wrong, if anything did."""
-    if pending.error is not None:
-        return type(pending.error).__name__
-    return RAISED if pending.answer is not None and pending.answer.kind == FAILURE else ""
+def _ended(pending: Pending, failure: str) -> instruments.Event:
+    """That a call has ended, for who looks on."""
+    if not failure and pending.answer is not None and pending.answer.kind == FAILURE:
+        failure = RAISED
+    name = noted_name(pending.asked)
+    return (CALLED, pending.begun, perf_counter(), pending.peer.name, pending.id, name, pending.weight, failure)

@@ -7,10 +7,9 @@ from math import inf
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
-from telegrad import instruments
 from telegrad.agent.attachments import Attachments
 from telegrad.agent.futures import Future, Outcome
-from telegrad.agent.naming import NOTED_AS, user_name
+from telegrad.agent.naming import user_name
 from telegrad.agent.scene import InTurn
 from telegrad.agent.underway import Underway
 from telegrad.group.members import Identity
@@ -97,11 +96,6 @@ class Pending:
         outcome = self.outcome
         if isinstance(outcome, Future) and not outcome.done():
             self.peer.wait_for(outcome)
-
-    def note(self, note: instruments.Listener, failure: str = "") -> None:
-        """Tell that it has ended."""
-        name = getattr(type(self.asked), NOTED_AS, None) or user_name(self.asked)
-        note((instruments.CALLED, self.begun, perf_counter(), self.peer.name, self.id, name, self.weight, failure))
 
     def __repr__(self) -> str:
         state = "done" if self.done else f"in flight for {perf_counter() - self.begun:.1f} s"

@@ -1,8 +1,10 @@
-"""What surrounds a call and holds in its function, too: the caller's autocast, and the actors that wait for it.
+"""What surrounds a call and holds in its function, too: the caller's autocast, its baggage, and who waits for it.
 
 A method of an actor has its turn while it runs. Each call that it makes is a hop, and so is named what is done for the
 sake of that call, wherever: a call back to the actor would wait for the turn, and the turn for it. While the method
 waits for a hop, such calls are refused.
+
+Baggage are named strings of who follows calls (see `profiling`). A worker where nobody does passes on what came to it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from telegrad.agent import profiling
 from telegrad.agent.attachments import GraphContext
 from telegrad.devices import streams
 from telegrad.devices.streams import Streams
@@ -69,6 +72,7 @@ class Scene(NamedTuple):
 
     hops: Hops = ()  # for whose sake
     turn: Turn | None = None  # in which
+    baggage: dict[str, str] | None = None
 
 
 _current: ContextVar[Scene | None] = ContextVar("telegrad_scene", default=None)
@@ -77,36 +81,40 @@ _entered = False  # whether there was ever a scene in this process
 
 def matters() -> bool:
     """Whether there may be something to tell of this thread."""
-    return _entered or _is_autocast_on()
+    return _entered or profiling.follower is not None or _is_autocast_on()
 
 
 def described() -> tuple[bytes, InTurn | None]:
     """What to tell of this thread, which makes a call, empty where there is nothing; and the actor that makes it."""
     here = _current.get()
-    if here is None and not _is_autocast_on():
+    follower = profiling.follower
+    if here is None and follower is None and not _is_autocast_on():
         return b"", None
     kinds = [kind for kind in ("cpu", streams.kind()) if kind and torch.is_autocast_enabled(kind)]
     types = {kind: NAMES[torch.get_autocast_dtype(kind)] for kind in kinds}
-    hops, turn = here or Scene()
+    hops, turn, baggage = here or Scene()
+    if follower is not None:
+        baggage = follower.baggage() or baggage
     in_turn = None
     if turn is not None:
         in_turn = InTurn(turn, (turn.key, next(turn.calls)))
         hops += (in_turn.hop,)
-    told = pickle.dumps((types, torch.is_autocast_cache_enabled(), hops), 5) if types or hops else b""
-    return told, in_turn
+    if not (types or hops or baggage):
+        return b"", in_turn
+    return pickle.dumps((types, torch.is_autocast_cache_enabled(), hops, baggage), 5), in_turn
 
 
 @contextmanager
 def holding(description: bytes | memoryview) -> Iterator[None]:
     """Inside, what was told of the caller holds here; autocast for the devices that this worker has."""
-    types, cached, hops = pickle.loads(description)
+    types, cached, hops, baggage = pickle.loads(description)
     with ExitStack() as stack:
         for kind, name in types.items():
             if kind in ("cpu", streams.kind()):
                 stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
-        if hops:
+        if hops or baggage:
             here = _current.get()
-            stack.enter_context(entered(Scene(hops, here and here.turn)))
+            stack.enter_context(entered(Scene(hops, here and here.turn, baggage)))
         yield
 
 
@@ -123,6 +131,12 @@ def entered(scene: Scene | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def baggage() -> dict[str, str]:
+    """What came with the call that this thread's code runs in."""
+    here = _current.get()
+    return here.baggage or {} if here is not None else {}
 
 
 def hops_of(description: bytes | memoryview) -> Hops:
@@ -146,6 +160,18 @@ def setting(flags: int, scene: bytes | memoryview, context: GraphContext | None)
         if context is not None:
             stack.enter_context(context.entered())
         yield
+
+
+@contextmanager
+def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None) -> Generator[None, None, None]:
+    """As `setting`, for a thread that goes on with a call after its function has returned."""
+    with setting(flags, scene, context):
+        carried, follower = baggage(), profiling.follower
+        if carried and follower is not None:
+            with follower.resumed(carried):
+                yield
+        else:
+            yield
 
 
 @coroutine

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from telegrad import instruments
-from telegrad.agent import helping
+from telegrad.agent import helping, profiling
 from telegrad.agent.answers import Answers, its_future
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Arrival, Caller, Doorkeeper, Incoming
@@ -25,6 +25,7 @@ from telegrad.agent.scene import entered, in_setting
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError
 from telegrad.group.members import Identity
+from telegrad.instruments import RAN
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.functions import resolve
@@ -60,6 +61,7 @@ class Server:
 
         `undelivered` is told where an answer that carries something finds no connection any more.
         """
+        self._name = name
         self._reactor = reactor
         self._layers = layers
         self._streams = streams
@@ -125,11 +127,14 @@ class Server:
                 function = self.wrap(function)
             if instruments.note is not None:
                 call.name = user_name(function, args)
+            run = function
+            if profiling.follower is not None:
+                run = profiling.follower.in_place_of(function, args, self._name, call.caller.name)
             if message.flags or call.context is not None:
                 with call.setting():
-                    result = function(*args, **kwargs)
+                    result = run(*args, **kwargs)
             else:
-                result = function(*args, **kwargs)
+                result = run(*args, **kwargs)
             args = None  # memory that was lent for them goes back together with the answer
             del kwargs
             if message.head:
@@ -150,7 +155,8 @@ class Server:
             else:
                 answer = self._answers.made_of(call, result, function)
                 del result  # as above: it may be one of the arguments
-                _note(call)
+                if (note := instruments.note) is not None:
+                    note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, ""))
                 self._answers.send(call, answer)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -292,4 +298,4 @@ def _note(call: Incoming, failure: str = "") -> None:
     """Tell that a call that has come has ended."""
     if (note := instruments.note) is not None:
         number = call.message.id
-        note((instruments.RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))
+        note((RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

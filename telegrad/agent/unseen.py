@@ -21,20 +21,20 @@ _seen: dict[tuple[str, str], float] = {}  # when the program, or the log, was la
 class Unseen:
     """The failure of a future; where it is dropped before it was `seen`, the log tells of it."""
 
-    __slots__ = ("_about", "_kind", "_text", "seen")
+    __slots__ = ("_about", "kind", "seen", "text")
 
     def __init__(self, about: str, error: BaseException) -> None:
         """`about` is what has failed, as users know it."""
         self.seen = isinstance(error, ShutDown)  # which this program has asked for
         self._about = about
-        self._kind = type(error).__name__
+        self.kind = type(error).__name__
         try:
-            self._text = str(error)
+            self.text = str(error)
         except Exception:
-            self._text = "(its text could not be made)"
+            self.text = "(its text could not be made)"
 
     def __repr__(self) -> str:
-        return f"{self._kind} of {self._about}"
+        return f"{self.kind} of {self._about}"
 
     def raise_fresh(self, error: Any) -> NoReturn:
         """Raise the error of the future anew; from here on it is seen."""
@@ -44,7 +44,7 @@ class Unseen:
 
     def _note(self) -> bool:
         """Whether the like of it was not seen lately."""
-        now, key = monotonic(), (self._kind, self._about.partition(" on worker ")[0])
+        now, key = monotonic(), (self.kind, self._about.partition(" on worker ")[0])
         before = _seen.get(key, -QUIET)
         if len(_seen) >= REMEMBERED:
             _seen.clear()
@@ -56,5 +56,5 @@ class Unseen:
             log.error(
                 "telegrad: %s failed, and nobody has looked: wait for its future (or use its reference) to see the "
                 "error, or give the future a callback\n%s: %s",
-                *(self._about, self._kind, self._text),
+                *(self._about, self.kind, self.text),
             )

@@ -56,9 +56,10 @@ class Who(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Those who have not entered."""
+    """Those who have not entered; once all have, those who are not quiet yet."""
 
     ids: tuple[int, ...]
+    busy: tuple[int, ...] = ()
 
 
 Message = Entered | Ask | Quiet | Leave | Left | Who | Missing
@@ -83,7 +84,7 @@ class Farewell:
         self._before: dict[int, int] | None = None  # the answers of the round before
         self._left: set[int] = set()
         self.lost_ones: set[int] = set()  # who was taken out
-        self._told_missing: set[int] | None = None  # what the leader answered last
+        self._told = Missing(())  # what the leader answered last
 
     def __repr__(self) -> str:
         who = f"{len(self._entered)} of {len(self._alive)} are known to have entered"
@@ -98,7 +99,14 @@ class Farewell:
         """Who has not called shutdown yet, as far as this worker knows: the leader does, others can ask it."""
         if self.leader == self._me:
             return self._alive - self._entered
-        return self._alive & (self._told_missing or set())
+        return self._alive & set(self._told.ids)
+
+    @property
+    def busy(self) -> set[int]:
+        """Who has calls under way that all wait for, as far as this worker knows."""
+        if self.leader == self._me:
+            return self._alive - self._answers.keys() if self._round and self.state == WAITING else set()
+        return self._alive & set(self._told.busy)
 
     def ask_who(self) -> list[Letter]:
         """This worker wants to know who is missing."""
@@ -135,10 +143,10 @@ class Farewell:
             self.lost_ones |= set(message.without)
             return [(sender, Left())]
         if isinstance(message, Who):
-            missing = tuple(sorted(self._alive - self._entered))
-            return [(sender, Missing(missing))] if self.leader == self._me else []
+            told = Missing(tuple(sorted(self.missing)), tuple(sorted(self.busy)))
+            return [(sender, told)] if self.leader == self._me else []
         if isinstance(message, Missing):
-            self._told_missing = set(message.ids)
+            self._told = message
             return []
         self._left.add(sender)
         self._check_left()
@@ -162,7 +170,7 @@ class Farewell:
         self._alive.discard(other)
         if died and self.state == WAITING:
             self.lost_ones.add(other)
-        self._told_missing = None
+        self._told = Missing(())
         self._answers.pop(other, None)
         self._at_entry.clear()
         if self.state == LEAVING:

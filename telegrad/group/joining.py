@@ -46,7 +46,7 @@ def _join_static(meeting: Meeting, me: Member, size: int, key: bytes | None, tim
         if dynamic_group_lives(store, _is_alive):
             raise mixed(me)
         try:
-            return join_static(store, me, size, key, timeout, _is_alive)
+            return join_static(store, me, size, key, timeout, _is_alive, meeting.where, meeting.names)
         except StoreOver:
             host, port = meeting.place
             if host is None or port is None:

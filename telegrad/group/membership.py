@@ -21,8 +21,8 @@ from telegrad.group.address import knock
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member, Members, WorkerInfo
 from telegrad.group.post import Post
-from telegrad.group.reminder import Reminder
-from telegrad.group.stores import Place, join_store
+from telegrad.group.stores import Place, find_store
+from telegrad.progress import Wait
 from telegrad.threads import Background
 
 LOOK = 0.25  # seconds between looks at the store
@@ -150,25 +150,39 @@ class Membership:
             PeerLost: they cannot come any more.
         """
         until = monotonic() + timeout if timeout > 0 else float("inf")
-        reminder = Reminder(lambda: f"wait_for_workers: {self._missing(wanted)}")
         self.refresh()
-        while self._missing(wanted):
-            if self._group is None or self._group.over:
-                raise PeerLost(f"wait_for_workers waits in vain: {self._missing(wanted)}; {self._why_none_joins()}")
-            left = until - monotonic()
-            if left <= 0:
-                raise CallTimeout(f"wait_for_workers: after {timeout:g} s {self._missing(wanted)}")
-            reminder.look()
-            with self._changed:
-                self._changed.wait(min(left, LOOK))
+        with Wait(
+            "wait_for_workers",
+            lambda: f"wait_for_workers: {self._lack(wanted)}",
+            lambda: self._missing(wanted),
+            worker=self._me.name,
+        ) as wait:
+            while lack := self._lack(wanted):
+                if self._group is None or self._group.over:
+                    raise PeerLost(f"wait_for_workers waits in vain: {lack}; {self._why_none_joins()}")
+                left = until - monotonic()
+                if left <= 0:
+                    raise CallTimeout(f"wait_for_workers: after {timeout:g} s {lack}")
+                wait.look()
+                with self._changed:
+                    self._changed.wait(min(left, LOOK))
         return self.workers()
 
-    def _missing(self, wanted: int | Collection[str]) -> str:
+    def _names(self) -> set[str]:
         with self._changed:
-            names = {member.name for member in self._present.values()}
+            return {member.name for member in self._present.values()}
+
+    def _missing(self, wanted: int | Collection[str]) -> list[str]:
+        """Who is not there, of those that are wanted by name."""
+        names = self._names()
+        return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
+
+    def _lack(self, wanted: int | Collection[str]) -> str:
+        """What is not as wanted, or ""."""
+        names = self._names()
         if isinstance(wanted, int):
             return "" if len(names) >= wanted else f"there are {len(names)} workers, not {wanted}: {', '.join(names)}"
-        missing = ", ".join(repr(name) for name in wanted if name not in names)
+        missing = ", ".join(map(repr, self._missing(wanted)))
         return f"{missing} not there; there are {', '.join(sorted(names))}" if missing else ""
 
     def _why_none_joins(self) -> str:
@@ -364,7 +378,7 @@ class Membership:
         if not self.lost or host is None or port is None:
             return False
         try:
-            other = group.leave_word(join_store(host, port, 0), self._me)
+            other = group.leave_word(find_store(host, port, 0), self._me)
         except RendezvousError:
             return True
         if other:

@@ -24,11 +24,11 @@ from telegrad.group.farewell import (
     Quiet,
     Who,
 )
-from telegrad.group.members import Identity, Member, Members
+from telegrad.group.members import Identity, Member, Members, listed
 from telegrad.group.post import Post
-from telegrad.group.reminder import Reminder
+from telegrad.progress import Wait
 
-ASK_AHEAD = 1.0  # seconds before it is told whom this worker awaits, to ask
+ASK_AHEAD = 0.2  # seconds before it is said whom this worker waits for, to ask
 FIRST_LOOK, LAST_LOOK = 5e-4, 0.02  # seconds between looks whether this worker is quiet, where that is wanted
 
 log = logging.getLogger("telegrad")
@@ -42,6 +42,7 @@ class Parting(ABC):
     def __init__(self, post: Post, me: Member) -> None:
         self._post = post
         self._me = me
+        self._has_asked = False  # whom it waits for, before it is said the next time
         self._changed = threading.Event()  # there is something to see for the thread in `wait`
 
     def wait(self, timeout: float, serving: bool) -> None:
@@ -52,24 +53,24 @@ class Parting(ABC):
         """
         deadline = monotonic() + timeout if timeout > 0 else inf
         self._begin()
-        reminder = Reminder(self._awaited)
-        pause = FIRST_LOOK
-        while not self._over():
-            left = deadline - monotonic()
-            if left <= 0:
-                raise CallTimeout(
-                    f"shutdown waited {timeout:g} s: {self._awaited()}. Use graceful=False to leave without them"
-                )
-            # A server calls shutdown at once and serves from here for as long as it lives: it must not look then.
-            looks = self._looks()
-            if not serving:
-                self._remind(reminder)
-                left = min(left, reminder.left)
-            if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
-                self._changed.clear()
-                pause = FIRST_LOOK
-            else:
-                pause = min(1.5 * pause, LAST_LOOK)
+        what = "serve" if serving else "shutdown"
+        with Wait(what, self.awaited, self.missing, worker=self._me.name) as wait:
+            pause = FIRST_LOOK
+            while not self._over():
+                left = deadline - monotonic()
+                if left <= 0:
+                    raise CallTimeout(
+                        f"shutdown waited {timeout:g} s: {self.awaited()}. Use graceful=False to leave without them"
+                    )
+                # A server calls shutdown at once and serves from here for as long as it lives: it must not look then.
+                looks = self._looks()
+                if not serving:
+                    left = min(left, self._say(wait))
+                if self._changed.wait(min(left, pause if looks else threading.TIMEOUT_MAX)):
+                    self._changed.clear()
+                    pause = FIRST_LOOK
+                else:
+                    pause = min(1.5 * pause, LAST_LOOK)
 
     @abstractmethod
     def _begin(self) -> None:
@@ -84,11 +85,28 @@ class Parting(ABC):
         """Whether that can become so without a word from others."""
 
     @abstractmethod
-    def _awaited(self) -> str:
-        """For what it waits."""
+    def awaited(self) -> str:
+        """For what it waits; by any thread."""
 
-    def _remind(self, reminder: Reminder) -> None:
-        reminder.look()
+    @abstractmethod
+    def missing(self) -> list[str]:
+        """For whom, as far as it knows; by any thread."""
+
+    @abstractmethod
+    def ask(self) -> None:
+        """Have it known soon, where others know; by any thread."""
+
+    def _say(self, wait: Wait) -> float:
+        """Say whom it waits for, where it is time to; seconds until this is to be called again."""
+        wait.look()
+        ahead = wait.left - ASK_AHEAD
+        if ahead > 0:
+            self._has_asked = False
+            return ahead
+        if not self._has_asked:
+            self._has_asked = True
+            self.ask()
+        return wait.left
 
     @abstractmethod
     def required(self, require: bool | Collection[str | int]) -> list[Member]:
@@ -117,8 +135,14 @@ class Alone(Parting):
     def _looks(self) -> bool:
         return True
 
-    def _awaited(self) -> str:
+    def awaited(self) -> str:
         return f"calls of worker {self._me.name!r}, or to it, are still under way"
+
+    def missing(self) -> list[str]:
+        return []
+
+    def ask(self) -> None:
+        pass  # nobody else knows
 
     def required(self, require: bool | Collection[str | int]) -> list[Member]:
         return []  # such a group has no common end
@@ -163,20 +187,27 @@ class Together(Parting):
             # Again, under the lock: what is reported must be seen after the question came.
             self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
 
-    def _remind(self, reminder: Reminder) -> None:
-        """Before it is time to say whom this worker awaits, ask who that is."""
-        if reminder.left < ASK_AHEAD:
-            self._act(self._farewell.ask_who)
-        reminder.look()
+    def ask(self) -> None:
+        self._act(self._farewell.ask_who)
 
-    def _awaited(self) -> str:
-        with self._lock:
-            missing = sorted(self._farewell.missing)
+    def missing(self) -> list[str]:
+        absent, busy = self._waited_for()
+        return absent or busy
+
+    def awaited(self) -> str:
+        absent, busy = self._waited_for()
         me = self._me.name
-        if missing:
-            names = ", ".join(repr(self._members.find(id_).name) for id_ in missing)
-            return f"{names} did not call shutdown (worker {me!r} has, and serves meanwhile)"
+        if absent:
+            return f"{_quoted(absent)} did not call shutdown (worker {me!r} has, and serves meanwhile)"
+        if busy:
+            return f"calls are under way on {_quoted(busy)} (worker {me!r} serves meanwhile)"
         return f"the others have not called shutdown, or calls are under way (worker {me!r} serves meanwhile)"
+
+    def _waited_for(self) -> tuple[list[str], list[str]]:
+        """Who has not called shutdown, and who has calls under way, by name."""
+        with self._lock:
+            absent, busy = sorted(self._farewell.missing), sorted(self._farewell.busy)
+        return [self._members.find(id_).name for id_ in absent], [self._members.find(id_).name for id_ in busy]
 
     def required(self, require: bool | Collection[str | int]) -> list[Member]:
         return list(self._members) if require is True else [self._members.find(to) for to in require or ()]
@@ -234,3 +265,7 @@ class Together(Parting):
 
     def __repr__(self) -> str:
         return f"<Together: {self._me.name!r} in {self._farewell!r}>"
+
+
+def _quoted(names: list[str]) -> str:
+    return listed([repr(name) for name in names])

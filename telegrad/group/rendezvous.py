@@ -18,7 +18,7 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic, time
 from typing import Any, NamedTuple
 
@@ -30,9 +30,10 @@ from telegrad.errors import (
     TelegradError,
     WorkerTaken,
 )
+from telegrad.group.attendance import Attendance
 from telegrad.group.members import Member, Members
-from telegrad.group.reminder import Reminder
 from telegrad.group.stores import OVER, SERVED, Board
+from telegrad.progress import Times, Wait
 
 LINGER = 2.0  # seconds that the store's server waits for the others to go first
 DOUBT = 1.0  # seconds at the second gate, which all should reach at once, until the others are looked after
@@ -69,8 +70,12 @@ def join_static(
     key: bytes | None,
     timeout: float,
     is_alive: Callable[[Member], bool] = lambda _: True,
+    place: str = "",
+    names: Sequence[str] = (),
 ) -> Roster:
     """Meet the other workers of a group of fixed size. What goes wrong for one is told to all.
+
+    `place` is where the store is, for people, and `names` are those of all ranks, where they are known beforehand.
 
     Raises:
         WorkerTaken: two workers claim one name or one rank.
@@ -78,12 +83,19 @@ def join_static(
         AuthenticationFailed: not all were given the same key.
         RendezvousError: a rank is out of range, the workers expect groups of different sizes, or the store was lost.
     """
-    return _Static(store, me, world_size, timeout, is_alive).join(key)
+    return _Static(store, me, world_size, timeout, is_alive, place, names).join(key)
 
 
 class _Static:
     def __init__(
-        self, store: Any, me: Member, world_size: int, timeout: float, is_alive: Callable[[Member], bool]
+        self,
+        store: Any,
+        me: Member,
+        world_size: int,
+        timeout: float,
+        is_alive: Callable[[Member], bool],
+        place: str,
+        names: Sequence[str],
     ) -> None:
         self._store = store
         self._root = Board(store)
@@ -91,9 +103,11 @@ class _Static:
         self._size = world_size
         self._timeout = timeout
         self._is_alive = is_alive
+        self._place = place
+        self._names = names
         self._until = monotonic() + timeout
         self._formed_before: Board | None = None  # a group that has formed in this store without this worker
-        self._failed_before = ""  # what was wrong with the last one that failed
+        self._before = ""  # what became of the last one that met there, where it may have to do with this one
 
     def join(self, key: bytes | None) -> Roster:
         try:
@@ -127,8 +141,10 @@ class _Static:
         verdict = board.read(COMPLETE) if number else VOID
         if verdict == OPENED:
             self._formed_before = board
+            size = json.loads(board.read("terms"))[0]
+            self._before = f"another group of {size} has formed in this store before"
         elif verdict != VOID:
-            self._failed_before = json.loads(verdict)[1]
+            self._before = f"the last group that met here failed: {json.loads(verdict)[1]}"
 
     def _concerns(self, board: Board, verdict: str) -> bool:
         """Whether workers of one group contradicted each other, and the one of this rank was not told yet."""
@@ -139,18 +155,21 @@ class _Static:
 
     def _meet(self, key: bytes | None) -> Roster:
         self._board.count("here")
+        self._attendance = Attendance(self._size, self._me.id, self._names)
         gate = COMPLETE
         try:
             shared = self._claim(key)
             if self._board.count("arrived") == self._size:
                 self._board.swap(COMPLETE, "", OPENED)
-            self._pass(COMPLETE, Reminder(lambda: f"{self._me} joins a group of {self._size}; {self._absent()}").look)
-            members = self._read()
-            gate = READY
-            if self._board.count("read") == self._size:
-                self._root.write(SERVED, OVER)  # before anyone leaves, who could be back at once
-                self._board.swap(READY, "", OPENED)
-            self._pass(READY, self._doubt(members))
+            with Wait("init_rpc", self._awaited, self._attendance.missing, self._place, self._me.name) as wait:
+                self._pass(COMPLETE, self._watch(wait))
+                members = self._read()
+                self._attendance.complete(members)
+                gate = READY
+                if self._board.count("read") == self._size:
+                    self._root.write(SERVED, OVER)  # before anyone leaves, who could be back at once
+                    self._board.swap(READY, "", OPENED)
+                self._pass(READY, self._doubt(members, wait))
         except _Past:
             raise
         except BaseException as error:
@@ -205,7 +224,7 @@ class _Static:
             kind, text, _ = json.loads(found)
             raise _FAULTS[kind](text)
 
-    def _doubt(self, members: Members) -> Callable[[], None]:
+    def _doubt(self, members: Members, wait: Wait) -> Callable[[], None]:
         """To be called while this worker waits at the second gate: makes the round void where one has died."""
         since = monotonic()
 
@@ -215,6 +234,7 @@ class _Static:
                 since = monotonic()
                 if not all(member.id == self._me.id or self._is_alive(member) for member in members):
                     self._board.swap(READY, "", VOID)
+            wait.look()
 
         return look
 
@@ -240,34 +260,39 @@ class _Static:
             pass  # whoever served it did not wait any longer
 
     def _incomplete(self, gate: str) -> GroupIncomplete:
+        self._attendance.look(self._entry_of)
+        self._attendance.knock(self._is_alive)
         who = self._absent() or "a worker came, but ended before all had met"
         return GroupIncomplete(
             f"the group of {self._size} workers is not {gate} after {self._timeout:g} s: {who}. "
             "Look at those workers' logs, or allow more time with rpc_timeout"
         )
 
+    def _watch(self, wait: Wait) -> Callable[[], None]:
+        """To be called while this worker waits for others to come: keeps the attendance, and says whom it waits for."""
+        times = Times(wait.begun, lined=True)
+
+        def look() -> None:
+            looks, knocks = times.due(monotonic())
+            if looks or knocks:
+                self._attendance.look(self._entry_of)
+            if knocks:  # more rarely, since all knock at all
+                self._attendance.knock(self._is_alive)
+            wait.look()
+
+        return look
+
+    def _entry_of(self, rank: int) -> str:
+        return self._board.read(f"rank/{rank}")
+
+    def _awaited(self) -> str:
+        where = f" at {self._place}" if self._place else ""
+        return f"{self._absent() or 'all have come'} ({self._me.name!r} joins a group of {self._size}{where})"
+
     def _absent(self) -> str:
         """Who has not come, or has died since; and what may have to do with it."""
-        missing, dead = [], []
-        for rank in range(self._size):
-            entry = self._board.read(f"rank/{rank}")
-            if not entry:
-                missing.append(str(rank))
-            elif not self._is_alive(Member.from_json(entry)):
-                dead.append(str(Member.from_json(entry)))
-        said = [f"rank {', '.join(missing)} did not come"] if missing else []
-        if dead:
-            said.append(f"{', '.join(dead)} came, and does not answer any more")
-        if said and self._failed_before:
-            said.append(f"the last group that met here failed: {self._failed_before}")
-        elif said and self._formed_before is not None:
-            said.append(f"another group of {self._first_terms()} has formed in this store before")
-        return "; ".join(said)
-
-    def _first_terms(self) -> int:
-        assert self._formed_before is not None
-        size: int = json.loads(self._formed_before.read("terms"))[0]
-        return size
+        said = self._attendance.said()
+        return "; ".join([*said, self._before] if said and self._before else said)
 
     def _look_for_the_last_group(self) -> None:
         """Say so where the worker in this one's place still runs, in the group that formed in this store before."""

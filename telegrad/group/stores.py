@@ -13,7 +13,7 @@ import datetime
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qs, urlsplit
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
 from telegrad.group.address import check_resolves, spelled
-from telegrad.group.reminder import Reminder
+from telegrad.progress import Wait, attended
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
@@ -47,10 +47,17 @@ class Meeting(NamedTuple):
     world_size: int | None
     port: int | None = None  # where another store may be served once this one has gone
     serves: bool = False  # the store ends with this process
+    names: Sequence[str] = ()  # of the workers by rank, where they are known beforehand
+    file: str = ""  # where the store is one
 
     @property
     def place(self) -> Place:
         return self.host, self.port
+
+    @property
+    def where(self) -> str:
+        """The same, for people."""
+        return self.file or spot(self.host or "", self.port)
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Meeting:
@@ -79,7 +86,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         host, port = _host_and_port(url)
         return _tcp(host, port, rank, sized, timeout)
     if url.scheme == "file":
-        return Meeting(_file(init_method), None, rank, sized)
+        return Meeting(_file(init_method), None, rank, sized, file=init_method.partition("?")[0])
     return _registered(init_method, rank, sized, timeout)
 
 
@@ -160,18 +167,21 @@ def _tcp(host: str, port: int, rank: int, size: int | None, timeout: float) -> M
 def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[Any, bool]:
     """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
     taken: StorePortTaken | None = None
-    for _ in _looks(monotonic() + min(GOING, timeout)):
-        try:
-            return _serve(host, port), True
-        except StorePortTaken as error:
-            taken = error
-        rival = _meet(host, port, min(TAKEN, timeout))
-        mark = "" if isinstance(rival, Exception) else _mark(rival)
-        if mark == OVER or not _listens(host, port):  # the last group's, which is about to be taken away
-            continue
-        if isinstance(rival, Exception) or (rank == 0 and mark != OPEN):
-            break
-        return rival, False
+    text = f"port {port}, where this worker should serve the store, is still in use"
+    with Wait("init_rpc", lambda: text, place=spot(host, port)) as wait:
+        for _ in _looks(monotonic() + min(GOING, timeout)):
+            wait.look()
+            try:
+                return _serve(host, port), True
+            except StorePortTaken as error:
+                taken = error
+            rival = _meet(host, port, min(TAKEN, timeout))
+            mark = "" if isinstance(rival, Exception) else _mark(rival)
+            if mark == OVER or not _listens(host, port):  # the last group's, which is about to be taken away
+                continue
+            if isinstance(rival, Exception) or (rank == 0 and mark != OPEN):
+                break
+            return rival, False
     assert taken is not None
     raise taken
 
@@ -203,12 +213,21 @@ def _serve(host: str, port: int) -> Any:
 
 
 def join_store(host: str, port: int, timeout: float, lasting: bool = False) -> Any:
+    """Wait for a store that another serves, and connect to it."""
+    place = spot(host, port)
+    text = f"nobody serves the store at {place}; is the worker of rank 0 running?"
+    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
+        return find_store(host, port, timeout, lasting, wait.look)
+
+
+def find_store(
+    host: str, port: int, timeout: float, lasting: bool = False, meanwhile: Callable[[], None] = lambda: None
+) -> Any:
     """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
     until = monotonic() + timeout
     why = "it came too late"
-    reminder = Reminder(lambda: f"nobody serves the store at {host}:{port}; is the worker of rank 0 running?")
     for left in _looks(until):
-        reminder.look()
+        meanwhile()
         if not _listens(host, port, min(left, FAR_PROBE)):  # torch would look again after half a second
             continue
         store = _meet(host, port, max(left, PROBE))
@@ -230,6 +249,11 @@ def join_store(host: str, port: int, timeout: float, lasting: bool = False) -> A
         f"nobody serves the store at {host}:{port} after {timeout:g} s: is the worker of rank 0 running, "
         "and are MASTER_ADDR and MASTER_PORT, or init_method, the same on all workers?"
     )
+
+
+def spot(host: str, port: int | None) -> str:
+    """A place, for people."""
+    return host if port is None else f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _listens(host: str, port: int, patience: float = 0) -> bool:

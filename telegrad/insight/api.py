@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from telegrad.insight.reasons import told
-from telegrad.insight.sources import OwnGroup
+from telegrad.insight.sources import OwnGroup, own_group
 from telegrad.insight.web import Dashboard
 from telegrad.rpc import current
 
@@ -16,7 +16,7 @@ def group() -> OwnGroup:
     Raises:
         NotInitialized: this process is in no group.
     """
-    return OwnGroup(current.here().witness)
+    return own_group()
 
 
 def why() -> str:

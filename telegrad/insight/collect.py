@@ -23,6 +23,7 @@ from telegrad.errors import TelegradError, UsageError
 from telegrad.insight import clocks, timeline
 from telegrad.insight.clocks import Exchange, Reading, Relation
 from telegrad.insight.source import Source
+from telegrad.insight.sources import own_group
 from telegrad.insight.timeline import Recorded
 from telegrad.rpc import current, rpc_async, rpc_sync, workers
 
@@ -187,10 +188,10 @@ class tracing:  # noqa: N801 - used like a function
         NotInitialized: this process is in no group.
     """
 
-    def __init__(self, path: str | os.PathLike[str], profile: bool = False, *, source: Source) -> None:
+    def __init__(self, path: str | os.PathLike[str], profile: bool = False, *, source: Source | None = None) -> None:
         self._path = os.fspath(path)
         self._profile = profile
-        self._source = source
+        self._source = source or own_group()
         self._written = ""
 
     def __enter__(self) -> Self:
@@ -211,7 +212,9 @@ class tracing:  # noqa: N801 - used like a function
         return self._written or f"a trace that will be written to {self._path}"
 
 
-def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: bool = False, *, source: Source) -> str:
+def trace(
+    path: str | os.PathLike[str], seconds: float | None = None, profile: bool = False, *, source: Source | None = None
+) -> str:
     """Write what all workers have recorded lately to a file for Perfetto, or what they do in the next `seconds`.
 
     With `profile`, which needs `seconds`, torch's profiler watches them meanwhile. Returns what was written, in words.
@@ -226,7 +229,7 @@ def trace(path: str | os.PathLike[str], seconds: float | None = None, profile: b
                 "a profile needs a time: trace(path, seconds=5, profile=True), or `with tracing(path, ...)`"
             )
         names = [worker.name for worker in workers()]
-        return _write(os.fspath(path), _recorded(names, source, {}, Comparison(names), {}))
+        return _write(os.fspath(path), _recorded(names, source or own_group(), {}, Comparison(names), {}))
     with tracing(path, profile, source=source) as written:
         time.sleep(seconds)
     return str(written)

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     dashboard.add_argument("--port", type=int, default=0, help="a free one if not given")
     trace = add("trace", _trace, "What has happened lately on all workers, as a file for ui.perfetto.dev.")
     trace.add_argument("file", help="to be written; compressed where it ends with .gz")
-    trace.add_argument("--seconds", type=float, help="of the last so many seconds only")
+    trace.add_argument("--seconds", type=float, help="watch for so long; if not given, what was recorded lately")
     trace.add_argument(
         "--from", dest="files", nargs="+", default=[], help="of files that workers have written (see dump)"
     )

@@ -103,7 +103,11 @@ def gather(places: Sequence[RRef[nn.Module]], schedule: str, ties: Sequence[Tie]
     modules: dict[str, dict[int, RRef[nn.Module]]] = {name: {} for name in names}
     for stage, (owner, place) in enumerate(zip(owners, places, strict=True)):
         modules[owner.name][stage] = place
-    made = together(modules, lambda name, own: rpc_async(name, make_station, (pipeline, own, len(places), [*ties])))
+    made = together(
+        modules,
+        lambda name, own: rpc_async(name, make_station, (pipeline, own, len(places), [*ties])),
+        "Pipeline: looking at its stages",
+    )
     agent = current.agent()
     workers = tuple((name, agent.identify(name).incarnation) for name in names)
     across = [tie for tie in ties if stations_of[tie.owner] != stations_of[tie.borrower]]

@@ -14,6 +14,7 @@ from telegrad.autograd import backward
 from telegrad.autograd.api import Ride, Step, check_step
 from telegrad.autograd.record import Inside, entered_id
 from telegrad.errors import UsageError
+from telegrad.group.members import listed
 from telegrad.nn.backward import root_of
 from telegrad.nn.batches import Ends, Job, Numbers, Product
 from telegrad.nn.checks import check_context_id, gradients_are_lost, hint_at_context
@@ -26,6 +27,7 @@ from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.schedule import SCHEDULES
 from telegrad.nn.stage import Bundle
 from telegrad.nn.ties import parse_ties
+from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, current, remote
 
 if TYPE_CHECKING:
@@ -136,13 +138,7 @@ class Pipeline(nn.Module):
             raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
         places = [(worker, parse_place(worker)[0]) for worker in workers]
         found = cut(model, len(workers), at, balance)
-        with Inside(None):  # in a context they would arrive as no leaves
-            made = [remote(on, _arrived, (stage,)) for (_, on), stage in zip(places, found.stages, strict=True)]
-        stages = [
-            RemoteModule.init_from_module_rref(place, each) for (place, _), each in zip(places, made, strict=True)
-        ]
-        for number, stage in enumerate(stages):
-            stage._surplus = f"{STAGES}.{number}"
+        stages = _sent(found.stages, places)
         tied = [(f"{early}.{name}", f"{late}.{other}") for early, name, late, other in found.ties]
         pipeline = cls(stages, chunks, schedule, tied)
         keep_names(pipeline, found.parts)
@@ -234,6 +230,30 @@ def _lead_on(context_id: int, given: Iterable[tuple[Tensor, Tensor | None]]) -> 
     got = [(tensor, gradient) for tensor, gradient in given if gradient is not None]
     if got:
         backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
+
+
+def _sent(parts: Sequence[nn.Module], places: Sequence[tuple[str | WorkerInfo, str | int]]) -> list[RemoteModule]:
+    """The stages of a model, once they are where they shall be."""
+    stages: list[RemoteModule] = []
+    owners = [f"rank {owner}" if isinstance(owner, int) else owner for _, owner in places]
+
+    def text() -> str:
+        return (
+            f"Pipeline.split: {len(stages)} of {len(parts)} stages are on their workers; "
+            f"not yet those of {listed([repr(owner) for owner in dict.fromkeys(missing())])}"
+        )
+
+    def missing() -> list[str]:
+        return owners[len(stages) :]
+
+    with attended(Wait("Pipeline.split", text, missing)):
+        with Inside(None):  # in a context they would arrive as no leaves
+            made = [remote(on, _arrived, (part,)) for (_, on), part in zip(places, parts, strict=True)]
+        for number, ((place, _), each) in enumerate(zip(places, made, strict=True)):
+            stage = RemoteModule.init_from_module_rref(place, each)
+            stage._surplus = f"{STAGES}.{number}"
+            stages.append(stage)
+    return stages
 
 
 def _place_of(stage: nn.Module) -> RRef[nn.Module]:

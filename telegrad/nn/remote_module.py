@@ -21,6 +21,7 @@ from telegrad.agent.naming import known_as, runs_as
 from telegrad.errors import UsageError
 from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
+from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, rpc_async, rpc_sync
 from telegrad.rpc.references import Proxy
 from telegrad.wire.reducers import REDUCERS
@@ -77,7 +78,10 @@ class RemoteModule(nn.Module):
         worker, device = parse_place(remote_device)
         there = device or torch.device("cpu")
         check_maker(module_cls, args, kwargs)
-        self._represent(*rpc_sync(worker, _make, (module_cls, there, tuple(args or ()), dict(kwargs or {}))))
+        owner = f"rank {worker}" if isinstance(worker, int) else worker
+        kind = getattr(module_cls, "__qualname__", module_cls)
+        with attended(Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])):
+            self._represent(*rpc_sync(worker, _make, (module_cls, there, tuple(args or ()), dict(kwargs or {}))))
         self._signature = _signature_of(module_cls)
 
     @classmethod

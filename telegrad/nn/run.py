@@ -254,4 +254,4 @@ def _setting_here(context: AutogradContext | None) -> Callable[[], AbstractConte
     """What this thread, which runs a call, got from its caller, for those that go on with it."""
     flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
     described, _ = scene.described()
-    return partial(scene.setting, flags, described, context)
+    return partial(scene.resumed, flags, described, context)

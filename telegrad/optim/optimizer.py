@@ -96,7 +96,11 @@ class DistributedOptimizer(Optimizer):
             by_worker.setdefault(branch.root.owner_name(), []).append(branch)
         options = hyperparameters(param_group)
         if may_import(self._maker[0]):  # which takes seconds, and is not what a timeout is for
-            together(by_worker, lambda worker, _: rpc_async(worker, import_tracer, timeout=0))
+            together(
+                by_worker,
+                lambda worker, _: rpc_async(worker, import_tracer, timeout=0),
+                "DistributedOptimizer: importing what torch compiles with",
+            )
         added = together(by_worker, lambda worker, own: self._add(worker, number, own, options))
         names: list[str] = []
         for worker, (local, own_names, settled) in added.items():

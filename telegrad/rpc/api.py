@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection
@@ -25,6 +27,7 @@ from telegrad.rpc.worker import Worker
 
 UNSET_RPC_TIMEOUT = DEFAULT
 
+log = logging.getLogger("telegrad")
 
 _lock = threading.Lock()  # one init at a time: only that sets current.worker, and only where there is none
 
@@ -60,6 +63,15 @@ def enter_group(
     with _lock:
         check_free()
         current.worker = start(name, meet, options, current.enter, kind)
+    if options.dashboard is not None:
+        _show(current.worker, options.dashboard)
+
+
+def _show(worker: Worker, port: int) -> None:
+    """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
+    shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
+    worker.at_end = shown.close
+    log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
 
 
 def check_free() -> None:
@@ -163,8 +175,8 @@ def rpc_sync(
     Raises what the function raised there; a subclass of `TelegradError` where the call itself failed.
     """
     call = convert(func, args, kwargs)
-    if profiling.enabled():
-        return profiling.recorded(event_of("sync", to, func), call_sync, to, call, timeout)
+    if profiling.wanted():
+        return profiling.called(event_of("sync", to, func), call_sync, to, call, timeout)
     return call_sync(to, call, timeout)
 
 
@@ -181,8 +193,8 @@ def rpc_async(
     The tensors among the arguments must not be written to until the future is done.
     """
     call = convert(func, args, kwargs)
-    if profiling.enabled():
-        return profiling.recorded_async(event_of("async", to, func), call_async, to, call, timeout)
+    if profiling.wanted():
+        return profiling.called_async(event_of("async", to, func), call_async, to, call, timeout)
     return call_async(to, call, timeout)
 
 
@@ -199,8 +211,8 @@ def remote(
     Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
     """
     call = convert(func, args, kwargs)
-    if profiling.enabled():
-        return profiling.recorded_creation(event_of("remote", to, func), create, to, call, timeout)
+    if profiling.wanted():
+        return profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
     return create(to, call, timeout)
 
 
@@ -221,10 +233,11 @@ def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
     return made
 
 
-def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> str:
-    """The name of a call's event in a profiler."""
+def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
+    """A call as an event."""
     agent = current.agent()
-    return profiling.event_name(kind, function, agent.name, agent.identify(_name(to)).name)
+    here, there = agent.name, agent.identify(_name(to)).name
+    return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)
 
 
 def _name(to: str | int | WorkerInfo) -> str | int:

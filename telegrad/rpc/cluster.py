@@ -80,9 +80,8 @@ def _join(
 
 
 def _parts(worker: Worker, meeting: Meeting) -> Parts:
-    host, port = meeting.place
-    place = f"{host}:{port}" if host is not None else ""
-    return Parts(worker.agent, worker.references, worker.conductor, meeting.rank, meeting.world_size, place)
+    parts = worker.agent, worker.references, worker.conductor
+    return Parts(*parts, meeting.rank, meeting.world_size, meeting.where)
 
 
 def _settings(options: TelegradOptions) -> Settings:

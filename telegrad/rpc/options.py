@@ -65,6 +65,7 @@ class TelegradOptions(RpcBackendOptions):
         tls: TlsFiles | None = None,
         shared_memory: int = DEFAULT_SHARED_MEMORY,
         silence: float = 10.0,
+        dashboard: int | None = None,
     ) -> None:
         """
         Args:
@@ -80,6 +81,8 @@ class TelegradOptions(RpcBackendOptions):
             tls: certificate files, for encrypted and mutually authenticated TCP.
             shared_memory: bytes of memory files that this worker may lend to others of its host.
             silence: seconds without a sign of life from another host after which it is taken for lost.
+            dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
+                `telegrad.insight.dashboard` does; the log tells the address.
         """
         super().__init__(rpc_timeout, init_method)
         if num_worker_threads < 1:
@@ -97,6 +100,7 @@ class TelegradOptions(RpcBackendOptions):
         self.tls = tls
         self.shared_memory = shared_memory
         self.silence = silence
+        self.dashboard = dashboard
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
         """Add to the map from this worker's devices to those of the worker `to`.

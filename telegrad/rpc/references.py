@@ -92,9 +92,11 @@ class RRef(Operators, Generic[T]):
         """
         if self._handle.box is not None:
             return self._open(timeout)
-        if profiling.enabled():
-            name = f"to_here#({self._table.agent.name})->({self._handle.owner.name})"
-            return profiling.recorded(name, lambda: self._fetch(timeout))
+        if profiling.wanted():
+            here, there = self._table.agent.name, self._handle.owner.name
+            return profiling.called(
+                profiling.Event(f"to_here#({here})->({there})", "to_here", here, there), self._fetch, timeout
+            )
         return self._fetch(timeout)
 
     def _fetch(self, timeout: float) -> T:
@@ -187,15 +189,15 @@ class RRef(Operators, Generic[T]):
     @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
         owner, call = self._table.reach(self._handle), self._table.agent.call
-        if profiling.enabled():
-            call = partial(profiling.recorded, self._event("sync", method, asked), call)
+        if profiling.wanted():
+            call = partial(profiling.called, self._event("sync", method, asked), call)
         return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, asked)
 
     @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
         owner, call = self._table.reach(self._handle), self._table.agent.call_async
-        if profiling.enabled():
-            call = partial(profiling.recorded_async, self._event("async", method, asked), call)
+        if profiling.wanted():
+            call = partial(profiling.called_async, self._event("async", method, asked), call)
         return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self, asked)
 
     @not_compiled
@@ -207,14 +209,15 @@ class RRef(Operators, Generic[T]):
     ) -> RRef[Any]:
         """Have the owner make another value; a profiler shows it under that name."""
         create = self._table.create
-        if profiling.enabled():
-            create = partial(profiling.recorded_creation, self._event("remote", name), create)
+        if profiling.wanted():
+            create = partial(profiling.called_creation, self._event("remote", name), create)
         made: RRef[Any] = create(self._table.reach(self._handle), function, args, kwargs, timeout, keeps, asked)
         return made
 
-    def _event(self, kind: str, method: str, asked: Any = None) -> str:
+    def _event(self, kind: str, method: str, asked: Any = None) -> profiling.Event:
         what = user_name(asked) if asked is not None else method or "__call__"
-        return profiling.event_name(kind, what, self._table.agent.name, self._handle.owner.name)
+        here, there = self._table.agent.name, self._handle.owner.name
+        return profiling.Event(profiling.event_name(kind, what, here, there), what, here, there)
 
     # Using it as if it were a tensor
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from telegrad.agent.futures import Future
 from telegrad.errors import WorkersFailed
+from telegrad.group.members import listed
+from telegrad.progress import Wait
+from telegrad.rpc import current
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-def together(shares: Mapping[str, S], call: Callable[[str, S], Future[T]]) -> dict[str, T]:
+def together(
+    shares: Mapping[str, S],
+    call: Callable[[str, S], Future[T]],
+    doing: str = "",
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, T]:
     """Call each worker with its share, all at once, and wait for all; their values.
+
+    Where it is named what they are `doing`, such as "checkpoint.save: writing", it is said how far they are; with the
+    bytes of each, where these are known.
 
     Raises:
         WorkersFailed: more than one failed; where only one did, its own error is raised.
@@ -26,6 +38,8 @@ def together(shares: Mapping[str, S], call: Callable[[str, S], Future[T]]) -> di
             calls[worker] = call(worker, share)
         except Exception as error:  # the others shall be called all the same, as if this one had failed later
             errors[worker] = error
+    if doing:
+        _follow(doing, calls, sizes or {})
     for worker, future in calls.items():
         try:
             values[worker] = future.wait()
@@ -36,6 +50,36 @@ def together(shares: Mapping[str, S], call: Callable[[str, S], Future[T]]) -> di
     if errors:
         raise _summary(errors, len(shares))
     return values
+
+
+def _follow(doing: str, calls: Mapping[str, Future[Any]], sizes: Mapping[str, int]) -> None:
+    """Wait until all are done, and say who is not."""
+    done = threading.Semaphore(0)
+    for future in calls.values():
+        future.add_done_callback(lambda _: done.release())
+
+    def missing() -> list[str]:
+        return [worker for worker, future in calls.items() if not future.done()]
+
+    def text() -> str:
+        late = missing()
+        written = _written(sizes, late)
+        names = listed([repr(worker) for worker in late])
+        return f"{doing}: {len(calls) - len(late)} of {len(calls)} workers are done{written}; not yet {names}"
+
+    agent = current.agent()
+    with Wait(doing.partition(":")[0], text, missing, worker=agent.name) as wait, agent.waiting():
+        for _ in calls:
+            while not done.acquire(timeout=wait.left):
+                wait.look()
+
+
+def _written(sizes: Mapping[str, int], late: list[str]) -> str:
+    total = sum(sizes.values())
+    if not total:
+        return ""
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f", with {(total - sum(sizes.get(worker, 0) for worker in late)) / unit:.1f} of {total / unit:.1f} {name}"
 
 
 def _summary(errors: dict[str, Any], asked: int) -> WorkersFailed:

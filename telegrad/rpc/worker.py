@@ -49,6 +49,7 @@ class Worker:
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.witness = witness
+        self.at_end: Callable[[], None] = lambda: None  # called as this worker leaves
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
 
@@ -86,7 +87,8 @@ class Worker:
         required = self.parting.required(require)
         try:
             if graceful:
-                self.witness.leaving(list)
+                if not serving:
+                    self.witness.leaving(self.parting.missing)
                 self.parting.wait(timeout, serving)
                 how = ""
         finally:
@@ -126,6 +128,7 @@ class Worker:
 
     def end(self, how: str) -> None:
         """Leave now; a group whose workers leave together is told `how`, where that is not in order."""
+        self.at_end()
         self.membership.close()
         if isinstance(self.directory, DynamicGroup):
             self.directory.leave()

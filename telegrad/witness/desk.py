@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 PREFIX = "telegrad-desk"
 HAS_DESKS = sys.platform == "linux"
 PATIENCE = 2.0  # seconds for a question to come whole, and for its answer to be taken

@@ -13,6 +13,7 @@ from time import perf_counter
 from types import FrameType
 from typing import NamedTuple
 
+from telegrad import progress
 from telegrad.agent import inspection
 from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Incoming
@@ -59,9 +60,16 @@ class Observer:
         self._rank = -1
         self._since = perf_counter()
         self.phase = JOINING
-        self.missing: Callable[[], list[str]] = list  # who is waited for, while joining or leaving
+        self.missing: Callable[[], list[str]] = self._missing_here  # who is waited for, while joining or leaving
         self.members: Callable[[], list[Member]] = list  # of the group, once it has joined that
         self.gone: dict[str, str] = {}  # why; the last of each name
+
+    def _joining(self) -> list[progress.Wait]:
+        """The waits of this process in which the worker may be that joins."""
+        return [wait for wait in progress.under_way() if wait.what == "init_rpc" and wait.worker in ("", self._name)]
+
+    def _missing_here(self) -> list[str]:
+        return [who for wait in self._joining() for who in wait.missing()]
 
     def watch(self, parts: Parts) -> None:
         """The worker has been made, and is about to join."""
@@ -93,7 +101,7 @@ class Observer:
             phase=self.phase,
             phase_age=now - self._since,
             missing=self.missing(),
-            place="",
+            place=next((wait.place for wait in self._joining()), ""),
             size=None,
             generation=0,
             members={member.name: member.host for member in self.members()},

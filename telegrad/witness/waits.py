@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -40,7 +40,9 @@ def _joining(_: Names, missing: Missing) -> Wait:
     return Wait(what="init_rpc", on=missing(), about="the group to be complete")
 
 
-def _parting(_: Names, missing: Missing) -> Wait:
+def _parting(names: Names, missing: Missing) -> Wait | None:
+    if names["serving"]:
+        return None  # for as long as the others want
     return Wait(what="shutdown", on=missing(), about="all to call shutdown, and their calls to end")
 
 
@@ -52,7 +54,8 @@ def _gathering(names: Names, _: Missing) -> Wait:
     wanted, there = names["wanted"], {each.name for each in names["self"].workers()}
     on = [] if isinstance(wanted, int) else [name for name in wanted if name not in there]
     about = f"{wanted} workers" if isinstance(wanted, int) else ""
-    return Wait(what="workers", on=on, about=about, age=names["reminder"].waited)
+    age = monotonic() - names["wait"].begun if "wait" in names else 0.0
+    return Wait(what="workers", on=on, about=about, age=age)
 
 
 def _passing(names: Names, _: Missing) -> Wait:

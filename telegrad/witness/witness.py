@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from telegrad.instruments import Event
 from telegrad.witness.account import LEAVING, Account
-from telegrad.witness.desk import Desk
+from telegrad.witness.desk import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Desk
 from telegrad.witness.dump import Dumper, Signalled
 from telegrad.witness.inquiry import CALL, Inquiry
 from telegrad.witness.observer import Observer, Parts
 from telegrad.witness.recorder import recorder
-
-ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 
 
 class Witness:
@@ -99,9 +97,3 @@ class Witness:
 
     def _tell(self) -> dict[str, Any]:
         return {"account": self.account(), "events": recorder.events()}
-
-
-def others_of(accounts: Iterable[Account]) -> set[str]:
-    """The members that these know, and who are not among them."""
-    known = {name for account in accounts for name in account["members"]}
-    return known - {account["worker"] for account in accounts}

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from telegrad import errors
+from telegrad import errors, progress
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
@@ -115,6 +115,30 @@ def test_two_that_serve_the_store_hear_of_each_other() -> None:
     assert all("'w0'" in str(error) and "'w1'" in str(error) for error in found)
 
 
+def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE", 0.01)
+    store = dist.HashStore()
+    joins = crowd(store, 3)
+
+    def await_missing(names: list[str]) -> None:
+        until = time.monotonic() + PATIENCE
+        while names not in [wait.missing() for wait in progress.under_way() if wait.worker == "w0"]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(join_static, *joins[0], lambda _: True, "host:1")
+        await_missing(["rank 1", "rank 2"])
+        (wait,) = (wait for wait in progress.under_way() if wait.worker == "w0")
+        assert (wait.what, wait.place) == ("init_rpc", "host:1")
+        assert wait.text() == "ranks 1, 2 did not come ('w0' joins a group of 3 at host:1)"
+        second = pool.submit(join_static, *joins[1])
+        await_missing(["rank 2"])
+        third = pool.submit(join_static, *joins[2])
+        assert len({future.result(PATIENCE).key for future in (first, second, third)}) == 1
+    assert not [wait for wait in progress.under_way() if wait.worker in ("w0", "w1", "w2")]
+
+
 def test_different_sizes_are_told_to_all() -> None:
     store = dist.HashStore()
     found = together(*[(store, member(f"w{rank}", rank), size, None, WAIT) for rank, size in enumerate((2, 3))])
@@ -137,7 +161,7 @@ def test_who_did_not_come_is_named_to_all() -> None:
     hasty = (*came[0][:4], 0.05)
     found = together(hasty, patient)
     assert [type(error) for error in found] == [errors.GroupIncomplete] * 2
-    assert all("rank 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
+    assert all("ranks 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
 
 
 def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:

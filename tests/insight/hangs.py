@@ -487,7 +487,7 @@ HANGS = {
     "stage": Hang(3, stage_that_sleeps, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "forward_backward(")),
     "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "futures.wait_all(")),
     "what follows": Hang(2, waits_for_what_follows, "asleep", ("worker1",), ("in sleep: time.sleep(1e6)", ".then(")),
-    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come, it seems: the group of 3",), 3),
+    "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come: the group of 3",), 3),
     "size too large": Hang(2, size_too_large, "missing", ("rank 2", "rank 3"), ("world_size=4 is too large",), 2),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),

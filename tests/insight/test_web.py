@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from telegrad.insight.web import Dashboard, Watch
 from telegrad.insight.source import Sight
+from telegrad.insight.web import Dashboard, Watch
 from tests.insight.group import WORKERS, Group
 
 TOKEN = "secret"

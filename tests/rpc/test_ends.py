@@ -8,6 +8,7 @@ import logging
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,7 @@ from typing import Any
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad import errors
-from telegrad.group import reminder
+from telegrad import errors, progress
 from telegrad.rpc import Future
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init
 
@@ -235,10 +235,16 @@ def test_a_lost_worker_is_told_once() -> None:
 
 # Long waits
 
+may_end = threading.Event()
+
+
+def wait_until_it_may_end() -> None:
+    assert may_end.wait(PATIENCE)
+
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reminder, "FIRST", 0.1)
+    monkeypatch.setattr(progress, "FIRST", 0.1)
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
@@ -267,17 +273,46 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
 def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(errors.GroupIncomplete):
         init(0, 3, free_port(), rpc_timeout=0.5)
-    assert "rank 1, 2 did not come" in caplog.text
+    assert "ranks 1, 2 did not come" in caplog.text
     with pytest.raises(errors.StoreUnreachable):
         init(1, 2, free_port(), rpc_timeout=0.5)
     assert "is the worker of rank 0 running?" in caplog.text
 
 
-def test_it_is_said_ever_more_rarely(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    monkeypatch.setattr(reminder, "monotonic", lambda: now[0])
-    reminded = reminder.Reminder(lambda: "for Godot")
-    for now[0] in range(10_000):
-        reminded.look()
-    assert [int(line.split()[3]) for line in caplog.messages] == [5, 50, 500, 5000]
-    assert all(line.endswith("for Godot") for line in caplog.messages)
+@pytest.mark.parametrize("who", [0, 1], ids=["the leader", "another"])
+def test_who_waits_for_calls_says_on_whom(impatient: None, caplog: pytest.LogCaptureFixture, who: int) -> None:
+    may_end.clear()
+    with agents(3) as made:
+        call = made[2].agent.call_async(2, wait_until_it_may_end, (), None)
+
+        def end() -> None:
+            until = time.monotonic() + PATIENCE
+            while not (
+                any("calls are under way on 'w2'" in line for line in caplog.messages)
+                and made[who].parting.missing() == ["w2"]
+            ):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            may_end.set()
+
+        in_threads(end, *[partial(worker.shutdown, True, PATIENCE) for worker in made])
+        call.wait()
+
+
+def test_who_waits_in_shutdown_can_tell_for_whom_when_asked() -> None:
+    with agents(3) as made:
+        leaving = [threading.Thread(target=worker.shutdown, args=(True, PATIENCE)) for worker in made]
+        for thread in leaving[:2]:
+            thread.start()
+        for worker in made[:2]:
+            until = time.monotonic() + PATIENCE
+            while worker.parting.missing() != ["w2"]:
+                worker.parting.ask()
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert worker.parting.awaited().startswith("'w2' did not call shutdown")
+        assert {wait.worker for wait in progress.under_way() if wait.what == "shutdown"} >= {"w0", "w1"}
+        leaving[2].start()
+        for thread in leaving:
+            thread.join(PATIENCE)
+        assert not any(thread.is_alive() for thread in leaving)

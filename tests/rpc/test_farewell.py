@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.group.reminder import FIRST
+from telegrad.progress import FIRST
 from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents
 

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from telegrad.agent import unseen
+from telegrad.agent import profiling, unseen
 from telegrad.rpc import Future, RRef, remote, rpc_async, rpc_sync
 from telegrad.rpc.worker import Worker
+from tests.agent.test_following import Notes
 from tests.cluster import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -70,6 +71,17 @@ def test_a_failure_that_nobody_saw_is_told_with_worker_function_and_error(log: H
     assert f"{__name__}.fail on worker 'w1' failed" in said
     assert "ValueError: boom" in said
     assert "raise ValueError(text)" in said
+
+
+def test_it_is_told_where_calls_are_followed(log: Heard) -> None:
+    profiling.follow(Notes())
+    try:
+        future = failed()
+        assert not log.said
+        del future
+        assert log.told.wait(PATIENCE)
+    finally:
+        profiling.follow(None)
 
 
 def test_a_callback_that_fails_is_told(log: Heard) -> None:

@@ -192,3 +192,24 @@ def test_who_waits_can_ask_the_leader_for_whom() -> None:
     assert (to, back) == (0, 1)
     assert worker.missing == {0, 2}
     assert leader.ask_who() == []
+
+
+def test_who_waits_can_ask_the_leader_who_is_not_quiet_yet() -> None:
+    members = {0, 1, 2}
+    leader, asker, busy = (Farewell(each, members) for each in members)
+    letters = [*leader.enter(), *asker.enter(), *busy.enter()]
+    asked = [letter for sender in (1, 2) for letter in leader.receive(sender, Entered())]
+    assert not leader.missing
+    assert letters
+    for to, message in asked:
+        (asker if to == 1 else busy).receive(0, message)
+    for machine in (leader, asker):
+        for to, message in machine.quiet(5):
+            assert (to, machine) == (0, asker)
+            leader.receive(1, message)
+    assert leader.busy == {2}
+    assert asker.busy == set()  # it does not know
+    ((_, question),) = asker.ask_who()
+    ((_, answer),) = leader.receive(1, question)
+    asker.receive(0, answer)
+    assert (asker.missing, asker.busy) == (set(), {2})

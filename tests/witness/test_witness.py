@@ -48,7 +48,12 @@ def ask_back(times: int) -> None:
 def promise() -> torch.futures.Future[None]:
     inside.release()
     found: torch.futures.Future[None] = torch.futures.Future()
-    threading.Thread(target=lambda: (gate.wait(PATIENCE), found.set_result(None)), daemon=True).start()
+
+    def keep() -> None:
+        gate.wait(PATIENCE)
+        found.set_result(None)
+
+    threading.Thread(target=keep, daemon=True).start()
     return found
 
 
@@ -89,8 +94,13 @@ def test_a_call_is_told_of_at_both_ends_with_the_line_it_stands_at(held: Callabl
     assert json.loads(json.dumps(caller)) == caller
 
 
-def test_who_waits_for_which_call_is_read_from_the_stacks(held: Callable[..., list[Account]]) -> None:
-    accounts = {account["worker"]: account for account in held(ask_back, 2)}
+def test_who_waits_for_which_call_is_read_from_the_stacks(
+    held: Callable[..., list[Account]], pair: list[Worker]
+) -> None:
+    told = held(ask_back, 2)
+    while sum(call["thread"] is not None for account in told for call in account["calls_out"]) < 2:
+        told, _ = pair[0].witness.look()  # a thread has sent its call, and does not wait yet
+    accounts = {account["worker"]: account for account in told}
     (inner,) = accounts["w1"]["calls_out"]
     (waits,) = [call for call in accounts["w1"]["calls_in"] if call["thread"] == inner["thread"]]
     assert waits["caller"] == "w0"
@@ -238,9 +248,14 @@ def test_a_timeout_has_a_file_written(
 ) -> None:
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
     written = threading.Event()
-    monkeypatch.setattr(pair[0].witness._dumper, "write", lambda reason: (reasons.append(reason), written.set()))
-    monkeypatch.setattr(pair[0].witness._dumper, "_next", 0.0)
     reasons: list[str] = []
+
+    def write(reason: str) -> None:
+        reasons.append(reason)
+        written.set()
+
+    monkeypatch.setattr(pair[0].witness._dumper, "write", write)
+    monkeypatch.setattr(pair[0].witness._dumper, "_next", 0.0)
     gate.clear()
     with pytest.raises(CallTimeout):
         pair[0].agent.call("w1", wait_here, None, None, 0.05)

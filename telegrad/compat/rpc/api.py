@@ -32,7 +32,7 @@ from telegrad.compat.rpc.profiled import remote, rpc_sync
 from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_users  # noqa: F401
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
 from telegrad.group.members import WorkerInfo
-from telegrad.group.reminder import Reminder
+from telegrad.progress import Wait
 from telegrad.rpc import api, current, references
 from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
 
@@ -204,12 +204,15 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
             _tell_followers(key, round_.gathered_objects, error, names - {me}, limit)
         else:
             rpc_sync(leader, _gather_to_leader, (key, me, obj), timeout=limit)
-            reminder = Reminder(
-                lambda: f"worker {me!r} in _all_gather, for what {leader!r} gathers from {sorted(names)}"
-            )
-            while not round_.proceed_signal.wait(PING):
-                reminder.look()
-                rpc_sync(leader, _ping)
+            with Wait(
+                "_all_gather",
+                lambda: f"worker {me!r} in _all_gather, for what {leader!r} gathers from {sorted(names)}",
+                lambda: [leader],
+                worker=me,
+            ) as wait:
+                while not round_.proceed_signal.wait(PING):
+                    wait.look()
+                    rpc_sync(leader, _ping)
             if round_.error is not None:
                 raise round_.error
         return round_.gathered_objects
@@ -220,21 +223,33 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
 def _await_followers(round_: Any, limit: float) -> Exception | None:
     """Wait until all have brought their objects; else why some will not."""
     until = monotonic() + limit if limit else float("inf")
-    reminder = Reminder(lambda: f"_all_gather (shutdown calls it, too), for {', '.join(_rounds.missing(round_))}")
-    while not round_.proceed_signal.wait(min(PING, max(until - monotonic(), 0))):
-        reminder.look()
-        missing = _rounds.missing(round_)
-        if monotonic() >= until:
-            return CallTimeout(f"{', '.join(missing)} timed out in _all_gather after {limit:.2f} seconds")
-        for name in missing:
-            try:
-                rpc_sync(name, _ping, timeout=PING)
-            except CallTimeout:
-                pass  # it is busy
-            except PeerError as error:
-                if isinstance(error.__cause__, TimeoutError):
-                    continue  # too busy to accept a connection
-                return PeerLost(f"{name} will never come to this _all_gather: {error}")
+    with Wait(
+        "_all_gather",
+        lambda: f"_all_gather (shutdown calls it, too), for {', '.join(_rounds.missing(round_))}",
+        lambda: _rounds.missing(round_),
+        worker=current.agent().name,
+    ) as wait:
+        while not round_.proceed_signal.wait(min(PING, max(until - monotonic(), 0))):
+            wait.look()
+            missing = _rounds.missing(round_)
+            if monotonic() >= until:
+                return CallTimeout(f"{', '.join(missing)} timed out in _all_gather after {limit:.2f} seconds")
+            for name in missing:
+                failure = _why_never(name)
+                if failure is not None:
+                    return failure
+    return None
+
+
+def _why_never(name: str) -> Exception | None:
+    """Why a worker will not bring its object any more; None where it may."""
+    try:
+        rpc_sync(name, _ping, timeout=PING)
+    except CallTimeout:
+        pass  # it is busy
+    except PeerError as error:
+        if not isinstance(error.__cause__, TimeoutError):  # else it is too busy to accept a connection
+            return PeerLost(f"{name} will never come to this _all_gather: {error}")
     return None
 
 

@@ -34,8 +34,8 @@ def rpc_sync(
     if session is not None:
         return _profiled("sync", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture)).wait()
     try:
-        if profiling.enabled():
-            return profiling.recorded(_event("sync", to, func), api.call_sync, to, call, timeout)
+        if profiling.wanted():
+            return profiling.called(_event("sync", to, func), api.call_sync, to, call, timeout)
         return api.call_sync(to, call, timeout)
     except (TypeError, torch.jit.Error) as error:
         if translated(error) is error:
@@ -51,8 +51,8 @@ def rpc_async(
     session = profiler.session()
     if session is not None:
         return _profiled("async", to, call, session, lambda seen: api.call_async(to, seen, timeout, CallFuture))
-    if profiling.enabled():
-        return profiling.recorded_async(_event("async", to, func), api.call_async, to, call, timeout, CallFuture)
+    if profiling.wanted():
+        return profiling.called_async(_event("async", to, func), api.call_async, to, call, timeout, CallFuture)
     return api.call_async(to, call, timeout, CallFuture)
 
 
@@ -62,8 +62,8 @@ def remote(
 ) -> RRef[Any]:
     call = _call(to, func, args, kwargs)
     session = profiler.session()
-    if session is None and profiling.enabled():
-        return profiling.recorded_creation(_event("remote", to, func), api.create, to, call, timeout)
+    if session is None and profiling.wanted():
+        return profiling.called_creation(_event("remote", to, func), api.create, to, call, timeout)
     if session is None:
         return api.create(to, call, timeout)
     made: list[RRef[Any]] = []
@@ -77,9 +77,10 @@ def remote(
     return made[0]
 
 
-def _event(kind: str, to: To, function: Any) -> str:
-    """The name of an event in `torch.profiler`, where tests of the reference look that no name has `async` in it."""
-    return api.event_of(kind, to, function).replace(f"rpc_{kind}", _EVENTS[kind], 1)
+def _event(kind: str, to: To, function: Any) -> profiling.Event:
+    """An event of `torch.profiler`, where tests of the reference look that no name has `async` in it."""
+    event = api.event_of(kind, to, function)
+    return event._replace(name=event.name.replace(f"rpc_{kind}", _EVENTS[kind], 1))
 
 
 _EVENTS = {"sync": "call", "async": "future", "remote": "reference"}
@@ -110,7 +111,7 @@ def _check_arguments(function: torch.jit.ScriptFunction[Any, Any], args: Any, kw
 
 def _profiled(kind: str, to: To, call: Call, session: Session, begin: Callable[[Call], Future[Any]]) -> Future[Any]:
     """A future that is done once the call is, and `session` has what its callee saw."""
-    name = api.event_of(kind, to, call.function)
+    name = api.event_of(kind, to, call.function).name
     token = secrets.token_hex(8)
     args = (token, session.options, call.function, *(call.args or ()))
     began = session.now()

@@ -1,0 +1,53 @@
+"""What it costs that each worker records what happens."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.calls import nothing
+from benchmarks.measuring import OTHER, TELEGRAD, Row, times
+from benchmarks.targets import Absolute
+
+ROUNDS = 10
+CALLS = 1000  # of a round, with and without
+
+
+def record(on: bool) -> None:
+    """Have this worker record from now on, or no longer."""
+    from telegrad.witness.recorder import recorder  # not above: the rows are imported before a library is chosen
+
+    (recorder.begin if on else recorder.end)()
+
+
+def recorded_call(rpc: Any) -> float:
+    """How many times as long an empty call takes when both ends record it, in turn."""
+
+    def call() -> None:
+        rpc.rpc_sync(OTHER, nothing)
+
+    ratios = []
+    for _ in range(ROUNDS):
+        with_it = statistics.median(times(CALLS, call))
+        _on_both(rpc, False)
+        without = statistics.median(times(CALLS, call))
+        _on_both(rpc, True)
+        ratios.append(with_it / without)
+    return statistics.median(ratios)
+
+
+def _on_both(rpc: Any, on: bool) -> None:
+    rpc.rpc_sync(OTHER, record, (on,))
+    record(on)
+
+
+RECORDING = [
+    Row(
+        "empty rpc_sync, recorded, to not",
+        "times",
+        False,
+        recorded_call,
+        targets=(Absolute(1.03),),
+        libraries=(TELEGRAD,),
+    )
+]

@@ -1,0 +1,105 @@
+"""Who follows calls: what it surrounds, and what travels for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from telegrad.agent import profiling, scene
+from telegrad.agent.futures import Future
+from telegrad.agent.profiling import Event
+from telegrad.rpc import remote, rpc_async, rpc_sync
+
+pytestmark = pytest.mark.usefixtures("here")
+
+T = TypeVar("T")
+_inside: ContextVar[str] = ContextVar("inside", default="")
+
+
+class Notes:
+    """A follower that writes down what it is asked for; what travels is the way of the call."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def called(self, event: Event, call: Callable[[], T]) -> T:
+        self.lines.append(f"{event.here} calls {profiling.function_name(event.function)} on {event.there}")
+        return call()
+
+    def begun(self, event: Event, call: Callable[[], tuple[T, Future[Any]]]) -> T:
+        value, future = call()
+        torch._C.Future.add_done_callback(future, lambda _: self.lines.append(f"{event.there} is done"))
+        return value
+
+    def in_place_of(
+        self, function: Callable[..., Any], args: Sequence[Any], here: str, caller: str
+    ) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            token = _inside.set(scene.baggage().get("way", "") + f"{caller}>")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _inside.reset(token)
+
+        return run
+
+    def baggage(self) -> dict[str, str]:
+        return {"way": _inside.get()} if _inside.get() else {}
+
+    @contextmanager
+    def resumed(self, baggage: dict[str, str]) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def notes() -> Iterator[Notes]:
+    made = Notes()
+    profiling.follow(made)
+    yield made
+    profiling.follow(None)
+
+
+def way(*to: str) -> str:
+    return rpc_sync(to[0], way, to[1:]) if to else _inside.get()
+
+
+async def carried() -> list[dict[str, str]]:
+    before = scene.baggage()
+    await asyncio.sleep(0)
+    return [before, scene.baggage()]
+
+
+def carried_on(to: str) -> Any:
+    return rpc_sync(to, carried)
+
+
+def stop_following(to: str) -> Any:
+    profiling.follow(None)
+    return rpc_sync(to, scene.baggage)
+
+
+def test_it_surrounds_calls_at_both_ends(notes: Notes) -> None:
+    assert rpc_sync("w1", way, ("w2", "w1")) == "w0>w1>w2>"
+    assert notes.lines == ["w0 calls way on w1", "w1 calls way on w2", "w2 calls way on w1"]
+    del notes.lines[:]
+    future, made = rpc_async("w2", abs, (-1,)), remote("w2", abs, (-1,))
+    for each in (future, made.future()):
+        each.then(lambda _: None).wait()  # told after the follower
+    assert made.to_here() == future.wait() == 1
+    assert notes.lines == ["w2 is done", "w2 is done", "w0 calls to_here on w2"]
+
+
+def test_what_travels_holds_in_each_step_of_a_coroutine(notes: Notes) -> None:
+    assert rpc_sync("w1", carried_on, ("w2",)) == [{"way": "w0>"}] * 2
+    assert rpc_sync("w1", carried) == [{}] * 2
+
+
+def test_who_does_not_follow_passes_on_what_came(notes: Notes) -> None:
+    assert rpc_sync("w1", rpc_sync, ("w2", stop_following, ("w3",))) == {"way": "w0>"}
+    assert scene.baggage() == {}

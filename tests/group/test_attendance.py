@@ -1,0 +1,52 @@
+"""Who has come to where a group forms."""
+
+from __future__ import annotations
+
+from telegrad.group.attendance import Attendance
+from telegrad.group.members import Member
+
+
+def member(rank: int) -> Member:
+    return Member(f"w{rank}", rank, f"incarnation {rank}", "program", "host", "", ("127.0.0.1", 1000 + rank))
+
+
+def test_who_did_not_come_is_told_by_rank() -> None:
+    attendance = Attendance(4, 1)
+    assert attendance.missing() == ["rank 0", "rank 2", "rank 3"]
+    assert attendance.said() == ["ranks 0, 2, 3 did not come"]
+    attendance.look(lambda rank: "" if rank == 2 else member(rank).to_json())
+    assert attendance.missing() == ["rank 2"]
+    assert attendance.said() == ["rank 2 did not come"]
+    assert repr(attendance) == "<Attendance: 2 have come; rank 2 did not come>"
+
+
+def test_who_has_come_is_not_looked_for_again() -> None:
+    attendance = Attendance(3, 0)
+    attendance.look(lambda rank: member(1).to_json() if rank == 1 else "")
+    asked: list[int] = []
+    attendance.look(lambda rank: asked.append(rank) or "")  # type: ignore[func-returns-value]
+    assert asked == [2]
+
+
+def test_who_did_not_come_is_told_by_name_where_names_are_known() -> None:
+    attendance = Attendance(3, 0, ("driver", "ps", "trainer"))
+    assert attendance.missing() == ["ps", "trainer"]
+    assert attendance.said() == ["'ps', 'trainer' did not come"]
+
+
+def test_who_came_and_died_is_missing() -> None:
+    attendance = Attendance(3, 0)
+    attendance.look(lambda rank: member(rank).to_json())
+    assert (attendance.missing(), attendance.said()) == ([], [])
+    attendance.knock(lambda who: who.id != 2)
+    assert attendance.missing() == ["w2"]
+    assert attendance.said() == ["'w2' (rank 2, at 127.0.0.1:1002) came, and does not answer any more"]
+
+
+def test_all_have_come() -> None:
+    attendance = Attendance(3, 0)
+    attendance.complete([member(rank) for rank in range(3)])
+    assert (attendance.missing(), attendance.said()) == ([], [])
+    attendance.knock(lambda who: who.id != 1)
+    assert attendance.missing() == ["w1"]
+    assert repr(Attendance(1, 0)) == "<Attendance: 0 have come; nobody is missing>"

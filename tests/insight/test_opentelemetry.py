@@ -1,0 +1,281 @@
+"""Spans of calls, in this process and with the real SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from opentelemetry import trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.profiler import ProfilerActivity, profile
+
+import telegrad.autograd as autograd
+from telegrad.agent import profiling
+from telegrad.errors import CallTimeout
+from telegrad.insight import opentelemetry
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.rpc import Future, functions, remote, rpc_async, rpc_sync
+from tests.cluster import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("here")
+
+_spans = TracerProvider()
+tracer = _spans.get_tracer("program")
+
+
+class Exporter(InMemorySpanExporter):
+    """Tells who waits for spans; those of calls that nobody waits for in place end at their own time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> Any:
+        with self.changed:
+            self.changed.notify_all()
+            return super().export(spans)
+
+
+class Seen:
+    """What was exported."""
+
+    def __init__(self) -> None:
+        self.exporter = Exporter()
+        self.reader = InMemoryMetricReader()
+
+    def span(self, name: str, kind: SpanKind) -> Any:
+        """That one, as soon as it has ended."""
+        with self.exporter.changed:
+            assert self.exporter.changed.wait_for(lambda: (name, kind) in self.spans(), PATIENCE), self.names()
+        return self.spans()[name, kind]
+
+    def spans(self) -> dict[tuple[str, SpanKind], Any]:
+        """By the last part of their names, and their kinds."""
+        return {_key(each): each for each in self.exporter.get_finished_spans()}
+
+    def names(self) -> list[str]:
+        return sorted(each.name.rpartition(".")[2] for each in self.exporter.get_finished_spans())
+
+    def parent(self, name: str, kind: SpanKind) -> tuple[str, SpanKind]:
+        """Of a span, the one that it is in."""
+        parent = self.span(name, kind).parent
+        found: list[ReadableSpan] = []
+
+        def find() -> bool:
+            found[:] = [each for each in self.exporter.get_finished_spans() if each.context.span_id == parent.span_id]
+            return bool(found)
+
+        with self.exporter.changed:
+            assert self.exporter.changed.wait_for(find, PATIENCE), self.names()
+        return _key(found[0])
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Of each histogram, and the last part of a method's name: how many entries."""
+        data: Any = self.reader.get_metrics_data()
+        return {
+            (metric.name, str(point.attributes["rpc.method"]).rpartition(".")[2]): point.count
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            for point in metric.data.data_points
+        }
+
+
+def _key(span: ReadableSpan) -> tuple[str, SpanKind]:
+    return span.name.rpartition(".")[2], span.kind
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    made = Seen()
+    processor = SimpleSpanProcessor(made.exporter)
+    _spans.add_span_processor(processor)
+    opentelemetry.instrument(_spans, MeterProvider([made.reader]))
+    yield made
+    opentelemetry.uninstrument()
+    processor.shutdown()
+    _spans._active_span_processor._span_processors = ()
+
+
+CLIENT, SERVER, INTERNAL = SpanKind.CLIENT, SpanKind.SERVER, SpanKind.INTERNAL
+
+
+def inner(number: int) -> int:
+    with tracer.start_as_current_span("work"):
+        return number + 1
+
+
+def outer(to: str, number: int) -> int:
+    return rpc_sync(to, inner, (number,))
+
+
+async def waits(number: int) -> int:
+    with tracer.start_as_current_span("held"):
+        await asyncio.sleep(0)
+        with tracer.start_as_current_span("after"):
+            await rpc_async("w2", inner, (number,))
+    return number
+
+
+@functions.async_execution
+def later(to: str) -> Future[int]:
+    return rpc_async(to, inner, (1,))
+
+
+def fail(*_: Any) -> NoReturn:
+    raise KeyError("as the test wants it\nand more")
+
+
+async def fail_later() -> NoReturn:
+    await asyncio.sleep(0)
+    raise ValueError("later")
+
+
+@functions.async_execution
+def fail_by_future(to: str) -> Future[Any]:
+    return rpc_async(to, fail)
+
+
+_release = threading.Event()
+
+
+def held() -> None:
+    _release.wait(PATIENCE)
+
+
+@functions.async_execution
+def never() -> Future[int]:
+    return Future()
+
+
+class Counter:
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+def test_a_call_is_a_span_at_either_end_and_what_the_function_does_is_inside(seen: Seen) -> None:
+    with tracer.start_as_current_span("program"):
+        assert rpc_sync("w1", outer, ("w2", 1)) == 2
+    way = [("work", INTERNAL), ("inner", SERVER), ("inner", CLIENT), ("outer", SERVER), ("outer", CLIENT)]
+    for (name, kind), parent in zip(way, [*way[1:], ("program", INTERNAL)], strict=True):
+        assert seen.parent(name, kind) == parent
+    assert len({each.context.trace_id for each in seen.spans().values()}) == 1
+    client, server = seen.spans()["outer", CLIENT], seen.spans()["outer", SERVER]
+    assert client.name == server.name == f"{__name__}.outer"
+    assert dict(client.attributes) == {
+        "rpc.system.name": "telegrad",
+        "rpc.method": f"{__name__}.outer",
+        "server.address": "w1",
+        "rpc.system": "telegrad",
+        "rpc.service": __name__,
+        "telegrad.worker": "w0",
+    }
+    assert server.attributes["server.address"] == server.attributes["telegrad.worker"] == "w1"
+    assert server.attributes["client.address"] == "w0"
+    assert seen.counts() == {
+        (f"rpc.{side}.call.duration", name): 1 for side in ("client", "server") for name in ("inner", "outer")
+    }
+
+
+def test_every_way_of_calling(seen: Seen) -> None:
+    assert rpc_async("w1", inner, (1,)).wait() == 2
+    assert seen.parent("inner", SERVER) == ("inner", CLIENT)
+    counter = remote("w1", Counter)
+    assert counter.to_here(PATIENCE)
+    assert counter.rpc_sync().add(1) == counter.rpc_async().add(1).wait() == counter.remote().add(1).to_here() == 2
+    counter.remote().add(1).future().wait()
+    for name, side in (("Counter", CLIENT), ("Counter", SERVER), ("add", CLIENT), ("to_here", CLIENT)):
+        assert seen.span(name, side).end_time
+    assert rpc_sync("w0", inner, (1,)) == 2
+    assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+def test_coroutines_and_futures(seen: Seen) -> None:
+    for no_grad in (False, True):  # with more that surrounds the call
+        seen.exporter.clear()
+        with torch.set_grad_enabled(not no_grad):
+            assert rpc_sync("w1", waits, (1,)) == 1
+        way = [("inner", CLIENT), ("after", INTERNAL), ("held", INTERNAL), ("waits", SERVER), ("waits", CLIENT)]
+        for (name, kind), parent in pairwise(way):
+            assert seen.parent(name, kind) == parent
+    assert rpc_sync("w1", later, ("w2",)) == 2
+    assert seen.parent("inner", CLIENT) == ("later", SERVER)
+    spans = seen.spans()
+    assert spans["later", SERVER].end_time >= spans["inner", SERVER].end_time
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kind", "text"),
+    [
+        (fail, (), "KeyError", "'as the test wants it"),
+        (fail_later, (), "ValueError", "later"),
+        (fail_by_future, ("w2",), "KeyError", "'as the test wants it"),
+    ],
+)
+@pytest.mark.parametrize("call", [rpc_sync, lambda *args: rpc_async(*args).wait()])
+def test_errors(seen: Seen, call: Callable[..., Any], function: Any, args: Any, kind: str, text: str) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        call("w1", function, args)
+    for side in (CLIENT, SERVER):
+        span = seen.span(function.__name__, side)
+        assert span.status.status_code is StatusCode.ERROR
+        assert text in span.status.description
+        assert span.attributes["error.type"] == kind
+
+
+def test_timeouts_and_references_that_fail(seen: Seen) -> None:
+    with pytest.raises(CallTimeout):
+        rpc_sync("w1", held, timeout=0.05)
+    _release.set()
+    with pytest.raises(CallTimeout):
+        rpc_async("w1", never, timeout=0.05).wait()
+    for name in ("held", "never"):
+        assert seen.span(name, CLIENT).attributes["error.type"] == "CallTimeout"
+    failing = remote("w1", fail)
+    with pytest.raises(KeyError):
+        failing.to_here()
+    assert seen.span("fail", CLIENT).attributes["error.type"] == "KeyError"
+
+
+def test_with_a_profiler_at_the_same_time(seen: Seen) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as events:
+        assert rpc_sync("w1", inner, (1,)) == rpc_async("w1", inner, (1,)).wait() == 2
+    names = {event.name for event in events.events()}
+    assert {"rpc_sync#inner(w0 -> w1)", "rpc_async#inner(w0 -> w1)"} <= names
+    assert seen.parent("inner", SERVER) == ("inner", CLIENT)
+
+
+class Stage(nn.Linear):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        with tracer.start_as_current_span(f"stage {self.in_features}"):
+            return super().forward(value)
+
+
+def test_stages_of_a_pipeline_are_inside_of_the_trace(seen: Seen) -> None:
+    pipeline = Pipeline([RemoteModule("w1", Stage, (4, 3)), RemoteModule("w2", Stage, (3, 2))], chunks=2)
+    with tracer.start_as_current_span("step") as step, autograd.context() as context:
+        pipeline.forward_backward(context, torch.randn(8, 4), torch.randn(8, 2), mse_loss)
+    for name in ("stage 4", "stage 3"):
+        span = seen.span(name, INTERNAL)
+        assert span.context.trace_id == step.get_span_context().trace_id
+        assert seen.parent(name, INTERNAL)[1] is SERVER
+
+
+def test_nothing_is_left_when_it_ends(seen: Seen) -> None:
+    opentelemetry.uninstrument()
+    assert profiling.follower is None
+    assert profiling.wanted is profiling.enabled
+    assert rpc_sync("w1", abs, (-1,)) == 1
+    assert seen.names() == []

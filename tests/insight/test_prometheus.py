@@ -1,0 +1,188 @@
+"""Metrics as Prometheus gets them: over HTTP, read by the client's own parser."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as OwnCounter
+from prometheus_client.parser import text_string_to_metric_families
+
+from telegrad import instruments
+from telegrad.insight.labels import OTHER
+from telegrad.insight.prometheus import Served, register, serve_metrics
+from telegrad.insight.tallies import BOUNDS, MOST_FUNCTIONS, MOST_OUTCOMES, MOST_PEERS, Tallies, by_function
+from telegrad.version import VERSION
+from tests.cluster import PATIENCE
+from tests.insight.accounts import made_up
+
+EVENTS: list[instruments.Event] = [
+    (instruments.CALLED, 1.0, 1.0002, "worker1", 1, "model.forward", 4096, ""),
+    (instruments.CALLED, 1.0, 3.0, "worker1", 2, "model.forward", 0, "CallTimeout"),
+    (instruments.CALLED, 1.0, 1.5, "worker2", 3, "to_here() of <RRef 1.2 on 'worker2'>", 0, ""),
+    (instruments.RAN, 1.0, 1.02, "worker1", 1, "work", ""),
+    (instruments.RAN, 1.0, 1.02, "worker1", 2, "work", "KeyError"),
+    (instruments.CONNECTED, 1.0, 1.0, "worker1", "unix"),
+    (instruments.LOST, 1.0, 1.0, "worker1", "it died"),
+    (instruments.MADE, 1.0, 1.0, "worker1", 1),
+    (instruments.FREED, 1.0, 1.0, 1),
+    (instruments.PASSED, 1.0, 1.25, 1, 1, ""),
+    (instruments.STAGED, 1.0, 1.25, 1, "F", 0, 0),
+    (instruments.STAGED, 1.0, 1.5, 1, "F", 0, 1),
+    (instruments.STEPPED, 1.0, 1.003, 1, "Adam"),
+    (instruments.JOINED, 1.0, 1.0, "worker0", 0, 4),
+]
+
+
+def scrape(served: Served) -> dict[tuple[str, ...], float]:
+    """The samples, by their names and the values of their labels."""
+    with urlopen(f"http://{served.host}:{served.port}/metrics", timeout=PATIENCE) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = serve_metrics(0, registry=CollectorRegistry(), account=made_up)
+    yield made
+    made.close()
+
+
+def test_what_has_happened_is_counted(served: Served) -> None:
+    for event in EVENTS:
+        served.metrics.tallies(event)
+    found = scrape(served)
+    # labels in alphabetical order: function, outcome, peer
+    assert found["telegrad_calls_total", "model.forward", "ok", "worker1"] == 1
+    assert found["telegrad_calls_total", "model.forward", "CallTimeout", "worker1"] == 1
+    assert found["telegrad_calls_total", "to_here", "ok", "worker2"] == 1
+    assert found["telegrad_call_bytes_total", "model.forward"] == 4096
+    assert found["telegrad_call_duration_seconds_count", "model.forward"] == 2
+    assert found["telegrad_call_duration_seconds_sum", "model.forward"] == pytest.approx(2.0002)
+    assert found["telegrad_call_duration_seconds_bucket", "model.forward", "0.0001"] == 0
+    assert found["telegrad_call_duration_seconds_bucket", "model.forward", "0.00025"] == 1
+    assert found["telegrad_call_duration_seconds_bucket", "model.forward", "+Inf"] == 2
+    assert found["telegrad_served_total", "work", "ok", "worker1"] == 1
+    assert found["telegrad_served_total", "work", "KeyError", "worker1"] == 1
+    assert found["telegrad_served_duration_seconds_count", "work"] == 2
+    assert found["telegrad_connections_total", "unix"] == 1
+    assert found["telegrad_connections_lost_total", "worker1"] == 1
+    assert found["telegrad_references_made_total", "worker1"] == found[("telegrad_references_freed_total",)] == 1
+    assert found["telegrad_passes_total", "ok"] == found["telegrad_pass_duration_seconds_count",] == 1
+    assert found["telegrad_stage_actions_total", "F", "0"] == 2
+    assert found["telegrad_stage_seconds_total", "F", "0"] == 0.75
+    assert found["telegrad_step_duration_seconds_bucket", "0.005", "Adam"] == 1
+
+
+def test_what_a_worker_tells_of_itself(served: Served) -> None:
+    found = scrape(served)
+    # group, host, pid, program, rank, version, worker
+    assert found["telegrad_info", "b7", "here", "4711", "train.py", "0", VERSION, "worker0"] == 1
+    for name, value in {
+        ("telegrad_phase", "member"): 1,
+        ("telegrad_phase", "leaving"): 0,
+        ("telegrad_phase_age_seconds",): 12.5,
+        ("telegrad_members",): 3,
+        ("telegrad_size",): 4,
+        ("telegrad_members_gone",): 1,
+        ("telegrad_slots",): 16,
+        ("telegrad_slots_busy",): 1,
+        ("telegrad_calls_in_flight", "worker1"): 2,
+        ("telegrad_oldest_call_seconds",): 3,
+        ("telegrad_serving", "running"): 1,
+        ("telegrad_serving", "queued"): 0,
+        ("telegrad_answered_total",): 99,
+        ("telegrad_references", "owners"): 5,
+        ("telegrad_contexts",): 2,
+        ("telegrad_passes_in_progress",): 1,
+        ("telegrad_waits", "backward"): 1,
+        ("telegrad_sent_bytes_total", "worker2"): 10,
+        ("telegrad_received_bytes_total", "worker1"): 2000,
+        ("telegrad_resident_memory_bytes",): 1 << 30,
+        ("telegrad_shared_memory_bytes",): 1 << 20,
+    }.items():
+        assert found[name] == value, name
+
+
+def test_outside_of_a_group_it_says_so() -> None:
+    served = serve_metrics(0, registry=CollectorRegistry())
+    try:
+        assert {name: value for name, value in scrape(served).items() if value} == {}
+        assert ("telegrad_phase", "member") in scrape(served)
+    finally:
+        served.close()
+
+
+def test_an_own_registry_and_the_listener_come_and_go() -> None:
+    registry = CollectorRegistry()
+    own = OwnCounter("steps", "Of the program", registry=registry)
+    own.inc()
+    registered = register(registry, made_up)
+    note: Any = instruments.note
+    note(EVENTS[0])
+    labels = {"function": "model.forward", "peer": "worker1", "outcome": "ok"}
+    assert registry.get_sample_value("telegrad_calls_total", labels) == registry.get_sample_value("steps_total") == 1
+    with pytest.raises(ValueError, match="Duplicated"):
+        register(registry, made_up)
+    registered.close()
+    note = instruments.note
+    if note is not None:  # of others
+        note(EVENTS[0])
+    assert [each.count for each in registered.metrics.tallies.calls.values()] == [1]
+    assert registry.get_sample_value("telegrad_calls_total", labels) is None
+    register(registry, made_up).close()
+
+
+def test_a_port_that_is_taken_leaves_nothing_behind(served: Served) -> None:
+    registry = CollectorRegistry()
+    with pytest.raises(OSError, match="in use"):
+        serve_metrics(served.port, registry=registry, account=made_up)
+    register(registry, made_up).close()
+
+
+def test_labels_do_not_grow_without_end() -> None:
+    tallies = Tallies()
+    for number in range(1000):
+        tallies((instruments.CALLED, 0.0, 1.0, f"worker{number}", number, f"f{number}", 1, f"Error{number}"))
+    assert sum(each.count for each in tallies.calls.values()) == 1000
+    functions, peers, outcomes = (set(each) for each in zip(*tallies.calls, strict=True))
+    assert len(functions) == len(by_function(tallies.calls)) == MOST_FUNCTIONS + 1
+    assert len(peers) == MOST_PEERS + 1
+    assert len(outcomes) == MOST_OUTCOMES + 1
+    assert tallies.calls[OTHER, OTHER, OTHER].count == 1000 - MOST_PEERS
+    tallies((instruments.CALLED, 0.0, 1.0, "worker0", 0, "f0", 1, ""))
+    assert tallies.calls["f0", "worker0", "ok"].count == 1
+
+
+def test_durations_at_their_bounds() -> None:
+    tallies = Tallies()
+    for bound in BOUNDS:
+        tallies((instruments.PASSED, 0.0, bound, 1, 1, ""))
+    tallies((instruments.PASSED, 0.0, BOUNDS[-1] + 1, 1, 1, ""))
+    buckets = tallies.pass_durations[""].buckets()
+    assert [count for _, count in buckets] == list(range(1, len(BOUNDS) + 2))
+    assert [float(bound) for bound, _ in buckets] == [*BOUNDS, float("inf")]
+
+
+def test_threads_count_side_by_side() -> None:
+    tallies = Tallies()
+
+    def tell() -> None:
+        for event in itertools.islice(itertools.cycle(EVENTS[:2]), 1000):
+            tallies(event)
+
+    threads = [threading.Thread(target=tell) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert by_function(tallies.calls)["model.forward"].count == 4000
