@@ -95,7 +95,7 @@ def groups_here() -> dict[str, HostGroup]:
     """All groups of this user with workers on this host, by their ids; of those still to be, by their place."""
     told = _ask_all(desk.places(), ACCOUNT, SOON)
     found: dict[str, list[Place]] = {}
-    known: dict[str, list[Account]] = {}
+    known: dict[str, list[Any]] = {}  # what the others tell
     silent: list[Place] = []
     for place, account in told.items():
         if isinstance(account, dict):
