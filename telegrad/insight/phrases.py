@@ -28,11 +28,12 @@ LOCKED, BUSY, SLEEPS, WAITS, ASLEEP, UNKNOWN = "locked", "busy", "sleeps", "wait
 def seconds(age: float) -> str:
     if age < 9.95:
         return f"{age:.1f} s"
-    if age < 120:
-        return f"{age:.0f} s"
-    if age < 7200:
-        return f"{age // 60:.0f} min {age % 60:.0f} s"
-    return f"{age // 3600:.0f} h {age % 3600 // 60:.0f} min"
+    whole = round(age)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def lasting(age: float) -> str:

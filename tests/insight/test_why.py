@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
+from telegrad.insight.paths import circles
+from telegrad.insight.phrases import seconds
 from telegrad.insight.reasons import Finding, as_json, explain, status, text
 from telegrad.insight.source import Sight
 from telegrad.witness.account import JOINING, LEAVING, Account
@@ -441,3 +445,123 @@ def test_alike_workers_share_a_line() -> None:
     told = text([], scene.sight)
     assert "worker0, worker1, worker2, worker3, worker4, worker5, worker6 and 293 others" in told
     assert len(told.splitlines()) < 8
+
+
+def test_a_backward_pass_that_no_thread_waits_for() -> None:
+    scene = Scene("worker0", "worker1")
+    scene["worker0"]["passes"].append({"context": 7, "number": 1, "age": 6.5, "owing": ["worker1"]})
+    outside = ["/lib/torch/autograd/graph.py:823 _engine_run_backward"]
+    main = scene.thread("worker0", "train.py:9 main: print(loss)", asleep=False)
+    hook = scene.thread("worker1", "train.py:50 hook: rpc.rpc_sync('worker0', note)", outside=outside)
+    scene.call("worker1", "worker0", "train.note", 6.4, by=hook, runs="train.py:60 note: time.sleep(1e6)")
+    finding, told = only(scene, "asleep", "worker0")
+    assert "worker0 drives a backward pass of context 7, for 6.5 s" in told
+    assert main
+    assert "worker1" in finding.waiting
+
+
+def test_a_value_that_nothing_makes() -> None:
+    scene = Scene("worker0", "worker1")
+    main = scene.thread("worker0", "train.py:9 main: reference.to_here()")
+    scene.call("worker0", "worker1", "to_here() of a reference", 5, by=main, state=GOING_ON)
+    finding, _ = only(scene, "value", "worker1")
+    assert "nothing there seems to make it" in finding.title
+
+
+def test_a_value_that_its_owner_waits_for() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.thread("worker0", "train.py:9 main: reference.to_here()", wait=wait("value", age=5))
+    scene.call("worker1", "worker0", "train.make", 6, runs="train.py:20 make: time.sleep(1e6)")
+    finding, told = only(scene, "value", "worker0")
+    assert "worker0's main thread waits for the value of a reference, for 5.0 s" in told
+    assert finding.waiting == ["worker1", "worker0"]
+
+
+def test_calls_that_are_alike_are_counted() -> None:
+    scene = Scene("worker0", "worker1", slots=1)
+    scene.call("worker0", "worker1", "train.slow", 6, runs="train.py:20 slow: time.sleep(1e6)")
+    for _ in range(1000):
+        scene.call("worker0", "worker1", "train.quick", 5)
+    finding, told = only(scene, "slots", "worker1")
+    assert "1,000 calls wait for one" in finding.title
+    assert "(and 999 more like it)" in told
+
+
+def test_slots_that_are_taken_by_short_calls() -> None:
+    scene = Scene("worker0", "worker1", slots=1)
+    scene.call("worker0", "worker1", "train.quick", 0.1, runs="train.py:20 quick: x = x @ x", asleep=False)
+    for _ in range(40):
+        scene.call("worker0", "worker1", "train.quick", 2)
+    finding, _ = only(scene, "slots", "worker1")
+    assert "by short calls, and more come than it can do: 40 calls wait" in finding.title
+
+
+def test_a_stage_of_a_pipeline_that_sleeps() -> None:
+    scene = Scene("worker0", "worker1", "worker2")
+    main = scene.thread("worker0", "train.py:9 main: pipeline.forward_backward(context, x, y, loss)")
+    scene.call("worker0", "worker1", "stage 1 of 2 of a Pipeline (First)", 7, by=main, state=GOING_ON)
+    scene.call("worker0", "worker2", "stage 2 of 2 of a Pipeline (Second)", 7, state=GOING_ON)
+    outside = ["/lib/telegrad/nn/run.py:120 _act"]
+    scene.thread("worker2", "train.py:30 forward: time.sleep(1e6)", outside=outside, name="telegrad-worker")
+    finding, told = only(scene, "asleep", "worker2")
+    assert "train.py:30 in forward" in told
+    assert set(finding.waiting) == {"worker0"}
+
+
+def test_a_call_whose_thread_is_not_known() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.call("worker0", "worker1", "train.work", 3, state="running")
+    finding, _ = only(scene, "busy", "worker1")
+    assert "which thread runs it is not known" in finding.title
+
+
+def test_several_that_wait_for_a_lock() -> None:
+    scene = Scene("worker0", "worker1")
+    main = scene.thread("worker1", "train.py:9 main: rpc.rpc_sync('worker0', add)")
+    for _ in range(3):
+        scene.call("worker1", "worker0", "train.add", 9, by=main, runs="train.py:20 add: with table_lock:")
+    scene.thread("worker0", "train.py:40 save: time.sleep(1e6)", name="saver")
+    finding, told = only(scene, "lock", "worker0")
+    assert "3 threads of worker0 wait for a lock (table_lock) that another thread holds" in finding.title
+    assert "worker0's thread saver is in save, and sleeps" in told
+
+
+def test_a_worker_that_waits_for_others_to_join() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.thread("worker0", "train.py:9 main: rpc.wait_for_workers(3)", wait=wait("workers", about="3 workers", age=9))
+    finding, _ = only(scene, "wait", "worker0")
+    assert "waits for 3 workers to join" in finding.title
+
+
+def test_a_member_of_which_nothing_is_known() -> None:
+    scene = leaving("train.py:33 main: input()")
+    del scene.accounts["worker2"]
+    finding, _ = only(scene, "silent", "worker2")
+    assert "nothing is known of it" in finding.title
+
+
+def test_a_worker_that_leaves_and_has_nothing_to_do() -> None:
+    scene = leaving("train.py:70 main: rpc.shutdown()", wait=wait("shutdown", age=0.1))
+    _tell(scene["worker2"], phase=LEAVING, phase_age=0.1)
+    assert status(explain(scene.sight)) == 0
+
+
+def test_those_who_do_not_say_for_whom_they_wait() -> None:
+    scene = leaving("train.py:33 main: input()")
+    for name in ("worker0", "worker1"):
+        scene[name]["missing"] = []
+        scene[name]["threads"][0]["wait"] = wait("shutdown")
+    finding, _ = only(scene, "shutdown", "worker2")
+    assert set(finding.waiting) == {"worker0", "worker1"}
+
+
+@pytest.mark.parametrize(
+    ("age", "said"), [(0.04, "0.0 s"), (12.3, "12 s"), (200, "3 min 20 s"), (7260, "2 h 1 min"), (119.6, "2 min 0 s")]
+)
+def test_times(age: float, said: str) -> None:
+    assert seconds(age) == said
+
+
+def test_circles() -> None:
+    graph = {"a": ["b"], "b": ["c", "x"], "c": ["b", "d"], "d": ["e"], "e": ["d"], "x": [], "s": ["t", "x"], "t": ["s"]}
+    assert circles(graph, graph.__getitem__, lambda node: node == "s") == [["b", "c"], ["d", "e"]]
