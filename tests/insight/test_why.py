@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -565,3 +566,56 @@ def test_times(age: float, said: str) -> None:
 def test_circles() -> None:
     graph = {"a": ["b"], "b": ["c", "x"], "c": ["b", "d"], "d": ["e"], "e": ["d"], "x": [], "s": ["t", "x"], "t": ["s"]}
     assert circles(graph, graph.__getitem__, lambda node: node == "s") == [["b", "c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_workers_tell_there_are_words_for_it(seed: int) -> None:
+    scene = at_random(random.Random(seed))
+    found = explain(scene.sight)
+    told = text(found, scene.sight, stacks=True)
+    assert all(len(line) <= 100 for line in told.splitlines()), told
+    assert status(found) in (0, 1, 2)
+    json.dumps(as_json(found, scene.sight))
+
+
+def at_random(chance: random.Random) -> Scene:
+    """Accounts that fit together badly."""
+    names = [f"worker{rank}" for rank in range(chance.randint(1, 5))]
+    strangers = [*names, "worker8", "worker9", "rank 3"]
+    scene = Scene(*names, slots=chance.randint(1, 3))
+    places = ["with lock:", "time.sleep(9)", "dist.barrier()", "f.wait()", "x.acquire()", "pass", "reference.to_here()"]
+    functions = ["train.f", "train.Box.get", "to_here() of a reference", "stage 1 of 2 of a Pipeline (A)", ""]
+    waits = ["shutdown", "backward", "future", "value", "init_rpc", "room", "store", "workers", "else"]
+    for name in names:
+        for _ in range(chance.randint(0, 3)):
+            wanted = wait(
+                chance.choice(waits), *chance.sample(strangers, chance.randint(0, 2)), age=chance.choice([0, 5])
+            )
+            scene.thread(
+                name,
+                chance.choice(["", f"train.py:{chance.randint(1, 9)} step: {chance.choice(places)}"]),
+                wait=chance.choice([None, wanted]),
+                asleep=chance.choice([True, False, None]),
+                outside=chance.choice([[], ["/lib/torch/autograd/graph.py:1 run"], ["/telegrad/nn/run.py:1 act"]]),
+            )
+        for _ in range(chance.randint(0, 2)):
+            owing = chance.sample(strangers, chance.randint(0, 3))
+            number = chance.randint(1, 9)
+            scene[name]["passes"].append(
+                {"context": 7, "number": number, "age": chance.choice([0.1, 5]), "owing": owing}
+            )
+        phase = chance.choice(["member", "member", JOINING, LEAVING])
+        _tell(scene[name], phase=phase, phase_age=chance.choice([0.1, 5]), size=chance.choice([None, 2, len(names)]))
+        _tell(scene[name], missing=chance.sample(strangers, chance.randint(0, 2)), generation=chance.choice([1, 1, 2]))
+        _tell(scene[name], gone=chance.choice([{}, {"worker9": "it died"}]), place=chance.choice(["", "hosta:1"]))
+    for _ in range(chance.randint(0, 12)):
+        caller, to = chance.choice(strangers), chance.choice(strangers)
+        threads = [thread["number"] for thread in scene[caller]["threads"]] if caller in names else []
+        more = {"runs": f"train.py:{chance.randint(1, 9)} f: {chance.choice(places)}"} if chance.random() < 0.5 else {}
+        states: list[dict[str, Any]] = [{}, {"state": GOING_ON}, {"state": QUEUED}, {"lost": True}]
+        by = chance.choice([None, *threads])
+        scene.call(
+            caller, to, chance.choice(functions), chance.choice([0.1, 3, 5]), by=by, **more, **chance.choice(states)
+        )
+    scene.silent.update(chance.choice([{}, {}, {"worker8": "stopped"}]))
+    return scene
