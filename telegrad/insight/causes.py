@@ -92,19 +92,31 @@ class Causes:
         details: list[str] = []
         lots = list(alike.values())
         for lot in lots[: FEW if len(lots) > FEW + 1 else None]:
-            sentence, *lines = self._names.waiting(max(lot, key=self._names.age))
-            others = len(lot) - 1 + self._beyond(lot[0])
-            details += [sentence + (f" (and {others:,} more like it)" if others else ""), *lines]
+            oldest = max(lot, key=self._names.age)
+            sentence, *lines = self._names.waiting(oldest)
+            details += [sentence + self._others(oldest, lot), *lines]
         rest = [worker_of(node) for lot in lots[FEW:] for node in lot] if len(lots) > FEW + 1 else []
         return details + ([f"and {len(rest):,} more wait for it: {counted(rest)}"] if rest else [])
 
+    def _others(self, first: Node, lot: list[Node]) -> str:
+        count = len(lot) - 1 + self._beyond(first)
+        names = [worker_of(node) for node in lot if node is not first]
+        which = f": {counted(names)}" if {*names} - {worker_of(first)} else ""
+        return f" (and {count:,} more like it{which})" if count else ""
+
     def _kin(self, node: Node) -> tuple[object, ...]:
-        """What makes calls alike: two of one thread, or of none, to one function of one worker."""
-        if not isinstance(node, Call):
-            return node
-        out, came = self._waits.calls_out.get(node), self._waits.calls_in.get(node)
-        state = came is not None and came["state"]
-        return node.caller, node.to, self._names.function(node), out and out["thread"], state == QUEUED
+        """What makes waits alike: they are for the same, at one line of whatever worker, or at none of one worker."""
+        task = self._thread_of(node)
+        thread = self._waits.threads[task] if task is not None else None
+        at = thread["at"] if thread is not None else None
+        where = (at["file"], at["line"]) if at is not None else (worker_of(node),)
+        if isinstance(node, Call):
+            came = self._waits.calls_in.get(node)
+            queued = came is not None and came["state"] == QUEUED
+            return node.to, self._names.function(node), queued, *where
+        if isinstance(node, Task) and thread is not None:
+            return self._names.doing(thread), *where
+        return node
 
     def _beyond(self, node: Node) -> int:
         """How many more there are than are told of one by one; of those that are queued, if any are."""
@@ -200,9 +212,8 @@ class Causes:
                 return "silent"
             if name in waits.accounts:
                 return "shutdown"
-            gone = {each for account in waits.accounts.values() for each in account["gone"]}
             known = {each for account in waits.accounts.values() for each in account["members"]}
-            return "gone" if name in gone else "silent" if name in known else "unknown"
+            return "gone" if name in waits.gone else "silent" if name in known else "unknown"
         return "slots" if isinstance(node, Slots) else "backward"
 
     def _kind_of_task(self, task: Task) -> str:

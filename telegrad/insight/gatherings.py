@@ -48,7 +48,8 @@ def _gathering(waits: Waits, tasks: list[Task], waiters: Callable[[Collection[No
     hosts = {task.worker for task in tasks}
     parties = {_party(waits, task) for task in tasks} if len(hosts) == 1 else hosts
     held_up = {node.caller if isinstance(node, Call) else getattr(node, "worker", "") for node in waiters(tasks)}
-    absent = set(waits.accounts) - parties - held_up
+    absent = set(waits.accounts) | waits.gone.keys() | waits.sight.silent.keys()
+    absent -= parties | held_up
     if len(absent) > 1:
         absent -= hosts
     if len(parties) < 2 or not absent or len(absent) > len(parties) // 2:

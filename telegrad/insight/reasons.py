@@ -7,7 +7,7 @@ kept. What is concluded from how a line of a program looks, and not from what Te
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from telegrad.insight.causes import Causes
 from telegrad.insight.finding import NOTE, Finding, made, status
@@ -37,7 +37,8 @@ def explain(sight: Sight, long: float = LONG) -> list[Finding]:
         for name, why in sight.silent.items()
         if name not in known
     ]
-    found += _departed(sight.accounts, known)
+    known |= {name for finding in found for name in finding.workers}
+    found += _departed(waits.gone, known)
     found += _generations(sight.accounts, NOTE if not found else None)
     return sorted(found, key=lambda finding: (-finding.weight, -len(finding.waiting), -finding.age))
 
@@ -47,10 +48,10 @@ def told(sight: Sight) -> str:
     return text(explain(sight), sight)
 
 
-def _departed(accounts: Sequence[Account], known: set[str]) -> list[Finding]:
+def _departed(gone: Mapping[str, str], known: set[str]) -> list[Finding]:
     """Workers that are gone, and that nobody is seen to wait for."""
-    gone = {name: why for account in accounts for name, why in account["gone"].items() if name not in known}
-    return [made("gone", [name], f"{name} is gone: {why}.", [], weight=NOTE) for name, why in sorted(gone.items())]
+    left = ((name, why) for name, why in sorted(gone.items()) if name not in known)
+    return [made("gone", [name], f"{name} is gone: {why}.", [], weight=NOTE) for name, why in left]
 
 
 def _generations(accounts: Sequence[Account], weight: int | None) -> list[Finding]:

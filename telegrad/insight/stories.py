@@ -152,8 +152,7 @@ class Stories:
             why = self._waits.sight.silent.get(name, "nothing is known of it")
             return Said(f"{name} does not answer: {why}.", [])
         if kind == "gone":
-            why = next(account["gone"][name] for account in accounts.values() if name in account["gone"])
-            return Said(f"{name} is gone ({why}), and others still wait for it.", [])
+            return Said(f"{name} is gone ({self._waits.gone[name]}), and others still wait for it.", [])
         if kind == "unknown":
             there = f"These have: {several(sorted(accounts))}"
             return Said(f"{name} is waited for, and no worker of that name has joined.", [there])
@@ -193,8 +192,16 @@ class Stories:
         title = f"{absent} {verb} not come, it seems, to where {parties} wait for all."
         details = [f"{parties} stand at the same line:", *lines_of(self._waits.threads[gathering.tasks[0]])]
         for name in gathering.absent:
-            details += self._main_of(name) or [f"{name} stands at no line of the program: it is idle"]
+            details += self._instead(name)
         return Said(title, details, None if gathering.certain else NOTE)
+
+    def _instead(self, name: str) -> list[str]:
+        """What one is at who has not come."""
+        if name in self._waits.sight.silent:
+            return [f"{name} does not answer: {self._waits.sight.silent[name]}"]
+        if name not in self._waits.accounts:
+            return [f"{name} is gone: {self._waits.gone[name]}"]
+        return self._main_of(name) or [f"{name} stands at no line of the program: it is idle"]
 
     def room(self, task: Task) -> Said:
         to = (self._waits.threads[task]["wait"] or {"on": []})["on"]

@@ -85,6 +85,11 @@ class Waits:
     def __init__(self, sight: Sight, young: float) -> None:
         self.sight = sight
         self.accounts: dict[str, Account] = {account["worker"]: account for account in sight.accounts}
+        self.gone = {
+            name: why.removeprefix(f"worker {name!r} ")
+            for account in sight.accounts
+            for name, why in account["gone"].items()
+        }
         self.threads: dict[Task, Thread] = {}
         self.calls_out: dict[Call, CallOut] = {}
         self.calls_in: dict[Call, CallIn] = {}

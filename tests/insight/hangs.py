@@ -392,6 +392,15 @@ def load_data() -> None:
     time.sleep(1e6)
 
 
+def died_before_the_barrier(rank: int, stage: Stage) -> None:
+    stage.join(rank, 4)
+    if rank == 3:
+        rpc.rpc_sync("worker0", leaf)
+        say()
+        os._exit(1)
+    rpc.rpc_sync("worker0", arrive, args=(f"worker{rank}",))
+
+
 def forgotten_collective(rank: int, stage: Stage) -> None:
     stage.join(rank, 3)
     init_process_group("gloo", f"file://{stage.pipe}.store", world_size=3, rank=rank)
@@ -492,6 +501,7 @@ HANGS = {
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
     "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not come", "in load_data"), 4),
+    "died": Hang(4, died_before_the_barrier, "barrier", ("worker3",), ("worker3 has not come", "worker3 is gone"), 4),
     "collective": Hang(3, forgotten_collective, "barrier", ("worker1",), ("worker1 has not come", "barrier()"), 3),
     "no shutdown": Hang(
         3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3

@@ -103,7 +103,7 @@ def test_an_endless_loop_and_those_who_wait_for_it() -> None:
             scene.call(name, "worker0", "train.spin", 11, by=main, runs="train.py:20 spin: while True:", asleep=False)
     finding, told = only(scene, "busy", "worker0")
     assert "worker0: 9 threads run train.spin, for 12 s" in told
-    assert "and 5 more wait for it" in told
+    assert "worker1's main thread waits for train.spin on worker0, for 12 s (and 8 more like it: worker2, " in told
     assert set(finding.waiting) == set(names[1:])
     assert status([finding]) == 1
 
@@ -194,6 +194,15 @@ def test_a_barrier_that_is_served_by_one() -> None:
     finding, told = only(scene, "barrier", "worker3")
     assert finding.waiting == ["worker1", "worker2"]
     assert "train.py:50 in arrive" in told
+
+
+def test_a_barrier_to_which_a_dead_worker_does_not_come() -> None:
+    scene = Scene("worker0", "worker1", "worker2")
+    for name in ("worker0", "worker1", "worker2"):
+        scene.thread(name, "train.py:40 step: dist.barrier()")
+    scene["worker1"]["gone"] = {"worker3": "its process ended"}
+    _, told = only(scene, "barrier", "worker3")
+    assert "worker3 is gone: its process ended" in told
 
 
 def test_a_value_that_is_never_made() -> None:
@@ -619,3 +628,14 @@ def at_random(chance: random.Random) -> Scene:
         )
     scene.silent.update(chance.choice([{}, {}, {"worker8": "stopped"}]))
     return scene
+
+
+def test_many_that_wait_at_many_lines() -> None:
+    names = [f"worker{rank}" for rank in range(10)]
+    scene = Scene(*names)
+    runs = "train.py:20 spin: while True:"
+    for rank, name in enumerate(names[1:]):
+        main = scene.thread(name, f"train.py:{rank} main: rpc.rpc_sync('worker0', spin)")
+        scene.call(name, "worker0", "train.spin", 12 - rank / 10, by=main, runs=runs, asleep=False)
+    _, told = only(scene, "busy", "worker0")
+    assert "and 5 more wait for it: worker5, worker6, worker7, worker8 and worker9" in told

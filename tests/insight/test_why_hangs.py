@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -43,7 +43,8 @@ def hanging(hang: Hang, folder: pathlib.Path) -> Iterator[list[Process]]:
                 yield group
             finally:
                 for process in group:
-                    process.kill(signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        process.kill(signal.SIGKILL)
     finally:
         os.close(reading)
 
