@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import isinf
 
-from telegrad.insight.waits import Call, Pass, Share, Slots, Task, Waits, lock_of
+from telegrad.insight.waits import Call, Pass, Share, Slots, Task, Waits, lock_of, stands_in_its_line
 from telegrad.witness.account import QUEUED, Line, Thread
 
 FEW = 4  # that are named one by one
 INDENT = "    "  # of a line of a program, below what stands at it
+_MAY_SLEEP = re.compile(r"\(|^$|\b(with|await|import|for|yield)\b|[\[.]")  # else it waits for the interpreter at most
 _SLEEPS = re.compile(r"\bsleep\(")
 _INNER = (
     "/threading.py:",
@@ -72,7 +73,7 @@ def standing(thread: Thread) -> str:
     innermost = thread["stack"][-1] if thread["stack"] else ""
     if lock_of(thread) is not None:
         return LOCKED
-    if thread["asleep"] is False:
+    if thread["asleep"] is False or (stands_in_its_line(thread) and not _MAY_SLEEP.search(text)):
         return BUSY
     if _SLEEPS.search(text):
         return SLEEPS

@@ -377,9 +377,14 @@ def lock_of(thread: Thread) -> str | None:
     if at is None or thread["wait"] is not None or thread["asleep"] is False:
         return None
     found = _LOCK.search(at["text"])
-    innermost = thread["stack"][-1] if thread["stack"] else ""
-    here = innermost.startswith(f"{at['file']}:{at['line']} ") or "/threading.py:" in innermost or not innermost
+    here = stands_in_its_line(thread) or not thread["stack"] or "/threading.py:" in thread["stack"][-1]
     return (found["with"] or found["name"]) if found and here else None
+
+
+def stands_in_its_line(thread: Thread) -> bool:
+    """Whether no code in Python is further inside than its line of the user's program."""
+    at = thread["at"]
+    return at is not None and bool(thread["stack"]) and thread["stack"][-1].startswith(f"{at['file']}:{at['line']} ")
 
 
 def same(each: object, node: Pass) -> bool:

@@ -639,3 +639,11 @@ def test_many_that_wait_at_many_lines() -> None:
         scene.call(name, "worker0", "train.spin", 12 - rank / 10, by=main, runs=runs, asleep=False)
     _, told = only(scene, "busy", "worker0")
     assert "and 5 more wait for it: worker5, worker6, worker7, worker8 and worker9" in told
+
+
+def test_loops_that_take_turns_with_the_interpreter() -> None:
+    scene = Scene("worker0", "worker1")
+    for asleep in (True, False):
+        scene.call("worker0", "worker1", "train.spin", 5, runs="train.py:20 spin: while True:", asleep=asleep)
+    finding, _ = only(scene, "busy", "worker1")
+    assert "2 threads run train.spin" in finding.title
