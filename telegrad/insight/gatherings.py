@@ -13,7 +13,7 @@ from telegrad.insight.waits import Call, Node, Task, Waits
 from telegrad.witness.account import Thread
 
 _MEETS = re.compile(
-    r"barrier|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
+    r"barrier|init_process_group|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
     r"|\.wait(_for)?\(",
     re.I,
 )

@@ -163,7 +163,7 @@ class Names:
             "shutdown": f"is in shutdown, and waits for {on or 'the others'}",
             "init_rpc": f"joins the group, and waits for {on or 'the others'}",
             "store": "joins the group, and waits for the store",
-            "workers": f"waits for {on or 'workers'} to join",
+            "workers": f"waits for {on or wait['about'] or 'workers'} to join",
             "backward": f"waits for a backward pass{' in which ' + on + ' owes something' if on else ''}",
             "future": f"waits for {wait['about'] or 'a future'}",
             "value": f"waits for the value of a reference{', of ' + on if on else ''}",

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from telegrad.witness.witness import Witness
 
 AT_ONCE = 32  # workers that are asked at the same time
-PATIENCE = 1.5  # seconds for one of them
+PATIENCE = 1.0  # seconds for one of them
+SOON = 0.3  # the same, where it is asked once more anyway
+OF_ALL = 2.0  # the same, for what it asks others about
 
 
 class OwnGroup:
@@ -74,7 +76,7 @@ class HostGroup:
         beyond = others_of(accounts.values()) - silent.keys()
         if beyond and accounts:
             answering = next(place for place, each in told.items() if isinstance(each, dict))
-            group = _ask(answering, GROUP, None)
+            group = _ask(answering, GROUP, None, OF_ALL)
             if isinstance(group, dict):
                 others: list[Account] = [each for each in group["accounts"] if each["worker"] in beyond]
                 accounts |= {each["worker"]: each for each in others}
@@ -83,7 +85,7 @@ class HostGroup:
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         for place in self._places:
-            told = _ask(place, GROUP_EVENTS, dict(after))
+            told = _ask(place, GROUP_EVENTS, dict(after), OF_ALL)
             if isinstance(told, dict):
                 return {name: [tuple(event) for event in events] for name, events in told.items()}
         return {}
@@ -91,18 +93,19 @@ class HostGroup:
 
 def groups_here() -> dict[str, HostGroup]:
     """All groups of this user with workers on this host, by their ids; of those still to be, by their place."""
-    told = _ask_all(desk.places(), ACCOUNT)
+    told = _ask_all(desk.places(), ACCOUNT, SOON)
     found: dict[str, list[Place]] = {}
+    known: dict[str, list[Any]] = {}  # what the others tell
     silent: list[Place] = []
     for place, account in told.items():
         if isinstance(account, dict):
-            found.setdefault(account["group"] or account["place"], []).append(place)
+            group = account["group"] or account["place"]
+            found.setdefault(group, []).append(place)
+            known.setdefault(group, []).append(account)
         else:
             silent.append(place)
-    if silent and len(found) != 1:
-        found[""] = silent  # who knows whose they are
-    elif silent:
-        next(iter(found.values())).extend(silent)
+    for place in silent:
+        found.setdefault(_group_of(place, known), []).append(place)
     return {name: HostGroup(places) for name, places in found.items()}
 
 
@@ -112,17 +115,24 @@ def others_of(accounts: Iterable[Account]) -> set[str]:
     return known - {account["worker"] for account in accounts}
 
 
-def _ask_all(places: list[Place], topic: str) -> dict[Place, Any]:
+def _group_of(place: Place, known: Mapping[str, list[Account]]) -> str:
+    """Of a worker that does not answer: the one group whose members miss one of that name, or the only one there is."""
+    missing = [group for group, accounts in known.items() if place.worker in others_of(accounts)]
+    groups = missing if missing else list(known)
+    return groups[0] if len(groups) == 1 else ""
+
+
+def _ask_all(places: list[Place], topic: str, patience: float = PATIENCE) -> dict[Place, Any]:
     if not places:
         return {}
     with ThreadPoolExecutor(min(AT_ONCE, len(places))) as pool:
-        return dict(zip(places, pool.map(lambda place: _ask(place, topic, None), places), strict=True))
+        return dict(zip(places, pool.map(lambda place: _ask(place, topic, None, patience), places), strict=True))
 
 
-def _ask(place: Place, topic: str, after: Any) -> Any:
+def _ask(place: Place, topic: str, after: Any, patience: float) -> Any:
     """What a worker says, or why it does not."""
     try:
-        return desk.ask(place, topic, after, PATIENCE)
+        return desk.ask(place, topic, after, patience)
     except (OSError, ValueError) as error:
         return error
 

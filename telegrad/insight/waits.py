@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from telegrad.insight.paths import circles, reached
 from telegrad.insight.source import Sight
 from telegrad.witness.account import LEAVING, MEMBER, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
 
@@ -20,6 +21,9 @@ MOST_GUESSES = 16  # edges from one node that are guesses
 AT_REST = ("shutdown", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
+_AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
+_PIPELINE = re.compile(r"(^|/)telegrad/nn/")
+_OF_PIPELINE = " of a Pipeline"  # in the names of calls that go through a batch
 _OF_VALUES = re.compile(r"^(to_here|future)\(\) of a reference")
 
 
@@ -183,6 +187,8 @@ class Waits:
             return [Edge(task, "runs")]
         if self.is_fetch(call):
             return self._to_makers(call)
+        if _OF_PIPELINE in came["function"]:
+            return self._to_stages(call)
         return self._to_loose(call.to, came["age"]) if came["state"] != RUNNING else []
 
     def _from_task(self, task: Task) -> list[Edge]:
@@ -258,6 +264,12 @@ class Waits:
         own = [call for call in (*running, *self.queued(fetch.to)) if call.caller == fetch.caller]
         return [Edge(call, "value", True) for call in (own or running)[:MOST_GUESSES]]
 
+    def _to_stages(self, call: Call) -> list[Edge]:
+        """A batch waits for whichever stage is at work, on any of its workers."""
+        batch = [o for o, c in self.calls_in.items() if o.caller == call.caller and _OF_PIPELINE in c["function"]]
+        at_it = [task for name in sorted({other.to for other in batch}) for task in self._inside(name, _PIPELINE)]
+        return [Edge(task, "stage") for task in at_it if not set(batch) & set(self.awaits[task])]
+
     def _to_loose(self, name: str, since: float) -> list[Edge]:
         """To calls of a worker for which no thread waits in place, but a coroutine or a future may."""
         calls = [c for c in self._loose[name] if self._young <= self.calls_out[c]["age"] <= since + 0.1]
@@ -269,7 +281,7 @@ class Waits:
         if lock is None:
             return []
         others = [other for other in self._tasks[task.worker] if other != task and self._may_hold(other, lock)]
-        waiting = [other for other in others if task in self.reached([other], self._from)]
+        waiting = [other for other in others if task in reached(_only(other), self._for_certain)]
         at = self.threads[task]["at"]
         file = f"{at['file']}:" if at is not None else ""
         near = [other for other in others if any(frame.startswith(file) for frame in self.threads[other]["stack"])]
@@ -281,6 +293,9 @@ class Waits:
         if thread["at"] is None or lock_of(thread) == lock:
             return False
         return thread["wait"] is None or thread["wait"]["what"] not in AT_REST
+
+    def _for_certain(self, node: Node) -> list[Node]:
+        return [edge.to for edge in self._from(node)]
 
     # Looking up.
 
@@ -295,13 +310,16 @@ class Waits:
 
     def _at_gradients(self, name: str) -> list[Task]:
         """Threads that run user code inside of a backward pass."""
-        mine = [task for task in self._tasks[name] if self.threads[task]["at"] is not None]
+        return self._inside(name, _AUTOGRAD)
+
+    def _inside(self, name: str, code: re.Pattern[str]) -> list[Task]:
+        """Threads of a worker that run what code of that kind has called."""
         return [
             task
-            for task in mine
-            if task not in self.serves
-            and (self.threads[task]["wait"] or {"what": ""})["what"] != "backward"
-            and any("autograd" in frame for frame in self.threads[task]["stack"])
+            for task in self._tasks[name]
+            if self.threads[task]["at"] is not None
+            and self.threads[task]["wait"] is None
+            and any(map(code.search, self.threads[task]["stack"]))
         ]
 
     def holders(self, name: str) -> list[Task]:
@@ -334,62 +352,18 @@ class Waits:
     def tasks(self, name: str) -> list[Task]:
         return self._tasks[name]
 
-    def reached(self, starts: Iterable[Node], next_: Callable[[Node], list[Edge]] | None = None) -> dict[Node, None]:
+    def reached(self, starts: Iterable[Node]) -> dict[Node, None]:
         """All that the starts wait for, they included, in order."""
-        seen = dict.fromkeys(starts)
-        ahead = list(seen)
-        for node in ahead:
-            for edge in (next_ or self.next)(node):
-                if edge.to not in seen:
-                    seen[edge.to] = None
-                    ahead.append(edge.to)
-        return seen
+        return reached(starts, lambda node: [edge.to for edge in self.next(node)])
 
     def circles(self, nodes: Iterable[Node]) -> list[list[Node]]:
-        """Those among the nodes that wait for each other, each lot in an order of its waits."""
-        order = list(nodes)
-        left = self._without_ends(set(order))
-        found = []
-        while left:
-            start = next(node for node in order if node in left)
-            ahead = self.reached(edge.to for edge in self.next(start))
-            lot = (
-                {node for node in ahead if node in left and start in self.reached([node])} if start in ahead else set()
-            )
-            left -= lot | {start}
-            if lot and self._closed(lot):
-                found.append(self._way_round(start, lot))
-        return found
+        """Those among the nodes that wait for each other and cannot be freed, each lot in an order of its waits."""
+        return circles(nodes, lambda node: [edge.to for edge in self.next(node)], lambda node: isinstance(node, Slots))
 
-    def _without_ends(self, nodes: set[Node]) -> set[Node]:
-        """Circles, and what leads from one to the next."""
-        left = set(nodes)
-        while True:
-            to = {edge.to for node in left for edge in self.next(node)}
-            kept = {node for node in left & to if any(edge.to in left for edge in self.next(node))}
-            if kept == left:
-                return left
-            left = kept
 
-    def _closed(self, lot: set[Node]) -> bool:
-        """Whether nothing can free it: of slots each would do."""
-        return all(edge.to in lot for node in lot if isinstance(node, Slots) for edge in self.next(node))
-
-    def _way_round(self, start: Node, lot: set[Node]) -> list[Node]:
-        """The shortest way from `start` back to it."""
-        came_from: dict[Node, Node] = {}
-        ahead = [start]
-        for node in ahead:
-            for edge in self.next(node):
-                if edge.to == start:
-                    way = [node]
-                    while way[-1] != start:
-                        way.append(came_from[way[-1]])
-                    return way[::-1]
-                if edge.to in lot and edge.to not in came_from:
-                    came_from[edge.to] = node
-                    ahead.append(edge.to)
-        raise AssertionError("not a circle")
+def worker_of(node: Node) -> str:
+    """Where it waits."""
+    return node.caller if isinstance(node, Call) else node.name if isinstance(node, Whole) else node.worker
 
 
 def lock_of(thread: Thread) -> str | None:
@@ -405,6 +379,10 @@ def lock_of(thread: Thread) -> str | None:
 
 def same(each: object, node: Pass) -> bool:
     return (each["context"], each["number"]) == (node.context, node.number)  # type: ignore[index]
+
+
+def _only(node: Node) -> list[Node]:
+    return [node]
 
 
 def _class_of(came: CallIn) -> str:

@@ -41,6 +41,9 @@ class Station:
     def __repr__(self) -> str:
         return f"<Station of {', '.join(stage.name for stage in self.stages.values())}: {list(self._runs.values())}>"
 
+    def _telegrad_runs(self, _: str) -> str:
+        return ", ".join(stage.name for stage in self.stages.values())
+
     def run(self, job: Job, ends: Ends) -> Later:
         """Go through the plan for a batch; gives a `Product` in the end."""
         number = job.id[1]

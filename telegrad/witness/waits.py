@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -54,7 +54,8 @@ def _gathering(names: Names, _: Missing) -> Wait:
     wanted, there = names["wanted"], {each.name for each in names["self"].workers()}
     on = [] if isinstance(wanted, int) else [name for name in wanted if name not in there]
     about = f"{wanted} workers" if isinstance(wanted, int) else ""
-    return Wait(what="workers", on=on, about=about, age=names["reminder"].waited)
+    age = monotonic() - names["wait"].begun if "wait" in names else 0.0
+    return Wait(what="workers", on=on, about=about, age=age)
 
 
 def _passing(names: Names, _: Missing) -> Wait:

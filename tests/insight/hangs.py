@@ -20,6 +20,7 @@ from torch.distributed import barrier, init_process_group
 
 import telegrad.rpc as rpc
 from telegrad import autograd
+from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import functions
 from tests.cluster import init
 
@@ -305,6 +306,42 @@ def hook(_: torch.Tensor) -> None:
     time.sleep(1e6)
 
 
+def own_hook(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        with autograd.context() as context:
+            x = torch.ones(3, requires_grad=True)
+            x.register_hook(hook)
+            autograd.backward(context, [rpc.rpc_sync("worker1", torch.mul, args=(2 * x, 2)).sum()])
+
+
+class SleepyStage(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sleep()
+        return x
+
+
+def stage_that_sleeps(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    if rank == 0:
+        stages = [RemoteModule("worker1", torch.nn.Linear, (4, 4)), RemoteModule("worker2", SleepyStage)]
+        pipeline = Pipeline(stages, chunks=2)
+        with autograd.context() as context:
+            pipeline.forward_backward(context, torch.ones(4, 4), torch.ones(4, 4), torch.nn.functional.mse_loss)
+
+
+def waits_for_all(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    if rank == 0:
+        torch.futures.wait_all([rpc.rpc_async("worker1", leaf), rpc.rpc_async("worker2", sleep)])
+
+
+def waits_for_what_follows(rank: int, stage: Stage) -> None:
+    stage.join(rank, 2)
+    if rank == 0:
+        rpc.rpc_async("worker1", sleep).then(lambda future: future.wait()).wait()
+
+
 # Coming together, and leaving
 
 
@@ -446,6 +483,10 @@ HANGS = {
     "coroutine": Hang(2, coroutine, "unfinished", ("worker1",), ("listen",)),
     "future never set": Hang(2, future_never_set, "unfinished", ("worker1",), ("promise", "never set")),
     "hook": Hang(2, hook_that_sleeps, "backward", ("worker1",), ("in hook: time.sleep(1e6)", "autograd.backward(")),
+    "own hook": Hang(2, own_hook, "backward", ("worker0",), ("in hook: time.sleep(1e6)",)),
+    "stage": Hang(3, stage_that_sleeps, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "forward_backward(")),
+    "wait for all": Hang(3, waits_for_all, "asleep", ("worker2",), ("in sleep: time.sleep(1e6)", "futures.wait_all(")),
+    "what follows": Hang(2, waits_for_what_follows, "asleep", ("worker1",), ("in sleep: time.sleep(1e6)", ".then(")),
     "missing": Hang(3, missing, "missing", ("rank 1",), ("rank 1 has not come: the group of 3",), 3),
     "size too large": Hang(2, size_too_large, "missing", ("rank 2", "rank 3"), ("world_size=4 is too large",), 2),
     "no store": Hang(2, no_store, "store", ("worker1", "worker2"), ("No store answers", "rank 0"), 2),
