@@ -21,8 +21,8 @@ MODULES = (
     "telegrad.nn",
     "telegrad.optim",
     "telegrad.checkpoint",
-    "telegrad.errors",
     "telegrad.insight",
+    "telegrad.errors",
     "telegrad.compat",
 )
 HANDED_OUT = (("telegrad.hosting", "LocalGroup"), ("telegrad.rpc.references", "Proxy"))  # imported by nobody

@@ -15,7 +15,7 @@ from telegrad.witness.stacks import is_library
 WATCH = 0.1  # seconds of which the use of the processor is seen
 LISTENS = "00010000"  # the flags of such a socket
 WRITING = 0.5  # seconds at most for a process to write its stacks
-_STACKS = "memfd:telegrad-stacks"
+_STACKS = "memfd:stacks-of-telegrad"
 _WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")  # whoever is innermost in these
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 

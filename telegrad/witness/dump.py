@@ -114,7 +114,7 @@ class Signalled:
             return
         with contextlib.suppress(ValueError):  # this is not the main thread: the stacks have to do
             signal.signal(signal.SIGUSR2, lambda *_: threading.Thread(target=act, daemon=True).start())
-        self.file = os.memfd_create("telegrad-stacks", os.MFD_CLOEXEC)
+        self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
         faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=True)
 
     def close(self) -> None:

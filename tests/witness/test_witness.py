@@ -24,7 +24,8 @@ from telegrad.rpc.worker import Worker
 from telegrad.witness import desk, dump
 from telegrad.witness.account import GOING_ON, MEMBER, QUEUED, RUNNING, Account
 from telegrad.witness.desk import Place
-from tests.cluster import PATIENCE, Process, agents, group, in_threads
+from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes
+from tests.strangers.door import eventually
 
 gate = threading.Event()
 inside = threading.Semaphore(0)
@@ -225,6 +226,43 @@ def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
 
 
 # To files
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="there is no such signal")
+def test_a_signal_has_a_file_written(tmp_path: pathlib.Path) -> None:
+    with group(2) as members:
+        members[1].run(_write_to, str(tmp_path))
+        members[1].kill(signal.SIGUSR2)
+        assert eventually(lambda: any(tmp_path.iterdir()))
+        (path,) = tmp_path.iterdir()
+        assert eventually(lambda: path.stat().st_size > 0 and path.read_text().endswith("}"))
+        assert json.loads(path.read_text())["reason"] == "SIGUSR2 came"
+        (account,) = Written([path]).look().accounts
+        assert account["worker"] == "worker1"
+        assert members[1].run(os.getpid) == members[1].pid  # it goes on
+
+
+def test_a_signal_that_the_program_uses_is_left_to_it() -> None:
+    with processes(1) as (program,):
+        program.run(_use_signal)
+        program.run(init, 0, 1, free_port())
+        program.kill(signal.SIGUSR2)
+        assert program.run(_heard)
+
+
+def _write_to(folder: str) -> None:
+    os.environ[dump.VARIABLE] = folder
+
+
+def _use_signal() -> None:
+    signal.signal(signal.SIGUSR2, lambda *_: heard.append(True))
+
+
+def _heard() -> bool:
+    return eventually(lambda: heard == [True])
+
+
+heard: list[bool] = []
 
 
 def test_what_a_worker_is_at_is_written_down(
