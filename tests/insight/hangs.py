@@ -472,7 +472,7 @@ HANGS = {
     ),
     "ring": Hang(3, ring, "lock deadlock", ("worker0", "worker1", "worker2"), ("in take", "with lock:"), 3),
     "two orders": Hang(1, two_orders, "lock deadlock", ("worker0",), ("with second_lock:", "with lock:", "collector")),
-    "loop": Hang(3, loop, "busy", ("worker1",), ("spin", "worker0's main thread waits", "worker2's main thread"), 2),
+    "loop": Hang(3, loop, "busy", ("worker1",), ("spin", "main thread waits for", "(and 1 more like it: worker"), 2),
     "chain": Hang(3, chain, "asleep", ("worker2",), ("sleep", "worker1, in", "relay", "time.sleep(1e6)")),
     "stopped": Hang(
         2, stopped, "silent", ("worker1",), ("worker1 does not answer", "SIGSTOP", 'rpc.rpc_sync("worker1", stop)')
