@@ -12,13 +12,13 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 PATIENCE = 100  # seconds; an example takes 5 to 15
 
 RUNS = {
-    "parameter_server.py --mode sync --steps 200": "of the same, in one process",
-    "multi_machine.py --steps 150": "largest difference of outputs",
-    "rnn.py --steps 60": "loss per character",
-    "pipeline.py --steps 30 --chunks 4": "step by step",
-    "reinforcement.py --steps 8": "mean reward",
-    "embeddings.py --steps 300": "largest difference of outputs",
-    "federated.py --steps 8": "accuracy",
+    "parameter_server.py --mode sync --steps 100": "of the same, in one process",
+    "multi_machine.py --steps 50": "largest difference of outputs",
+    "rnn.py --steps 30": "loss per character",
+    "pipeline.py --steps 12 --chunks 4": "step by step",
+    "reinforcement.py --steps 4": "mean reward",
+    "embeddings.py --steps 100": "largest difference of outputs",
+    "federated.py --steps 4": "accuracy",
     "first_calls.py": "per second",
 }
 VARIANTS = {

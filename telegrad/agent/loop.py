@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,9 @@ class EventLoop:
         self._entered = entered
         self._lock = threading.Lock()  # guards _begun; `runs_here` peeks at it
         self._begun: tuple[asyncio.AbstractEventLoop, Background] | None = None
+        # What runs: asyncio itself does not keep what waits for something that nobody else holds. No lock: each use is
+        # one operation of a set.
+        self._running: set[Future[None]] = set()
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Have it run."""
@@ -28,7 +32,9 @@ class EventLoop:
                 self._begun = loop, Background("telegrad-asyncio", partial(self._main, loop))
             loop, thread = self._begun
         thread.want()  # where there is no thread left, the next call tries again, and what others gave the loop waits
-        asyncio.run_coroutine_threadsafe(coroutine, loop)
+        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
 
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
         self._entered()
