@@ -13,11 +13,11 @@ PATIENCE = 100  # seconds; an example takes 5 to 15
 
 RUNS = {
     "parameter_server.py --mode sync --steps 100": "of the same, in one process",
-    "multi_machine.py --steps 50": "largest difference of outputs",
+    "multi_machine.py --steps 100": "largest difference of outputs",
     "rnn.py --steps 30": "loss per character",
     "pipeline.py --steps 12 --chunks 4": "step by step",
-    "reinforcement.py --steps 4": "mean reward",
-    "embeddings.py --steps 100": "largest difference of outputs",
+    "reinforcement.py --steps 6": "mean reward",
+    "embeddings.py --steps 200": "largest difference of outputs",
     "federated.py --steps 4": "accuracy",
     "first_calls.py": "per second",
 }
