@@ -17,21 +17,26 @@ import sys
 import time
 from collections.abc import Callable
 
+from telegrad.errors import UsageError
 from telegrad.insight.files import Written
 from telegrad.insight.source import Source
 from telegrad.insight.sources import HostGroup, groups_here
 
-COMMANDS = ("why", "top", "dashboard", "trace", "dump")
-NONE_HERE = 2  # an exit code: nobody to look at
+
+NONE_HERE = 2  # an exit code: nobody, or nothing, to look at
 
 
 def main(arguments: list[str]) -> int:
     """Run one of the commands; its exit code."""
     given = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = given.run
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         return run(given)
-    return 130
+    except KeyboardInterrupt:
+        return 130
+    except UsageError as error:
+        print(f"telegrad: {error}", file=sys.stderr)
+        return NONE_HERE
 
 
 def _parser() -> argparse.ArgumentParser:
