@@ -22,7 +22,6 @@ from telegrad.insight.files import Written
 from telegrad.insight.source import Source
 from telegrad.insight.sources import HostGroup, groups_here
 
-
 NONE_HERE = 2  # an exit code: nobody, or nothing, to look at
 
 
