@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import struct
@@ -22,6 +23,8 @@ PREFIX = "telegrad-desk"
 HAS_DESKS = sys.platform == "linux"
 PATIENCE = 2.0  # seconds for a question to come whole, and for its answer to be taken
 LONGEST = 1 << 16  # bytes of a question
+
+log = logging.getLogger("telegrad")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -73,14 +76,22 @@ class Desk:
                 asking, _ = listening.accept()
             except OSError:
                 return
-            with asking, contextlib.suppress(OSError, ValueError):
-                _, uid, _ = _CREDENTIALS.unpack(
-                    asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                )
-                if uid in (os.getuid(), 0):
-                    asking.settimeout(PATIENCE)
-                    asked = json.loads(_line(asking))
-                    asking.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
+            try:
+                with asking:
+                    self._tell(asking)
+            except OSError:  # who asked has gone
+                pass
+            except Exception:  # the next one shall hear more
+                log.exception("telegrad: a question about this worker could not be answered")
+
+    def _tell(self, asking: socket.socket) -> None:
+        """Answer one question, unless a stranger asks."""
+        said = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(said)
+        if uid in (os.getuid(), 0):
+            asking.settimeout(PATIENCE)
+            asked = json.loads(_line(asking))
+            asking.sendall(json.dumps(self._answer(asked["topic"], asked.get("after"))).encode() + b"\n")
 
 
 def places() -> list[Place]:
