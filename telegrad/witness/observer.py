@@ -145,7 +145,7 @@ class Observer:
                 to=pending.peer.name,
                 number=pending.id,
                 function=user_name(pending.asked),
-                age=now - pending.begun,
+                age=max(0.0, now - pending.begun),
                 timeout=pending.timeout,
                 thread=waiting.get(id(pending)),
             )
@@ -207,7 +207,7 @@ class Observer:
 
 def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> CallIn:
     name = call.name or bytes(call.message.head).decode(errors="replace").replace(":", ".")
-    age = now - call.begun if call.begun else 0.0
+    age = max(0.0, now - call.begun) if call.begun else 0.0
     return CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
 
 
