@@ -7,13 +7,14 @@ import pathlib
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 from telegrad.insight.sources import groups_here
-from telegrad.rpc import rpc_sync
+from telegrad.rpc import current, rpc_sync, shutdown
 from telegrad.witness import desk, dump
 from tests.cluster import PATIENCE, Process, group
 
@@ -85,6 +86,25 @@ def test_a_dashboard(chosen: list[str]) -> None:
             assert "<title>" in page.read().decode()
         shown.send_signal(signal.SIGINT)
         assert shown.wait(PATIENCE) == 130
+
+
+def test_a_worker_shows_the_group_from_the_start() -> None:
+    with group(2, dashboard=0) as made:
+        urls = [member.run(shown_at) for member in made]
+        for url in urls:
+            with urllib.request.urlopen(url, timeout=PATIENCE) as page:
+                assert "<title>" in page.read().decode()
+        for member in made:
+            member.begin(shutdown)
+        for member in made:
+            member.end()
+        for url in urls:
+            with pytest.raises(urllib.error.URLError):
+                urllib.request.urlopen(url, timeout=PATIENCE)
+
+
+def shown_at() -> str:
+    return current.joined().at_end.__self__.url  # type: ignore[attr-defined]
 
 
 def test_nobody_is_there() -> None:
