@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from telegrad import instruments
-from telegrad.errors import TelegradError
+from telegrad.errors import TelegradError, UsageError
 from telegrad.insight.tallies import Durations, Tallies, by_function
 from telegrad.rpc import current
 from telegrad.version import VERSION
@@ -161,7 +161,13 @@ class Registered:
     def __init__(self, account: Callable[[], Account], registry: CollectorRegistry) -> None:
         self._registry = registry
         self.metrics = Metrics(account)
-        registry.register(self.metrics)
+        try:
+            registry.register(self.metrics)
+        except ValueError:
+            raise UsageError(
+                "this registry has Telegrad's metrics already: close() what serve_metrics or register returned, or give "
+                "another registry"
+            ) from None
         instruments.add(self.metrics.tallies)
 
     def close(self) -> None:
@@ -181,6 +187,12 @@ class Served(Registered):
         super().__init__(account, registry)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            super().close()
+            raise UsageError(
+                f"metrics cannot be served at {host}:{port} ({error.strerror}): each worker of a host needs a port of "
+                "its own, or 0 for a free one"
+            ) from None
         except BaseException:
             super().close()
             raise
@@ -205,5 +217,8 @@ def serve_metrics(
     """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on a thread of its own.
 
     With port 0 a free one, which is `port` of what is returned. It may begin before `init_rpc`, and outlasts the group.
+
+    Raises:
+        UsageError: the port is taken, or this registry has these metrics already.
     """
     return Served(account, registry, host, port)

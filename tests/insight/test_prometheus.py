@@ -14,6 +14,7 @@ from prometheus_client import Counter as OwnCounter
 from prometheus_client.parser import text_string_to_metric_families
 
 from telegrad import instruments
+from telegrad.errors import UsageError
 from telegrad.insight.labels import OTHER
 from telegrad.insight.prometheus import Served, register, serve_metrics
 from telegrad.insight.tallies import BOUNDS, MOST_FUNCTIONS, MOST_OUTCOMES, MOST_PEERS, Tallies, by_function
@@ -186,3 +187,14 @@ def test_threads_count_side_by_side() -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert by_function(tallies.calls)["model.forward"].count == 4000
+
+
+def test_what_cannot_be_served_is_said() -> None:
+    registry = CollectorRegistry()
+    served = serve_metrics(0, registry=registry, account=made_up)
+    with pytest.raises(UsageError, match="has Telegrad's metrics already"):
+        register(registry, made_up)
+    with pytest.raises(UsageError, match=f"cannot be served at 127.0.0.1:{served.port} .*a port of its own"):
+        serve_metrics(served.port, registry=CollectorRegistry(), account=made_up)
+    served.close()
+    register(registry, made_up).close()
