@@ -165,8 +165,8 @@ class Registered:
             registry.register(self.metrics)
         except ValueError:
             raise UsageError(
-                "this registry has Telegrad's metrics already: close() what serve_metrics or register returned, or give "
-                "another registry"
+                "this registry has Telegrad's metrics already: close() what serve_metrics or register returned, or "
+                "give another registry"
             ) from None
         instruments.add(self.metrics.tallies)
 

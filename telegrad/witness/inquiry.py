@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.agent.agent import Agent
-from telegrad.errors import TelegradError
+from telegrad.errors import TelegradError, UnknownWorker
 from telegrad.group.members import Identity
 
 PATIENCE = 1.5  # seconds
@@ -74,6 +74,8 @@ class Inquiry:
             for name in names:
                 try:
                     self._agent.notify(name, Inspect(number, topic, after(name)))
+                except UnknownWorker:
+                    silent[name] = "it has left the group, or has died"
                 except TelegradError as error:
                     silent[name] = str(error)
                 else:
