@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from telegrad.errors import UsageError
 from telegrad.hints import hint
 
 _GIVEN = ("placeholder", "get_attr")  # nodes that compute nothing
+_WRITES = re.compile(r"\w*[^\W_]_|setitem|i(add|sub|mul|(true|floor)div|mod|pow|matmul|and|or|xor|[lr]shift)")
 _FILE = "<stage of a Pipeline>"  # in tracebacks
 _one_by_one = threading.RLock()  # guards what fx puts in the place of methods of all modules of this process
 
@@ -181,6 +183,7 @@ class Recording:
         stage_of = dict.fromkeys(self._inputs, 0)
         stage_of |= {node: bisect_right(starts, at) for at, node in enumerate(self._steps)}
         stage_of[self._output] = len(starts)
+        self._check_changed(stage_of)
         last = {node: max([stage_of[user] for user in node.users], default=0) for node in stage_of}
         made: list[tuple[nn.Module, list[str]]] = []
         given = self._inputs
@@ -191,6 +194,26 @@ class Recording:
             made.append((TracedStage(self._model, graph), _targets(graph)))
             given = passed
         return made
+
+    def _check_changed(self, stage_of: dict[fx.Node, int]) -> None:
+        """Raise UsageError where a stage changes a buffer of which another one has a copy."""
+        users: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+        for node in self._output.graph.nodes:
+            if node.op == "get_attr":
+                users.setdefault(str(node.target), []).extend((user, node) for user in node.users)
+        for name, found in users.items():
+            stages = {stage_of[user] for user, _ in found}
+            if len(stages) > 1 and any(_changes(user, value) for user, value in found):
+                raise UsageError(
+                    f"{name!r} is used by the stages {sorted(stages)}, and changed in place by one: the others, which "
+                    "have copies of it, would not see that. Cut elsewhere, or have one module alone use it"
+                )
+
+
+def _changes(step: fx.Node, value: fx.Node) -> bool:
+    """Whether a step writes to a value, by the names that torch and Python give to what does."""
+    name = step.target if isinstance(step.target, str) else getattr(step.target, "__name__", "")
+    return (step.args[:1] == (value,) and bool(_WRITES.fullmatch(name))) or step.kwargs.get("out") is value
 
 
 def _graph_of(given: Iterable[fx.Node], steps: Iterable[fx.Node], output: Any) -> fx.Graph:

@@ -287,6 +287,20 @@ def test_what_several_stages_train_is_listed() -> None:
     assert cut(Tied(), 1).ties == []
 
 
+class Counting(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        self.seen.add_(1)
+        return self.last(value) / self.seen
+
+
 class Uncalled(nn.Module):
     """Has no argument that must be given."""
 
@@ -337,6 +351,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
     ),
     "a wrong sum": (sequence, 2, {"balance": [2, 2]}, r"\[2, 2\] does not"),
     "an empty stage": (sequence, 3, {"balance": [5, 0, 0]}, "at least one"),
+    "a buffer that one changes and another reads": (Counting, 2, {"at": ["last"]}, r"'seen' is used by .* \[0, 1\]"),
     "too many stages": (sequence, 4, {}, r"there are 3 \['0', '2', '4'\]. Name fewer workers"),
     "nothing to train": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), 2, {}, r"there are 0 \[\]"),
 }
