@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from telegrad.errors import UsageError
-from telegrad.nn.tracing import can_open, put, record, shown
+from telegrad.nn.tracing import can_open, hint_at_modes, put, record, shown
 
 STAGES = "stages"  # the attribute of a pipeline
 Shared = tuple[int, str, int, str]  # an early stage, the name of a parameter in it; a late one, and its name there
@@ -48,6 +48,8 @@ def cut(model: nn.Module, count: int, at: Sequence[str] | None = None, balance: 
     opened = {"", *(parent for name in names for parent in _parents(name))}
     _check_hooks(model, opened)
     chained = all(_is_sequence(model.get_submodule(name)) for name in opened)
+    if not chained:
+        hint_at_modes(model, opened)
     whole = _Chain(model, opened) if chained else record(model, opened, opened)
     made = whole.cut(_starts(names, whole.step_of))
     for stage, _ in made:

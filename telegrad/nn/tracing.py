@@ -179,7 +179,6 @@ class Recording:
 
     def cut(self, starts: Sequence[int]) -> list[tuple[nn.Module, list[str]]]:
         """The stages, and what of the model each has."""
-        _hint_at_modes(self._steps)
         stage_of = dict.fromkeys(self._inputs, 0)
         stage_of |= {node: bisect_right(starts, at) for at, node in enumerate(self._steps)}
         stage_of[self._output] = len(starts)
@@ -239,15 +238,23 @@ def _targets(graph: fx.Graph) -> list[str]:
     return sorted({str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")})
 
 
-def _hint_at_modes(steps: Iterable[fx.Node]) -> None:
-    for node in steps:
-        if "training" in node.kwargs:
-            function = getattr(node.target, "__name__", node.target)
+def hint_at_modes(model: nn.Module, opened: Iterable[str]) -> None:
+    """Warn where what is recorded may depend on the training mode."""
+    for name in sorted(opened):
+        if "training" in _attributes_used(type(model.get_submodule(name))):
             hint(
                 "recorded mode",
-                f"the training mode of {function} is recorded as it was when the model was cut: train() and eval() do "
-                "not change it any more. Use a module for it, such as nn.Dropout",
+                f"{shown(model, name)} looks at self.training, which is recorded as it was when the model was cut: "
+                "train() and eval() do not change it any more. Use a module for what depends on it, such as nn.Dropout",
             )
+
+
+def _attributes_used(kind: type[nn.Module]) -> Iterator[str]:
+    """By the methods of a class, and of those that it derives from."""
+    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for method in vars(each).values():
+            if isinstance(method, FunctionType):
+                yield from method.__code__.co_names
 
 
 class TracedStage(nn.Module):

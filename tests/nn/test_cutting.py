@@ -212,6 +212,18 @@ def test_dropout_follows_train_and_eval() -> None:
     assert not torch.equal(stages[1](stages[0](inputs)), model(inputs))
 
 
+class Switching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.second(self._noisy(self.first(value)))
+
+    def _noisy(self, value: Tensor) -> Tensor:
+        return value * 2 if self.training else value
+
+
 class Functional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -221,11 +233,12 @@ class Functional(nn.Module):
         return self.second(dropout(self.first(value), 0.5, self.training))
 
 
-def test_a_recorded_training_mode_is_told() -> None:
+@pytest.mark.parametrize("make", [Functional, Switching])
+def test_a_recorded_training_mode_is_told(make: Callable[[], nn.Module]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(TelegradWarning, match="training mode of dropout is recorded"):
-            cut(Functional(), 2, at=["second"])
+        with pytest.raises(TelegradWarning, match="looks at self.training, which is recorded"):
+            cut(make(), 2, at=["second"])
 
 
 @pytest.mark.parametrize(
