@@ -15,6 +15,7 @@ from telegrad.autograd.api import Ride, Step, check_step
 from telegrad.autograd.record import Inside, entered_id
 from telegrad.errors import UsageError
 from telegrad.group.members import listed
+from telegrad.hints import hint
 from telegrad.nn.backward import root_of
 from telegrad.nn.batches import Ends, Job, Numbers, Product
 from telegrad.nn.checks import check_context_id, gradients_are_lost, hint_at_context
@@ -78,6 +79,17 @@ class Pipeline(nn.Module):
         self._crew: Crew | None = None
         self.register_state_dict_post_hook(Pipeline._complete_state)  # type: ignore[no-untyped-call]
         self._gather()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the stages on this worker; says so where there are others."""
+        elsewhere = sorted({stage.on for stage in self.stages if isinstance(stage, RemoteModule)})
+        if elsewhere:
+            hint(
+                "parameters elsewhere",
+                f"parameters() of a pipeline gives those of this worker's stages, and others are on "
+                f"{listed(elsewhere)}: to train all of them, use telegrad.optim.DistributedOptimizer.for_module(...)",
+            )
+        return super().parameters(recurse)
 
     def replace(self, stage: int, module: RemoteModule | RRef[nn.Module] | nn.Module) -> None:
         """Put another module in the place of a stage, as after a worker has died; from the next batch on.

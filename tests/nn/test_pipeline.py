@@ -279,6 +279,14 @@ def test_shows_its_stages() -> None:
     assert "RemoteModule(Sequential on w2/cpu)" in repr(spread())
 
 
+def test_parameters_of_other_workers_are_told_to_be_missing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TelegradWarning, match=r"others are on w1, w2: .*DistributedOptimizer"):
+            torch.optim.SGD(spread().parameters(), lr=0.1)
+        assert list(Pipeline([nn.Linear(1, 1)]).parameters())
+
+
 def test_outputs_outside_of_a_context_are_told_to_have_no_gradients() -> None:
     pipeline = spread()
     with warnings.catch_warnings():
