@@ -37,7 +37,7 @@ from telegrad.wire.packing import pack
 from telegrad.wire.pickling import Encoded
 from telegrad.wire.tensors import Blob
 
-COMMON_FROM = 1 << 18  # of smaller blobs one copy for each worker costs less than that it maps a common one
+COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more
 
 
 class EachCall(NamedTuple):
