@@ -112,16 +112,18 @@ class Signalled:
             return
         if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
             return
+        chain = False  # what the signal does otherwise is to end the process
         with contextlib.suppress(ValueError):  # this is not the main thread: the stacks have to do
             signal.signal(signal.SIGUSR2, lambda *_: threading.Thread(target=act, daemon=True).start())
+            chain = True
         self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
-        faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=True)
+        faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=chain)
 
     def close(self) -> None:
         """As it was before."""
         if self.file >= 0:
             faulthandler.unregister(signal.SIGUSR2)
+            os.close(self.file)  # before the signal ends the process again: who finds the file may send it
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-            os.close(self.file)
             self.file = -1

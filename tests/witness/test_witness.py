@@ -250,6 +250,25 @@ def test_a_signal_that_the_program_uses_is_left_to_it() -> None:
         assert program.run(_heard)
 
 
+def test_a_signal_does_not_end_a_program_that_has_joined_on_another_thread() -> None:
+    with processes(1) as (program,):
+        program.run(_join_on_a_thread, free_port())
+        program.kill(signal.SIGUSR2)
+        assert program.run(_write_stacks)
+
+
+def _join_on_a_thread(port: int) -> None:
+    in_threads(lambda: init(0, 1, port))
+
+
+def _write_stacks() -> bool:
+    return eventually(lambda: "Current thread" in look_at_stacks())
+
+
+def look_at_stacks() -> str:
+    return pathlib.Path(f"/proc/self/fd/{current.here().witness._signalled.file}").read_text()
+
+
 def _write_to(folder: str) -> None:
     os.environ[dump.VARIABLE] = folder
 
