@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
+import queue
 import re
 import signal
 import threading
@@ -295,9 +297,52 @@ def test_what_a_worker_is_at_is_written_down(
     assert [account["worker"] for account in written.look().accounts] == ["w0", "w1"]
     assert written.events({})["w0"][-1] == tuple(json.loads(paths[0].read_text())["events"][-1])
     assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "dumps" / "config.json").write_text("of the program")
     for _ in range(3):
         dump.write("another", "because", {})
-    assert len(list((tmp_path / "dumps").iterdir())) == 2
+    assert len(list((tmp_path / "dumps").iterdir())) == 3
+    assert (tmp_path / "dumps" / "config.json").exists()
+
+
+def test_what_cannot_be_written_is_said_once(
+    pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "dumps"))
+    for _ in range(2):
+        assert pair[0].witness.dump() is None
+    (record,) = caplog.records
+    assert "what worker 'w0' was at could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
+    assert "could not be written" in pair[0].witness._answer(desk.DUMP, None)
+
+
+def test_of_a_file_that_cannot_be_written_whole_nothing_stays(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(path: pathlib.Path, text: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pathlib.Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space"):
+        dump.write("w0", "because", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_of_libraries_stand_at_no_line_of_the_program(pair: list[Worker]) -> None:
+    waiting: queue.Queue[None] = queue.Queue()
+    library = threading.Thread(target=waiting.get, name="of a library", daemon=True)
+    library.start()
+    try:
+        threads = {each["name"]: each for each in pair[0].witness.account()["threads"]}
+        assert threads["of a library"]["at"] is None
+        at = threads["MainThread"]["at"]  # of who asks, too
+        assert at is not None
+        assert at["function"] == "test_threads_of_libraries_stand_at_no_line_of_the_program"
+    finally:
+        waiting.put(None)
+        library.join()
 
 
 def test_a_timeout_has_a_file_written(
