@@ -187,11 +187,12 @@ class Served(Registered):
         super().__init__(account, registry)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             super().close()
+            why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(
-                f"metrics cannot be served at {host}:{port} ({error.strerror}): each worker of a host needs a port of "
-                "its own, or 0 for a free one"
+                f"metrics cannot be served at {host}:{port} ({why}): each worker of a host needs a port of its own, or "
+                "0 for a free one"
             ) from None
         except BaseException:
             super().close()
