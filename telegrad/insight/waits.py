@@ -18,7 +18,9 @@ from telegrad.witness.account import LEAVING, MEMBER, QUEUED, RUNNING, Account, 
 
 MOST_ALIKE = 256  # calls to one function for which no thread waits; further ones are counted only
 MOST_GUESSES = 16  # edges from one node that are guesses
-AT_REST = ("shutdown", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
+AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
+GATHER = "_all_gather"  # where all workers of a program meet that was written for torch.distributed.rpc
+_FOR_WORKERS = ("shutdown", "workers", "value", GATHER)  # waits until other workers have come to something
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
 _AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
@@ -89,6 +91,7 @@ class Waits:
             name: why.removeprefix(f"worker {name!r} ")
             for account in sight.accounts
             for name, why in account["gone"].items()
+            if name not in self.accounts  # else it was started anew
         }
         self.threads: dict[Task, Thread] = {}
         self.calls_out: dict[Call, CallOut] = {}
@@ -216,6 +219,10 @@ class Waits:
             return [Edge(other, "value", True) for other in self._running[me] if self.serves.get(task) != other]
         if what == "room":
             return [Edge(call, "room") for to in wait["on"] for call in self._oldest(me, to)]
+        if what == "serve":
+            return []
+        if what not in (*_FOR_WORKERS, *AT_REST):
+            return self._to_loose(me, self._age(task))
         on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
         return [Edge(Whole(name), what) for name in on if name != me]
 

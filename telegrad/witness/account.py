@@ -47,7 +47,7 @@ class _Dated(TypedDict, total=False):
 class Wait(_Dated):
     """A wait of this package that a thread is in, but for calls, which are told of above."""
 
-    what: str  # "shutdown", "backward", "future", "value", "init_rpc", "room"
+    what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or what the user has called
     on: list[str]  # workers, by name; or "rank 2"
     about: str  # the rest, for people
 
@@ -85,6 +85,7 @@ class Account(TypedDict):
     time: float  # of day, in seconds
     phase: str
     phase_age: float
+    idle: float  # seconds since it has called another worker, or ended a backward pass or a step, as far as it recalls
     missing: list[str]  # joining or leaving: who is waited for, by name, or "rank 2" where no name is known
     place: str  # of the store
     size: int | None  # of the group; None: workers come and go

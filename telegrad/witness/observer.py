@@ -35,7 +35,8 @@ from telegrad.witness.account import (
     Thread,
     Wait,
 )
-from telegrad.witness.waits import wait_on
+from telegrad.witness.recorder import recorder
+from telegrad.witness.waits import wait_of, wait_on
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -58,7 +59,7 @@ class Observer:
         self._name = name
         self._parts: Parts | None = None
         self._rank = -1
-        self._since = perf_counter()
+        self._begun = self._since = perf_counter()
         self.phase = JOINING
         self.missing: Callable[[], list[str]] = self._missing_here  # who is waited for, while joining or leaving
         self.members: Callable[[], list[Member]] = list  # of the group, once it has joined that
@@ -100,6 +101,7 @@ class Observer:
             time=time.time(),
             phase=self.phase,
             phase_age=now - self._since,
+            idle=now - max(recorder.last_own(), self._begun),
             missing=self.missing(),
             place=next((wait.place for wait in self._joining()), ""),
             size=None,
@@ -176,7 +178,7 @@ class Observer:
         waiting: dict[int, int] = {}
         for thread in threading.enumerate():
             frame = frames.get(thread.ident or 0)
-            if frame is None or thread is threading.current_thread():
+            if frame is None:
                 continue
             agent = self._parts.agent if self._parts is not None else None
             stood = inspection.stands(frame, agent) if agent is not None else inspection.NOWHERE
@@ -192,6 +194,8 @@ class Observer:
         wait = wait_on(frames, self.missing)
         if stood.room is not None:
             wait = Wait(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
+        elif wait is None and stood.waits is None and not stood.serves:
+            wait = wait_of(thread.ident)
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
