@@ -9,7 +9,7 @@ from telegrad.insight.finding import NOTE
 from telegrad.insight.gatherings import Gathering
 from telegrad.insight.phrases import BUSY, DOES, Names, counted, lasting, lines_of, plural, seconds, several, standing
 from telegrad.insight.waits import GATHER, Call, Edge, Node, Share, Slots, Task, Waits, Whole, lock_of, worker_of
-from telegrad.witness.account import LEAVING
+from telegrad.witness.account import LEAVING, counts
 
 LULL = 60.0  # seconds for which a worker may do nothing that is seen, and count as being at work
 
@@ -215,7 +215,8 @@ class Stories:
 
     def room(self, task: Task) -> Said:
         to = (self._waits.threads[task]["wait"] or {"on": []})["on"]
-        flying = sum(out["to"] in to for out in self._waits.accounts[task.worker]["calls_out"])
+        out = counts(self._waits.accounts[task.worker]["calls_out"], lambda call: call["to"])
+        flying = sum(out[name] for name in to)
         title = f"{task.worker} has as many calls in flight to {several(to)} as may be ({flying:,} are told of)."
         hint = f"{several(to)} answers more slowly than {task.worker} calls: wait for some calls before making more"
         return Said(title, [*self._names.waiting(task), hint])

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from telegrad.insight.paths import circles, reached
 from telegrad.insight.source import Sight
-from telegrad.witness.account import LEAVING, MEMBER, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
+from telegrad.witness.account import LEAVING, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
 
-MOST_ALIKE = 256  # calls to one function for which no thread waits; further ones are counted only
 MOST_GUESSES = 16  # edges from one node that are guesses
 AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
 GATHER = "_all_gather"  # where all workers of a program meet that was written for torch.distributed.rpc
@@ -126,6 +125,7 @@ class Waits:
         for out in account["calls_out"]:
             kin = me, out["to"], out["function"]
             alike[kin] += out["thread"] is None
+            self.beyond[kin] += out.get("more", 0)
             if out["thread"] is None and alike[kin] > MOST_ALIKE:
                 self.beyond[kin] += 1
                 continue
@@ -139,7 +139,7 @@ class Waits:
         for came in account["calls_in"]:
             kin = came["caller"], me, came["function"]
             if came["state"] == QUEUED:
-                self.queues[me] += 1
+                self.queues[me] += 1 + came.get("more", 0)
                 queued[kin] += 1
                 if queued[kin] > MOST_ALIKE:
                     continue

@@ -34,6 +34,7 @@ from telegrad.witness.account import (
     PassOut,
     Thread,
     Wait,
+    listed,
 )
 from telegrad.witness.recorder import recorder
 from telegrad.witness.waits import wait_of, wait_on
@@ -96,7 +97,7 @@ class Observer:
             group="",
             pid=os.getpid(),
             host=socket.gethostname(),
-            program=os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python",
+            program=_program(),
             clock=now,
             time=time.time(),
             phase=self.phase,
@@ -129,10 +130,11 @@ class Observer:
     def _tell_of(self, parts: Parts, told: Account, now: float, waiting: dict[int, int]) -> None:
         """What there is to tell of a worker that has been made; `waiting`: by ids of calls, who waits for them."""
         agent, calls_in = parts.agent, told["calls_in"]
-        calls_in += [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
-        running = {(call["caller"], call["number"]) for call in calls_in}
+        going_on = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
+        known = {(call["caller"], call["number"]) for call in (*calls_in, *going_on)}
         queued = [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
-        calls_in += [call for call in queued if (call["caller"], call["number"]) not in running]
+        others = going_on + [call for call in queued if (call["caller"], call["number"]) not in known]
+        calls_in += listed(others, lambda call: (call["caller"], call["function"], call["state"]))
         told["place"], told["size"] = parts.place, parts.size
         told["slots"], told["busy"] = inspection.slots(agent)
         told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
@@ -142,7 +144,7 @@ class Observer:
             PassOut(context=context, number=number, age=now - begun, owing=owing)
             for context, number, begun, owing in parts.conductor.under_way()
         ]
-        told["calls_out"] = [
+        calls_out = (
             CallOut(
                 to=pending.peer.name,
                 number=pending.id,
@@ -152,7 +154,8 @@ class Observer:
                 thread=waiting.get(id(pending)),
             )
             for pending in inspection.calls_out(agent)
-        ]
+        )
+        told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
         if self.phase != JOINING:  # it has the group's key
             told["group"] = blake2b(agent.group_key, digest_size=6, person=b"telegrad-group").hexdigest()
             told["references"] = parts.references.counts()
@@ -213,6 +216,12 @@ def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> Call
     name = call.name or bytes(call.message.head).decode(errors="replace").replace(":", ".")
     age = max(0.0, now - call.begun) if call.begun else 0.0
     return CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
+
+
+def _program() -> str:
+    """What runs, for people."""
+    path = sys.argv[0] if sys.argv else ""
+    return os.path.basename(path.removesuffix(f"{os.sep}__main__.py")) or "python"
 
 
 def _resident() -> int:

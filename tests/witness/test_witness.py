@@ -24,7 +24,7 @@ from telegrad.insight.sources import HostGroup, OwnGroup, groups_here
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from telegrad.witness import desk, dump
-from telegrad.witness.account import GOING_ON, MEMBER, QUEUED, RUNNING, Account
+from telegrad.witness.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
 from telegrad.witness.desk import Place
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes
 from tests.strangers.door import eventually
@@ -130,6 +130,25 @@ def test_calls_without_a_slot_are_queued() -> None:
         for future in futures:
             future.wait()
         assert inside.acquire(timeout=PATIENCE)  # the third
+
+
+def test_of_many_calls_that_are_alike_some_are_listed() -> None:
+    gate.clear()
+    with agents(2, num_worker_threads=1) as (first, second):
+        futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
+        assert inside.acquire(timeout=PATIENCE)
+        here = lambda: second.witness.account()["calls_in"]  # noqa: E731
+        assert eventually(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
+        assert len(here()) == MOST_ALIKE + 1
+        out = first.witness.account()["calls_out"]
+        assert len(out) == MOST_ALIKE
+        assert out[-1]["more"] == 50
+        assert counts(out, lambda call: call["to"]) == {"w1": MOST_ALIKE + 50}
+        gate.set()
+        for future in futures:
+            future.wait()
+        for _ in futures[1:]:
+            assert inside.acquire(timeout=PATIENCE)
 
 
 def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
