@@ -60,6 +60,7 @@ class HostGroup:
     def __init__(self, places: Iterable[Place], programs: Iterable[str] = ()) -> None:
         self._places = list(places)
         self._programs = sorted(programs)
+        self._silent: set[Place] = set()  # at the last look; replaced as a whole
 
     def __str__(self) -> str:
         """The program, and those of its workers that are on this host, for people."""
@@ -83,7 +84,8 @@ class HostGroup:
         told = _ask_all(self._places, ACCOUNT)
         answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
         accounts: dict[str, Account] = {each["worker"]: each for each in answered}
-        silent = {place.worker: _why(place, str(each)) for place, each in told.items() if not isinstance(each, dict)}
+        self._silent = {place for place, each in told.items() if not isinstance(each, dict)}
+        silent = {place.worker: _why(place, str(told[place])) for place in self._silent}
         beyond = others_of(accounts.values()) - silent.keys()
         if beyond and accounts:
             answering = next(place for place, each in told.items() if isinstance(each, dict))
@@ -96,7 +98,7 @@ class HostGroup:
         return _sight(accounts_told, silent, [place.worker for place in told])
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
-        for place in self._places:
+        for place in sorted(self._places, key=lambda each: each in self._silent):
             told = _ask(place, GROUP_EVENTS, dict(after), OF_ALL)
             if isinstance(told, dict):
                 return {name: [tuple(event) for event in events] for name, events in told.items()}

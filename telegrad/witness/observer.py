@@ -168,10 +168,18 @@ class Observer:
             return ""
         if call["state"] == QUEUED:
             return f": it waits for its turn, {told['busy']} of {told['slots']} slots are taken"
-        thread = next((each for each in told["threads"] if each["number"] == call["thread"]), None)
-        at = thread["at"] if thread is not None else None
-        where = f", at {at['file']}:{at['line']} in {at['function']}: `{at['text']}`" if at is not None else ""
-        return f": for {call['age']:.1f} s by now{where}"
+        if call["state"] == RUNNING:
+            threads = [each for each in told["threads"] if each["number"] == call["thread"]]
+        else:  # as those of a pipeline's batch: a thread that runs user code, and no call
+            serving = {each["thread"] for each in told["calls_in"]}
+            own = (each for each in told["threads"] if each["name"].startswith("telegrad-") and each["wait"] is None)
+            threads = [each for each in own if each["number"] not in serving]
+        where = [
+            f", at {at['file']}:{at['line']} in {at['function']}: `{at['text']}`"
+            for each in threads
+            if (at := each["at"]) is not None
+        ]
+        return f": for {call['age']:.1f} s by now{where[0] if len(where) == 1 else ''}"
 
     def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
         """The threads, the calls that they run, and by ids of calls which waits for them."""

@@ -56,7 +56,7 @@ def promise() -> torch.futures.Future[None]:
         gate.wait(PATIENCE)
         found.set_result(None)
 
-    threading.Thread(target=keep, daemon=True).start()
+    threading.Thread(target=keep, name="telegrad-worker", daemon=True).start()
     return found
 
 
@@ -161,6 +161,15 @@ def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
         with pytest.raises(CallTimeout, match=said):
             call()
         assert inside.acquire(timeout=PATIENCE)
+    gate.set()
+
+
+def test_a_timeout_of_a_call_that_goes_on_tells_where_its_thread_stands(pair: list[Worker]) -> None:
+    gate.clear()
+    said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in keep: `gate\.wait"
+    with pytest.raises(CallTimeout, match=said):
+        pair[0].agent.call("w1", promise, None, None, 0.3)
+    assert inside.acquire(timeout=PATIENCE)
     gate.set()
 
 
