@@ -50,9 +50,7 @@ class Inquiry:
         """`answer(topic, after)` gives something that JSON can say; it is called on a thread of its own."""
         self._agent = agent
         self._answer = answer
-        self._next_word: dict[
-            str, float
-        ] = {}  # when a callee may be asked again; unlocked: one more is no harm
+        self._next_word: dict[str, float] = {}  # when a callee may be asked again; unlocked: one more is no harm
         self._numbers = itertools.count(1)  # `next` is atomic
         self._rounds: dict[int, _Round] = {}  # no lock: each use is one operation of a dict
         agent.on(Inspect, self._on_ask)
