@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from tests.cluster import Process, agents, group
+
+# torch's store looks up the name of whoever connects; a name server that does not answer shall not take 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session")

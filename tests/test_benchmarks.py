@@ -175,11 +175,19 @@ def threads_here(_: object) -> float:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("library", [TELEGRAD, PIPELINING])
-def test_a_pipeline_is_trained_by_each_library(library: str) -> None:
-    group = Group(library, "host", 3, threads=1)
+def test_a_process_has_as_many_threads_as_it_is_told() -> None:
+    group = Group(TELEGRAD, "host", 1, threads=1)
     try:
         assert group.measure(threads_here, 30) == 1
+    finally:
+        group.kill()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("library", [TELEGRAD, PIPELINING])
+def test_a_pipeline_is_trained_by_each_library(library: str) -> None:
+    group = Group(library, "host", 3)
+    try:
         training = Training("1f1b", CountingStage, width=8, samples=2)
         assert group.measure(partial(most_kept, training=training), 60) == max(training.timeline().kept) == 3
     finally:

@@ -6,7 +6,6 @@ for it as calls come and go.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -47,7 +46,7 @@ def calls_queued(agent: Agent) -> list[Incoming]:
         if isinstance(work.argument, Incoming) and work.run == agent._server._run:
             found.append(work.argument)
         elif isinstance(work.argument, Caller):
-            found += itertools.islice(work.argument.entrance._calls.copy(), 100)
+            found += work.argument.entrance._calls.copy()
     return list({id(call): call for call in found}.values())
 
 

@@ -414,7 +414,8 @@ class OutgoingCalls:
                 self._link = None
             failed = self._calls.ended(number)
             self._room.notify_all()
-        self._fail(failed, reason)
+        for pending in failed:
+            self._fail([pending], _cut_off(pending, reason))
         self._on_lost(self.identity, reason)
 
     def close(self, reason: PeerError, how: str = "") -> None:
@@ -432,6 +433,14 @@ class OutgoingCalls:
 
     def __repr__(self) -> str:
         return f"<OutgoingCalls to {self.name!r}: {self._calls!r}>"
+
+
+def _cut_off(pending: Pending, reason: PeerError) -> PeerError:
+    """Why a call has failed that was under way as its connection ended."""
+    age = perf_counter() - pending.begun
+    error = type(reason)(f"{reason}. This call, of {user_name(pending.asked)}, was under way for {age:.1f} s")
+    error.__cause__ = reason.__cause__
+    return error
 
 
 def _ended(pending: Pending, failure: str) -> instruments.Event:

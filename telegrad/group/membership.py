@@ -168,6 +168,10 @@ class Membership:
                     self._changed.wait(min(left, LOOK))
         return self.workers()
 
+    def wait_for_end(self) -> None:
+        """Wait until a dynamic group ends, or this worker shall serve no more."""
+        self.ended.wait()
+
     def _names(self) -> set[str]:
         with self._changed:
             return {member.name for member in self._present.values()}

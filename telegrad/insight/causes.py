@@ -52,7 +52,7 @@ class Causes:
         if thread["wait"] is not None:
             what = thread["wait"]["what"]
             known = "age" in thread["wait"] or what in ("backward", "shutdown", "room")
-            return what not in ("init_rpc", "store") and (age >= self._long or not (age or known))
+            return what not in ("init_rpc", "store", "serve") and (age >= self._long or not (age or known))
         if task not in self._waits.serves:
             futures = [edge.to for edge in self._waits.next(task) if edge.why == "future"]
             if any(self._names.age(call) >= self._long for call in futures):

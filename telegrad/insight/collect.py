@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from errno import ENOENT
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,7 @@ class tracing:  # noqa: N801 - used like a function
     """
 
     def __init__(self, path: str | os.PathLike[str], profile: bool = False, *, source: Source | None = None) -> None:
-        self._path = os.fspath(path)
+        self._path = _place_for(path)
         self._profile = profile
         self._source = source or own_group()
         self._written = ""
@@ -221,15 +222,17 @@ def trace(
 
     Raises:
         NotInitialized: this process is in no group.
-        UsageError: `profile` without `seconds`.
+        UsageError: `profile` without `seconds`, or less than none.
     """
+    path = _place_for(path)
     if seconds is None:
         if profile:
             raise UsageError(
                 "a profile needs a time: trace(path, seconds=5, profile=True), or `with tracing(path, ...)`"
             )
         names = [worker.name for worker in workers()]
-        return _write(os.fspath(path), _recorded(names, source or own_group(), {}, Comparison(names), {}))
+        return _write(path, _recorded(names, source or own_group(), {}, Comparison(names), {}))
+    _check(seconds)
     with tracing(path, profile, source=source) as written:
         time.sleep(seconds)
     return str(written)
@@ -237,16 +240,37 @@ def trace(
 
 def trace_from_outside(path: str | os.PathLike[str], source: Source, seconds: float | None = None) -> str:
     """As `trace`, for who is in no group: clocks of other hosts are compared by the calls that were recorded."""
-    accounts = source.look().accounts
+    path = _place_for(path)
+    accounts, silent = source.look()
     after: dict[str, float] = {}
     if seconds is not None:
+        _check(seconds)
         after = {account["worker"]: account["clock"] for account in accounts}
         time.sleep(seconds)
     events = source.events(after)
     hosts = {account["worker"]: account["host"] for account in accounts}
     names = list(dict.fromkeys([*hosts, *sorted(events)]))
     relations = timeline.clocks_of(events, names[0], hosts) if names else {}
-    return _write(os.fspath(path), {name: Recorded(events.get(name, []), relations[name]) for name in names})
+    told = _write(path, {name: Recorded(events.get(name, []), relations[name]) for name in names})
+    lost = {name: why for account in accounts for name, why in account["gone"].items()} | dict(silent)
+    return told + "".join(f"\n  {name}: nothing; {why}" for name, why in sorted(lost.items()) if name not in names)
+
+
+def _place_for(path: str | os.PathLike[str]) -> str:
+    """Where a file is to be written; known to be a place for it before anybody waits.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(ENOENT, "there is no such folder", folder)
+    return os.fspath(path)
+
+
+def _check(seconds: float) -> None:
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"a trace takes a number of seconds, not {seconds:g}")
 
 
 def _recorded(

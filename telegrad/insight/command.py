@@ -15,7 +15,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from telegrad.errors import UsageError
 from telegrad.insight.files import Written
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         return run(given)
     except KeyboardInterrupt:
         return 130
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         print(f"telegrad: {error}", file=sys.stderr)
         return NONE_HERE
 
@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--group", default="", help="which one, where there are several: the begin of its id")
+        which = "which one, where there are several: the begin of its id, its program, or one of its workers"
+        command.add_argument("--group", default="", help=which)
         command.set_defaults(run=run)
         return command
 
@@ -83,7 +84,7 @@ def _why(given: argparse.Namespace) -> int:
             told[name] = reasons.as_json(findings, sight)
         else:
             if len(groups) > 1:
-                print(f"group {name or '?'}:")
+                print(f"group {name or '?'} ({group}):")
             print(reasons.text(findings, sight, stacks=given.stacks))
     if given.json:
         print(json.dumps(told, indent=1))
@@ -130,12 +131,16 @@ def _dump(given: argparse.Namespace) -> int:
     groups = _groups(given.group)
     for group in groups.values():
         for worker, path in group.dump().items():
-            print(f"{worker}: {path or 'nothing was written: TELEGRAD_DUMPS=off, or the folder takes no files'}")
+            print(f"{worker}: {path}")
     return 0 if groups else _nobody()
 
 
 def _groups(wanted: str) -> dict[str, HostGroup]:
-    return {name: group for name, group in groups_here().items() if name.startswith(wanted)}
+    there = groups_here()
+    found = {name: group for name, group in there.items() if name.startswith(wanted) or group.is_called(wanted)}
+    if there and not found:
+        raise UsageError(f"no group is called {wanted!r} here; there are: {_listed(there)}")
+    return found
 
 
 def _one_group(wanted: str) -> HostGroup | None:
@@ -144,10 +149,12 @@ def _one_group(wanted: str) -> HostGroup | None:
         _nobody()
         return None
     if len(groups) > 1:
-        names = ", ".join(f"{name} ({group.workers})" for name, group in groups.items())
-        print(f"there are several groups: {names}. Say which with --group", file=sys.stderr)
-        return None
+        raise UsageError(f"there are several groups: {_listed(groups)}. Say which with --group")
     return next(iter(groups.values()))
+
+
+def _listed(groups: Mapping[str, HostGroup]) -> str:
+    return "; ".join(f"{name or '?'} ({group})" for name, group in groups.items())
 
 
 def _nobody() -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from telegrad.insight.source import Sight
 from telegrad.instruments import CALLED, PASSED, RAN, STAGED, STEPPED, TOOK_PART, Event
-from telegrad.witness.account import Account
+from telegrad.witness.account import Account, counts
 
 Events = Mapping[str, Sequence[Event]]  # by worker
 
@@ -133,9 +133,11 @@ def flows(before: Sight | None, now: Sight) -> list[Flow]:
         name = account["worker"]
         for edge, count in _edges(account).items():
             total[edge] = max(total[edge], count)
-        out = Counter((name, call["to"]) for call in account["calls_out"])
-        come = Counter((call["caller"], name) for call in account["calls_in"])
-        for edge, count in (*out.items(), *come.items()):
+        out = counts(account["calls_out"], lambda call: call["to"])
+        come = counts(account["calls_in"], lambda call: call["caller"])
+        both = [((name, to), count) for to, count in out.items()]
+        both += [((caller, name), count) for caller, count in come.items()]
+        for edge, count in both:
             calls[edge] = max(calls[edge], count)
     for old, new, seconds in _pairs(before, now):
         known = _edges(old)

@@ -26,7 +26,9 @@ class Written:
                 before = self._told.get(account["worker"])
                 if before is None or before["account"]["time"] < account["time"]:
                     self._told[account["worker"]] = content
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except OSError as error:
+                raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+            except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"{path} is no file that a worker has written: {error!r}") from None
 
     def look(self) -> Sight:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import isinf
 
-from telegrad.insight.waits import Call, Pass, Share, Slots, Task, Waits, lock_of, stands_in_its_line
+from telegrad.insight.waits import GATHER, Call, Pass, Share, Slots, Task, Waits, lock_of, stands_in_its_line
 from telegrad.witness.account import QUEUED, Line, Thread
 
 FEW = 4  # that are named one by one
@@ -163,12 +163,14 @@ class Names:
         on = several(wait["on"])
         return {
             "shutdown": f"is in shutdown, and waits for {on or 'the others'}",
+            "serve": "serves the others",
             "init_rpc": f"joins the group, and waits for {on or 'the others'}",
             "store": "joins the group, and waits for the store",
             "workers": f"waits for {on or wait['about'] or 'workers'} to join",
             "backward": f"waits for a backward pass{' in which ' + on + ' owes something' if on else ''}",
             "future": f"waits for {wait['about'] or 'a future'}",
             "value": f"waits for the value of a reference{', of ' + on if on else ''}",
+            GATHER: f"is in _all_gather (shutdown calls it, too), and waits for {on or 'the others'}",
             "room": f"waits for room: as many calls as may be are in flight to {on}",
         }.get(wait["what"]) or f"waits for {wait['about'] or wait['what']}{', of ' + on if on else ''}"
 

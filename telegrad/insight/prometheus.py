@@ -14,7 +14,7 @@ from telegrad.errors import TelegradError, UsageError
 from telegrad.insight.tallies import Durations, Tallies, by_function
 from telegrad.rpc import current
 from telegrad.version import VERSION
-from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account
+from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -112,12 +112,12 @@ def _of_account(account: Account) -> Iterator[Metric]:
 
 def _of_calls(account: Account) -> Iterator[Metric]:
     out, come = account["calls_out"], account["calls_in"]
-    yield _gauges("calls_in_flight", "Calls without an answer yet", Counter(call["to"] for call in out), "peer")
+    yield _gauges("calls_in_flight", "Calls without an answer yet", counts(out, lambda call: call["to"]), "peer")
     ages = [call["age"] for call in out]
     yield _gauge("oldest_call_seconds", "The age of the oldest of them, 0 where there is none", max(ages, default=0))
-    states = Counter(call["state"] for call in come)
-    counts = {state: states[state] for state in (RUNNING, QUEUED, GOING_ON)}
-    yield _gauges("serving", "Calls of others that were not answered yet", counts, "state")
+    states = counts(come, lambda call: call["state"])
+    serving = {state: states[state] for state in (RUNNING, QUEUED, GOING_ON)}
+    yield _gauges("serving", "Calls of others that were not answered yet", serving, "state")
     yield _counter("answered", "Calls of others since the start", {(): account["calls_done"]}, [])
 
 
@@ -187,11 +187,12 @@ class Served(Registered):
         super().__init__(account, registry)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             super().close()
+            why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(
-                f"metrics cannot be served at {host}:{port} ({error.strerror}): each worker of a host needs a port of "
-                "its own, or 0 for a free one"
+                f"metrics cannot be served at {host}:{port} ({why}): each worker of a host needs a port of its own, or "
+                "0 for a free one"
             ) from None
         except BaseException:
             super().close()

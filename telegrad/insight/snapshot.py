@@ -9,7 +9,7 @@ from typing import Any
 from telegrad.insight import figures
 from telegrad.insight.history import History
 from telegrad.instruments import CALLED, RAN, Event
-from telegrad.witness.account import QUEUED, Account
+from telegrad.witness.account import QUEUED, Account, counts
 
 PARTS = 300  # a call that is shorter than such a part of the time may be shown together with others
 FUNCTIONS = 60  # at most
@@ -79,8 +79,8 @@ def _worker(account: Account, rate: figures.Rate) -> dict[str, Any]:
     same = ("worker", "rank", "host", "pid", "phase", "phase_age", "missing", "generation", "slots", "busy", "contexts")
     return {
         **{key: account[key] for key in (*same, "references", "memory", "shared")},  # type: ignore[literal-required]
-        "calls_out": len(account["calls_out"]),
-        "queued": sum(call["state"] == QUEUED for call in account["calls_in"]),
+        "calls_out": counts(account["calls_out"], lambda call: call["to"]).total(),
+        "queued": counts(account["calls_in"], lambda call: call["state"])[QUEUED],
         "oldest": max((call["age"] for call in account["calls_out"]), default=0.0),
         "threads": len(account["threads"]),
         "rate": rate._asdict(),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from telegrad.insight.outside import look_at, process_of
+from telegrad.insight.phrases import several
 from telegrad.insight.source import Sight
 from telegrad.instruments import Event
 from telegrad.witness import desk
@@ -35,7 +36,8 @@ class OwnGroup:
         places = {place.pid: place for place in desk.places()}
         sockets = {member.name: member.unix for member in self._witness.observer.members()}
         here = {name: places.get(process_of(sockets.get(name, ""), places) or 0) for name in silent}
-        return Sight(accounts, {name: _why(here[name], why) for name, why in silent.items()})
+        silent = {name: _why(here[name], why) for name, why in silent.items()}
+        return _sight(accounts, silent, [name for name, place in here.items() if place is not None])
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         return self._witness.events(after)
@@ -55,24 +57,35 @@ def own_group() -> OwnGroup:
 class HostGroup:
     """One with workers on this host, which is looked at from outside."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[Place], programs: Iterable[str] = ()) -> None:
         self._places = list(places)
+        self._programs = sorted(programs)
+        self._silent: set[Place] = set()  # at the last look; replaced as a whole
 
-    @property
-    def workers(self) -> str:
-        """Those of this host, for people."""
-        return ", ".join(sorted(place.worker for place in self._places))
+    def __str__(self) -> str:
+        """The program, and those of its workers that are on this host, for people."""
+        program = f"{', '.join(self._programs)}: " if self._programs else ""
+        return program + several(sorted(place.worker for place in self._places))
 
-    def dump(self) -> dict[str, str | None]:
+    def is_called(self, name: str) -> bool:
+        """Whether that is its program, or one of its workers."""
+        return name in self._programs or any(place.worker == name for place in self._places)
+
+    def dump(self) -> dict[str, str]:
         """Have the workers of this host write down what they are at: by worker, the file, or why there is none."""
         told = _ask_all(self._places, DUMP)
-        return {place.worker: str(path) if isinstance(path, Exception) else path for place, path in told.items()}
+        silent = "nothing was written, it did not answer: {}"
+        return {
+            place.worker: silent.format(said) if isinstance(said, Exception) else str(said)
+            for place, said in told.items()
+        }
 
     def look(self) -> Sight:
         told = _ask_all(self._places, ACCOUNT)
         answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
         accounts: dict[str, Account] = {each["worker"]: each for each in answered}
-        silent = {place.worker: _why(place, str(each)) for place, each in told.items() if not isinstance(each, dict)}
+        self._silent = {place for place, each in told.items() if not isinstance(each, dict)}
+        silent = {place.worker: _why(place, str(told[place])) for place in self._silent}
         beyond = others_of(accounts.values()) - silent.keys()
         if beyond and accounts:
             answering = next(place for place, each in told.items() if isinstance(each, dict))
@@ -81,10 +94,11 @@ class HostGroup:
                 others: list[Account] = [each for each in group["accounts"] if each["worker"] in beyond]
                 accounts |= {each["worker"]: each for each in others}
                 silent = {name: why for name, why in group["silent"].items() if name in beyond} | silent
-        return Sight(sorted(accounts.values(), key=lambda each: each["rank"]), silent)
+        accounts_told = sorted(accounts.values(), key=lambda each: each["rank"])
+        return _sight(accounts_told, silent, [place.worker for place in told])
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
-        for place in self._places:
+        for place in sorted(self._places, key=lambda each: each in self._silent):
             told = _ask(place, GROUP_EVENTS, dict(after), OF_ALL)
             if isinstance(told, dict):
                 return {name: [tuple(event) for event in events] for name, events in told.items()}
@@ -106,13 +120,20 @@ def groups_here() -> dict[str, HostGroup]:
             silent.append(place)
     for place in silent:
         found.setdefault(_group_of(place, known), []).append(place)
-    return {name: HostGroup(places) for name, places in found.items()}
+    programs = {name: {account["program"] for account in accounts} for name, accounts in known.items()}
+    return {name: HostGroup(places, programs.get(name, ())) for name, places in found.items()}
 
 
 def others_of(accounts: Iterable[Account]) -> set[str]:
     """The members that these know, and who are not among them."""
     known = {name for account in accounts for name in account["members"]}
     return known - {account["worker"] for account in accounts}
+
+
+def _sight(accounts: Sequence[Account], silent: Mapping[str, str], here: Collection[str]) -> Sight:
+    """Who does not answer, runs not `here` as far as can be seen, and was lost by another worker, is gone."""
+    gone = {name for account in accounts for name in account["gone"]}
+    return Sight(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
 
 
 def _group_of(place: Place, known: Mapping[str, list[Account]]) -> str:

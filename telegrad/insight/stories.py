@@ -8,8 +8,10 @@ from typing import NamedTuple
 from telegrad.insight.finding import NOTE
 from telegrad.insight.gatherings import Gathering
 from telegrad.insight.phrases import BUSY, DOES, Names, counted, lasting, lines_of, plural, seconds, several, standing
-from telegrad.insight.waits import Call, Edge, Node, Share, Slots, Task, Waits, Whole, lock_of, worker_of
-from telegrad.witness.account import LEAVING
+from telegrad.insight.waits import GATHER, Call, Edge, Node, Share, Slots, Task, Waits, Whole, lock_of, worker_of
+from telegrad.witness.account import LEAVING, counts
+
+LULL = 60.0  # seconds for which a worker may do nothing that is seen, and count as being at work
 
 
 class Said(NamedTuple):
@@ -77,7 +79,7 @@ class Stories:
     def thread(self, kind: str, first: Task, lot: list[Task], takers: list[Task]) -> Said:
         """Threads that stand at one line; `takers` wait for a lock that they hold, it seems."""
         if kind == "shutdown":
-            return self._shutdown(first)
+            return self._late(first)
         title = self._at_it(first, lot)
         details = lines_of(self._waits.threads[first])
         if kind == "lock":
@@ -112,14 +114,22 @@ class Stories:
         lock = lock_of(self._waits.threads[takers[0]])
         return f"{waiting} for a lock ({lock}) that another thread holds, it seems: {title}"
 
-    def _shutdown(self, main: Task) -> Said:
-        """One has not called it. Where it is at work, the others may well be its servers: no hang."""
-        thread = self._waits.threads[main]
+    def _late(self, main: Task) -> Said:
+        """One has not called shutdown. Where it is at work, the others may well be its servers: no hang."""
+        thread, account = self._waits.threads[main], self._waits.accounts[main.worker]
+        waits = {task: each["wait"]["what"] for task, each in self._waits.threads.items() if each["wait"] is not None}
+        parting = [task for task, what in waits.items() if what in ("shutdown", GATHER)]
+        since = max(map(self._names.age, parting), default=0.0)
+        done = "come to shutdown's _all_gather" if GATHER in map(waits.get, parting) else "called shutdown"
         at_work = self._waits.awaits[main] or thread["wait"] is not None or standing(thread) == BUSY
-        dynamic = self._waits.accounts[main.worker]["size"] is None
-        doing = self._names.doing(thread)
-        title = f"{main.worker} has not called shutdown, for which others wait: its main thread {doing}."
-        return Said(title, lines_of(thread), NOTE if at_work or dynamic else None)
+        at_work = at_work or account["idle"] < min(since, LULL)
+        title = f"{main.worker} has not {done}, for which others wait: its main thread {self._names.doing(thread)}."
+        if at_work or account["size"] is None:
+            title = (
+                f"{main.worker} is at work, and has not {done} yet; others have, and serve meanwhile. Its main thread"
+            )
+            return Said(f"{title} {self._names.doing(thread)}.", lines_of(thread), NOTE)
+        return Said(title, lines_of(thread))
 
     def call(self, kind: str, call: Call, count: int) -> Said:
         name, age = self._names.function(call), lasting(self._names.age(call))
@@ -205,7 +215,8 @@ class Stories:
 
     def room(self, task: Task) -> Said:
         to = (self._waits.threads[task]["wait"] or {"on": []})["on"]
-        flying = sum(out["to"] in to for out in self._waits.accounts[task.worker]["calls_out"])
+        out = counts(self._waits.accounts[task.worker]["calls_out"], lambda call: call["to"])
+        flying = sum(out[name] for name in to)
         title = f"{task.worker} has as many calls in flight to {several(to)} as may be ({flying:,} are told of)."
         hint = f"{several(to)} answers more slowly than {task.worker} calls: wait for some calls before making more"
         return Said(title, [*self._names.waiting(task), hint])

@@ -11,7 +11,7 @@ from telegrad.insight.finding import NOTE, Finding, status
 from telegrad.insight.phrases import INDENT, Names, lasting, plural, seconds, several
 from telegrad.insight.source import Sight
 from telegrad.insight.waits import Task, Waits
-from telegrad.witness.account import JOINING, LEAVING, QUEUED, RUNNING, Account
+from telegrad.witness.account import JOINING, LEAVING, QUEUED, RUNNING, Account, counts
 
 COLUMNS = 100
 _YOUNG = 0.5  # seconds: which waits are taken for granted where only names are asked for
@@ -53,9 +53,10 @@ def _head(hangs: list[Finding], sight: Sight) -> str:
         found = f"{len(hangs)} causes of waits, the most important first" if len(hangs) > 1 else "one cause of waits"
         return f"{asked}; {found}:"
     flying = [out for account in sight.accounts for out in account["calls_out"]]
+    many = counts(flying, lambda call: call["to"]).total()
     oldest = max((out["age"] for out in flying), default=0.0)
     ages = f"the oldest for {seconds(oldest)}; " if flying else ""
-    return f"Nothing waits for long. {asked}; {plural(len(flying), 'call')} in flight, {ages}{_busiest(sight)}."
+    return f"Nothing waits for long. {asked}; {plural(many, 'call')} in flight, {ages}{_busiest(sight)}."
 
 
 def _busiest(sight: Sight) -> str:
@@ -99,14 +100,14 @@ def _doing(account: Account, waits: Waits) -> tuple[str, str]:
     name, names = account["worker"], Names(waits)
     main = waits.main(name)
     parts = [_thread(main, waits, names)] if main is not None else []
-    states = Counter(came["state"] for came in account["calls_in"])
+    states = counts(account["calls_in"], lambda call: call["state"])
     running = [came for came in account["calls_in"] if came["state"] == RUNNING]
     if running:
         oldest = max(running, key=lambda came: came["age"])
         what = f"runs {plural(len(running), 'call')}" + (", the longest" if len(running) > 1 else ":")
         age = lasting(oldest["age"])
         parts.append((f"{what} {oldest['function']}", f"{what} {oldest['function']} of {oldest['caller']}{age}"))
-    others = len(account["calls_in"]) - len(running) - states[QUEUED]
+    others = states.total() - len(running) - states[QUEUED]
     for count, what in ((states[QUEUED], "queued"), (others, "going on")):
         if count:
             parts.append((what, f"{plural(count, 'call')} {what}"))

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from telegrad.insight.paths import circles, reached
 from telegrad.insight.source import Sight
-from telegrad.witness.account import LEAVING, MEMBER, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
+from telegrad.witness.account import LEAVING, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
 
-MOST_ALIKE = 256  # calls to one function for which no thread waits; further ones are counted only
 MOST_GUESSES = 16  # edges from one node that are guesses
-AT_REST = ("shutdown", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
+AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
+GATHER = "_all_gather"  # where all workers of a program meet that was written for torch.distributed.rpc
+_FOR_WORKERS = ("shutdown", "workers", "value", GATHER)  # waits until other workers have come to something
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
 _AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")
@@ -89,6 +90,7 @@ class Waits:
             name: why.removeprefix(f"worker {name!r} ")
             for account in sight.accounts
             for name, why in account["gone"].items()
+            if name not in self.accounts  # else it was started anew
         }
         self.threads: dict[Task, Thread] = {}
         self.calls_out: dict[Call, CallOut] = {}
@@ -123,6 +125,7 @@ class Waits:
         for out in account["calls_out"]:
             kin = me, out["to"], out["function"]
             alike[kin] += out["thread"] is None
+            self.beyond[kin] += out.get("more", 0)
             if out["thread"] is None and alike[kin] > MOST_ALIKE:
                 self.beyond[kin] += 1
                 continue
@@ -136,7 +139,7 @@ class Waits:
         for came in account["calls_in"]:
             kin = came["caller"], me, came["function"]
             if came["state"] == QUEUED:
-                self.queues[me] += 1
+                self.queues[me] += 1 + came.get("more", 0)
                 queued[kin] += 1
                 if queued[kin] > MOST_ALIKE:
                     continue
@@ -216,6 +219,10 @@ class Waits:
             return [Edge(other, "value", True) for other in self._running[me] if self.serves.get(task) != other]
         if what == "room":
             return [Edge(call, "room") for to in wait["on"] for call in self._oldest(me, to)]
+        if what == "serve":
+            return []
+        if what not in (*_FOR_WORKERS, *AT_REST):
+            return self._to_loose(me, self._age(task))
         on = wait["on"] or (self._still_there(me) if what == "shutdown" else [])
         return [Edge(Whole(name), what) for name in on if name != me]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from telegrad.insight import figures
 from telegrad.insight.source import Sight, Source
 from telegrad.insight.tables import GONE, SILENT, Column, Row, Table, Used, count, duration
 from telegrad.instruments import CALLED, Event
-from telegrad.witness.account import QUEUED, RUNNING, Account
+from telegrad.witness.account import QUEUED, RUNNING, Account, counts
 
 WINDOW = 10.0  # seconds whose calls make the figures of functions
 KEPT = 100_000  # events of all workers together; more would take too long to go through at each sight
@@ -128,7 +127,7 @@ def peers(view: View, account: Account) -> list[Row]:
     me = account["worker"]
     to = {flow.target: flow for flow in view.flows if flow.source == me}
     come = {flow.source: flow for flow in view.flows if flow.target == me}
-    waited = Counter(call["to"] for call in account["calls_out"])
+    waited = counts(account["calls_out"], lambda call: call["to"])
     names = {*account["members"], *account["bytes_out"], *account["bytes_in"], *waited} - {me}
     return [
         Row(
@@ -156,7 +155,7 @@ def troubles(view: View) -> list[str]:
 
 def _worker(account: Account, view: View) -> Row:
     name = account["worker"]
-    states = Counter(call["state"] for call in account["calls_in"])
+    states = counts(account["calls_in"], lambda call: call["state"])
     rate = view.rates.get(name)
     return Row(
         name,
@@ -166,7 +165,7 @@ def _worker(account: Account, view: View) -> Row:
             account["phase"],
             rate.calls if rate else None,
             view.called.get(name),
-            len(account["calls_out"]),
+            counts(account["calls_out"], lambda call: call["to"]).total(),
             states[RUNNING],
             states[QUEUED],
             Used(account["busy"], account["slots"]),

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from errno import EINVAL
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -63,7 +64,12 @@ class Dashboard:
         digest = hashlib.sha256(f"cookie {self.token}".encode()).hexdigest()
         self.cookie = (f"telegrad-{digest[:12]}", digest)  # browsers do not tell apart the ports of a host
         self._host = host
-        self._server = _Server(self, host, port)
+        try:
+            self._server = _Server(self, host, port)
+        except (OSError, OverflowError) as error:
+            number, said = (error.errno, error.strerror) if isinstance(error, OSError) else (EINVAL, error)
+            told = f"the dashboard cannot listen at {host}:{port} ({said}); take another port, or 0 for a free one"
+            raise OSError(number, told) from None
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="telegrad dashboard", daemon=True
         )

@@ -69,7 +69,11 @@ def enter_group(
 
 def _show(worker: Worker, port: int) -> None:
     """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
-    shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
+    try:
+        shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
+    except OSError as error:  # it is in a group by now, which shall not suffer from that
+        log.warning("telegrad: worker %r does not show the group: %s", worker.me.name, error)
+        return
     worker.at_end = shown.close
     log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
 

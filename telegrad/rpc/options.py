@@ -82,7 +82,7 @@ class TelegradOptions(RpcBackendOptions):
             shared_memory: bytes of memory files that this worker may lend to others of its host.
             silence: seconds without a sign of life from another host after which it is taken for lost.
             dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
-                `telegrad.insight.dashboard` does; the log tells the address.
+                `telegrad.insight.dashboard` does; the log tells the address, or why there is none.
         """
         super().__init__(rpc_timeout, init_method)
         if num_worker_threads < 1:

@@ -107,7 +107,7 @@ class Worker:
             self.shutdown(True, 0, require, serving=True)
             return
         try:
-            self.membership.ended.wait()
+            self.membership.wait_for_end()
         finally:
             self.shutdown(not self.membership.lost, 0)
         if self.membership.lost:

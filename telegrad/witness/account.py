@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import TypedDict, TypeVar
 
 JOINING, MEMBER, LEAVING = "joining", "member", "leaving"  # phases of a worker's life in its group
 RUNNING, QUEUED, GOING_ON = "running", "queued", "going on"  # states of a call that has come; the last: it has returned
 # a future or a coroutine, whose end is awaited
+MOST_ALIKE = 256  # calls that are listed of those that are alike
 
 
 class Line(TypedDict):
@@ -18,7 +21,11 @@ class Line(TypedDict):
     text: str  # the line itself, where it can be read
 
 
-class CallOut(TypedDict):
+class _Alike(TypedDict, total=False):
+    more: int  # how many there are like this one, younger, that are not listed
+
+
+class CallOut(_Alike):
     """A call of this worker that was not answered yet."""
 
     to: str
@@ -29,7 +36,7 @@ class CallOut(TypedDict):
     thread: int | None  # which waits for it; None where nobody does in place
 
 
-class CallIn(TypedDict):
+class CallIn(_Alike):
     """A call of another worker that has come, and was not answered yet."""
 
     caller: str
@@ -47,7 +54,7 @@ class _Dated(TypedDict, total=False):
 class Wait(_Dated):
     """A wait of this package that a thread is in, but for calls, which are told of above."""
 
-    what: str  # "shutdown", "backward", "future", "value", "init_rpc", "room"
+    what: str  # "shutdown", "serve", "backward", "future", "value", "init_rpc", "room", or what the user has called
     on: list[str]  # workers, by name; or "rank 2"
     about: str  # the rest, for people
 
@@ -85,6 +92,7 @@ class Account(TypedDict):
     time: float  # of day, in seconds
     phase: str
     phase_age: float
+    idle: float  # seconds since it has called another worker, or ended a backward pass or a step, as far as it recalls
     missing: list[str]  # joining or leaving: who is waited for, by name, or "rank 2" where no name is known
     place: str  # of the store
     size: int | None  # of the group; None: workers come and go
@@ -104,3 +112,30 @@ class Account(TypedDict):
     calls_done: int  # of other workers, since the start
     memory: int  # resident bytes of the process
     shared: int  # bytes of shared memory that it has lent
+
+
+C = TypeVar("C", CallOut, CallIn)
+
+
+def listed(calls: Iterable[C], kin: Callable[[C], object]) -> list[C]:
+    """Those that a thread waits for or runs, and some of each kin of the others; the last tells how many more."""
+    found: list[C] = []
+    alike: dict[object, list[C]] = defaultdict(list)
+    for call in calls:
+        lot = alike[kin(call)]
+        if call["thread"] is not None:
+            found.append(call)
+        elif len(lot) < MOST_ALIKE:
+            found.append(call)
+            lot.append(call)
+        else:
+            lot[-1]["more"] = lot[-1].get("more", 0) + 1
+    return found
+
+
+def counts(calls: Iterable[C], by: Callable[[C], str]) -> Counter[str]:
+    """How many there are, with those that are not listed."""
+    found: Counter[str] = Counter()
+    for call in calls:
+        found[by(call)] += 1 + call.get("more", 0)
+    return found

@@ -27,6 +27,7 @@ from telegrad.threads import Background
 VARIABLE = "TELEGRAD_DUMPS"
 PAUSE = 60.0  # seconds between two files of one worker that nobody has asked for
 KEPT = 32  # files in the folder
+OURS = f"{'[0-9]' * 8}-{'[0-9]' * 6}-*-*.json"  # the names of these, among whatever else may be there
 
 log = logging.getLogger("telegrad")
 
@@ -41,19 +42,24 @@ def folder() -> pathlib.Path | None:
 
 
 def write(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | None:
-    """A new file; None where none are wanted, or none can be."""
+    """A new file; None where none are wanted.
+
+    Raises:
+        OSError: none can be.
+    """
     place = folder()
     if place is None:
         return None
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = place / f"{time.strftime('%Y%m%d-%H%M%S')}-{worker.replace(':', '_')}-{os.getpid()}.json"
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = place / f"{time.strftime('%Y%m%d-%H%M%S')}-{worker.replace(':', '_')}-{os.getpid()}.json"
         path.write_text(json.dumps({"reason": reason, **content}))
-        for old in sorted(place.glob("*.json"))[:-KEPT]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        log.info("telegrad: what worker %r was at could not be written to %s: %s", worker, place, error)
-        return None
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # a part of it is of no use
+        raise
+    for old in sorted(place.glob(OURS))[:-KEPT]:
+        old.unlink(missing_ok=True)
     return path
 
 
@@ -68,6 +74,7 @@ class Dumper:
         self._reason = ""  # of the next file; whoever wants it stores it first
         self._next = 0.0  # when another may be written that nobody has asked for
         self._closed = False
+        self.failure = ""  # why the last one could not be written
         self._thread = Background("telegrad-dump", self._main)
         self._alarm = self._alarmed
         instruments.alarms.append(self._alarm)
@@ -80,8 +87,14 @@ class Dumper:
         self._wanted.release()
 
     def write(self, reason: str) -> pathlib.Path | None:
-        """Write one now."""
-        path = write(self._worker, reason, self._tell())
+        """Write one now; None where none are wanted, or none can be, which is told to the log."""
+        try:
+            path = write(self._worker, reason, self._tell())
+        except OSError as error:
+            level = logging.INFO if self.failure else logging.WARNING  # once is enough
+            self.failure = f"what worker {self._worker!r} was at could not be written ({VARIABLE}): {error}"
+            log.log(level, "telegrad: %s", self.failure)
+            return None
         if path is not None:
             log.info("telegrad: %s; what worker %r was at is in %s", reason, self._worker, path)
         return path
@@ -112,16 +125,18 @@ class Signalled:
             return
         if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
             return
+        chain = False  # what the signal does otherwise is to end the process
         with contextlib.suppress(ValueError):  # this is not the main thread: the stacks have to do
             signal.signal(signal.SIGUSR2, lambda *_: threading.Thread(target=act, daemon=True).start())
+            chain = True
         self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
-        faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=True)
+        faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=chain)
 
     def close(self) -> None:
         """As it was before."""
         if self.file >= 0:
             faulthandler.unregister(signal.SIGUSR2)
+            os.close(self.file)  # before the signal ends the process again: who finds the file may send it
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-            os.close(self.file)
             self.file = -1

@@ -50,7 +50,7 @@ class Inquiry:
         """`answer(topic, after)` gives something that JSON can say; it is called on a thread of its own."""
         self._agent = agent
         self._answer = answer
-        self._next_word = 0.0  # when a callee may be asked again; stored without a lock: one question more does no harm
+        self._next_word: dict[str, float] = {}  # when a callee may be asked again; unlocked: one more is no harm
         self._numbers = itertools.count(1)  # `next` is atomic
         self._rounds: dict[int, _Round] = {}  # no lock: each use is one operation of a dict
         agent.on(Inspect, self._on_ask)
@@ -90,9 +90,9 @@ class Inquiry:
     def last_word(self, callee: Identity, number: int) -> str:
         """What a worker is at with a call from here, for the end of a sentence; empty where it does not say so soon."""
         now = monotonic()
-        if now < self._next_word:
+        if now < self._next_word.get(callee.name, 0.0):
             return ""  # many calls end at once: the first of them tells
-        self._next_word = now + BETWEEN
+        self._next_word[callee.name] = now + BETWEEN
         answers, _ = self.ask([callee.name], CALL, lambda _: number, AT_ONCE)
         return str(answers.get(callee.name) or "")
 

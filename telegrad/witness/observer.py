@@ -34,8 +34,10 @@ from telegrad.witness.account import (
     PassOut,
     Thread,
     Wait,
+    listed,
 )
-from telegrad.witness.waits import wait_on
+from telegrad.witness.recorder import recorder
+from telegrad.witness.waits import wait_of, wait_on
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -58,7 +60,7 @@ class Observer:
         self._name = name
         self._parts: Parts | None = None
         self._rank = -1
-        self._since = perf_counter()
+        self._begun = self._since = perf_counter()
         self.phase = JOINING
         self.missing: Callable[[], list[str]] = self._missing_here  # who is waited for, while joining or leaving
         self.members: Callable[[], list[Member]] = list  # of the group, once it has joined that
@@ -95,11 +97,12 @@ class Observer:
             group="",
             pid=os.getpid(),
             host=socket.gethostname(),
-            program=os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python",
+            program=_program(),
             clock=now,
             time=time.time(),
             phase=self.phase,
             phase_age=now - self._since,
+            idle=now - max(recorder.last_own(), self._begun),
             missing=self.missing(),
             place=next((wait.place for wait in self._joining()), ""),
             size=None,
@@ -127,10 +130,11 @@ class Observer:
     def _tell_of(self, parts: Parts, told: Account, now: float, waiting: dict[int, int]) -> None:
         """What there is to tell of a worker that has been made; `waiting`: by ids of calls, who waits for them."""
         agent, calls_in = parts.agent, told["calls_in"]
-        calls_in += [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
-        running = {(call["caller"], call["number"]) for call in calls_in}
+        going_on = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
+        known = {(call["caller"], call["number"]) for call in (*calls_in, *going_on)}
         queued = [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
-        calls_in += [call for call in queued if (call["caller"], call["number"]) not in running]
+        others = going_on + [call for call in queued if (call["caller"], call["number"]) not in known]
+        calls_in += listed(others, lambda call: (call["caller"], call["function"], call["state"]))
         told["place"], told["size"] = parts.place, parts.size
         told["slots"], told["busy"] = inspection.slots(agent)
         told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
@@ -140,7 +144,7 @@ class Observer:
             PassOut(context=context, number=number, age=now - begun, owing=owing)
             for context, number, begun, owing in parts.conductor.under_way()
         ]
-        told["calls_out"] = [
+        calls_out = (
             CallOut(
                 to=pending.peer.name,
                 number=pending.id,
@@ -150,7 +154,8 @@ class Observer:
                 thread=waiting.get(id(pending)),
             )
             for pending in inspection.calls_out(agent)
-        ]
+        )
+        told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
         if self.phase != JOINING:  # it has the group's key
             told["group"] = blake2b(agent.group_key, digest_size=6, person=b"telegrad-group").hexdigest()
             told["references"] = parts.references.counts()
@@ -163,10 +168,18 @@ class Observer:
             return ""
         if call["state"] == QUEUED:
             return f": it waits for its turn, {told['busy']} of {told['slots']} slots are taken"
-        thread = next((each for each in told["threads"] if each["number"] == call["thread"]), None)
-        at = thread["at"] if thread is not None else None
-        where = f", at {at['file']}:{at['line']} in {at['function']}: `{at['text']}`" if at is not None else ""
-        return f": for {call['age']:.1f} s by now{where}"
+        if call["state"] == RUNNING:
+            threads = [each for each in told["threads"] if each["number"] == call["thread"]]
+        else:  # as those of a pipeline's batch: a thread that runs user code, and no call
+            serving = {each["thread"] for each in told["calls_in"]}
+            own = (each for each in told["threads"] if each["name"].startswith("telegrad-") and each["wait"] is None)
+            threads = [each for each in own if each["number"] not in serving]
+        where = [
+            f", at {at['file']}:{at['line']} in {at['function']}: `{at['text']}`"
+            for each in threads
+            if (at := each["at"]) is not None
+        ]
+        return f": for {call['age']:.1f} s by now{where[0] if len(where) == 1 else ''}"
 
     def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
         """The threads, the calls that they run, and by ids of calls which waits for them."""
@@ -177,7 +190,7 @@ class Observer:
         waiting: dict[int, int] = {}
         for thread in threading.enumerate():
             frame = frames.get(thread.ident or 0)
-            if frame is None or thread is threading.current_thread():
+            if frame is None:
                 continue
             agent = self._parts.agent if self._parts is not None else None
             stood = inspection.stands(frame, agent) if agent is not None else inspection.NOWHERE
@@ -193,6 +206,8 @@ class Observer:
         wait = wait_on(frames, self.missing)
         if stood.room is not None:
             wait = Wait(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
+        elif wait is None and stood.waits is None and not stood.serves:
+            wait = wait_of(thread.ident)
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None
@@ -210,6 +225,12 @@ def _call_in(call: Incoming, state: str, now: float, thread: int | None) -> Call
     name = call.name or bytes(call.message.head).decode(errors="replace").replace(":", ".")
     age = max(0.0, now - call.begun) if call.begun else 0.0
     return CallIn(caller=call.caller.name, number=call.message.id, function=name, age=age, state=state, thread=thread)
+
+
+def _program() -> str:
+    """What runs, for people."""
+    path = sys.argv[0] if sys.argv else ""
+    return os.path.basename(path.removesuffix(f"{os.sep}__main__.py")) or "python"
 
 
 def _resident() -> int:

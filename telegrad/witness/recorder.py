@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from telegrad import instruments
-from telegrad.instruments import Event
+from telegrad.instruments import CALLED, PASSED, STEPPED, Event
 
 LAST = 10_000  # events that are kept
 
@@ -40,6 +40,11 @@ class Recorder:
     def events(self, after: float = 0.0) -> list[Event]:
         """Those that ended after that moment of `perf_counter`, in the order in which they ended."""
         return [event for event in self._ring.copy() if event[2] > after]
+
+    def last_own(self) -> float:
+        """When something ended last that this worker began, and not another one; 0 where that is not known."""
+        own = (CALLED, PASSED, STEPPED)
+        return next((event[2] for event in reversed(self._ring.copy()) if event[0] in own), 0.0)
 
 
 recorder = Recorder()

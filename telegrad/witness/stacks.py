@@ -34,8 +34,8 @@ def line_of(frame: FrameType) -> Line:
 
 
 def user_line(frames: list[FrameType]) -> Line | None:
-    """The innermost line that is neither of this package nor of a library, or else of the innermost library."""
-    for is_foreign in (is_library, _is_own):
+    """The innermost line that is neither of this package nor of a library, or else of what was installed."""
+    for is_foreign in (is_library, _is_pythons):
         for frame in reversed(frames):
             if not is_foreign(frame.f_code.co_filename):
                 return line_of(frame)
@@ -69,9 +69,18 @@ def _is_own(file: str) -> bool:
     return file.startswith((_OWN, "<frozen"))
 
 
+def _is_installed(file: str) -> bool:
+    return any(folder in file for folder in _INSTALLED)
+
+
+def _is_pythons(file: str) -> bool:
+    """Of Python itself, or of this package."""
+    return _is_own(file) or (file.startswith(_STANDARD) and not _is_installed(file))
+
+
 def is_library(file: str) -> bool:
     """Whether a file is of this package, of Python or of something that was installed."""
-    return _is_own(file) or file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
+    return _is_pythons(file) or _is_installed(file)
 
 
 def _short(file: str) -> str:

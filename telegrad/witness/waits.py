@@ -7,6 +7,7 @@ from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
+from telegrad import progress
 from telegrad.agent import futures
 from telegrad.agent.pending import Pending
 from telegrad.autograd.conductor import Conductor
@@ -36,14 +37,26 @@ def wait_on(frames: Sequence[FrameType], missing: Missing) -> Wait | None:
     return last
 
 
+def wait_of(thread: int | None) -> Wait | None:
+    """A wait of that thread of which people are told, whatever has been called."""
+    told = next((each for each in reversed(progress.under_way()) if each.thread == thread), None)
+    if told is None:
+        return None
+    return Wait(what=told.what, on=list(told.missing()), about=told.text(), age=monotonic() - told.begun)
+
+
 def _joining(_: Names, missing: Missing) -> Wait:
     return Wait(what="init_rpc", on=missing(), about="the group to be complete")
 
 
 def _parting(names: Names, missing: Missing) -> Wait | None:
     if names["serving"]:
-        return None  # for as long as the others want
+        return _serving(names, missing)
     return Wait(what="shutdown", on=missing(), about="all to call shutdown, and their calls to end")
+
+
+def _serving(*_: object) -> Wait:
+    return Wait(what="serve", on=[], about="what others call")  # for as long as these want
 
 
 def _meeting(names: Names, _: Missing) -> Wait:
@@ -79,6 +92,7 @@ _WAITS: dict[CodeType, Callable[[Names, Missing], Wait | None]] = {
     stores.join_store.__code__: _meeting,
     Membership.wait_for.__code__: _gathering,
     Parting.wait.__code__: _parting,
+    Membership.wait_for_end.__code__: _serving,
     Conductor.wait.__code__: _passing,
     futures.wait_for.__code__: _future,
 }

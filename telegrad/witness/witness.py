@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from telegrad.instruments import Event
+from telegrad.witness import dump
 from telegrad.witness.account import LEAVING, Account
 from telegrad.witness.desk import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Desk
 from telegrad.witness.dump import Dumper, Signalled
@@ -92,7 +93,8 @@ class Witness:
             return self.events(after or {})
         if topic == DUMP:
             path = self.dump()
-            return None if path is None else os.fspath(path)
+            why_not = self._dumper.failure or f"{dump.VARIABLE}=off"
+            return f"nothing was written: {why_not}" if path is None else os.fspath(path)
         return None
 
     def _tell(self) -> dict[str, Any]:

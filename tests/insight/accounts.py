@@ -18,6 +18,7 @@ def made_up() -> Account:
         time=1e9,
         phase=MEMBER,
         phase_age=12.5,
+        idle=2.0,
         missing=[],
         place="tcp://here:29500",
         size=4,

@@ -28,6 +28,7 @@ def account(worker: str, clock: float = START, **known: Any) -> Account:
         "time": DAY + clock - START,
         "phase": MEMBER,
         "phase_age": clock - START + 60,
+        "idle": 0.5,
         "missing": [],
         "place": "tcp://node:29500",
         "size": len(WORKERS),

@@ -20,6 +20,7 @@ from torch.distributed import barrier, init_process_group
 
 import telegrad.rpc as rpc
 from telegrad import autograd
+from telegrad.compat.rpc.api import _all_gather
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import functions
 from tests.cluster import init
@@ -418,6 +419,14 @@ def no_shutdown(rank: int, stage: Stage) -> None:
     rpc.shutdown()
 
 
+def no_gather(rank: int, stage: Stage) -> None:
+    stage.join(rank, 3)
+    if rank == 2:
+        load_data()
+    say()
+    _all_gather(None, {"worker0", "worker1", "worker2"}, timeout=0)
+
+
 def shutdown_and_a_call(rank: int, stage: Stage) -> None:
     stage.join(rank, 2)
     if rank == 0:
@@ -505,6 +514,9 @@ HANGS = {
     "collective": Hang(3, forgotten_collective, "barrier", ("worker1",), ("worker1 has not come", "barrier()"), 3),
     "no shutdown": Hang(
         3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3
+    ),
+    "no gather": Hang(
+        3, no_gather, "shutdown", ("worker2",), ("worker2 has not come to shutdown's _all_gather", "in load_data"), 3
     ),
     "shutdown and a call": Hang(2, shutdown_and_a_call, "asleep", ("worker1",), ("sleep", "is in shutdown")),
     "no room": Hang(

@@ -104,6 +104,7 @@ def _account(name: str, rank: int, names: tuple[str, ...], slots: int) -> Accoun
         time=1.7e9,
         phase=MEMBER,
         phase_age=100.0,
+        idle=100.0,
         missing=[],
         place="tcp://127.0.0.1:29500",
         size=len(names),

@@ -175,8 +175,8 @@ class Outside:
     """A source that looks on from outside: two workers, one of whom has died."""
 
     def look(self) -> Sight:
-        account: Any = {"worker": "a", "host": "x", "clock": 5.0}
-        return Sight([account], {"b": "it died"})
+        account: Any = {"worker": "a", "host": "x", "clock": 5.0, "gone": {"b": "it died"}}
+        return Sight([account], {"c": "it is stopped"})
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         called = (CALLED, 10.0, 10.5, "b", 7, "work", 0, "")
@@ -189,6 +189,21 @@ def test_from_outside_of_a_group(tmp_path: pathlib.Path, seconds: float | None) 
     file_of(tmp_path / "trace.json")
     assert told.splitlines()[0].endswith("2 workers, 2 events, 2 arrows")
     assert told.splitlines()[2].endswith("clock: from recorded calls: +10,000,000.0 µs, ± 100,000.0 µs")
+    assert told.splitlines()[3:] == ["  c: nothing; it is stopped"]  # b is gone, but left its events
+
+
+def test_what_cannot_be_written_is_said_before_anybody_waits(tmp_path: pathlib.Path) -> None:
+    nowhere = tmp_path / "nowhere" / "trace.json"
+    for write in (collect.trace, collect.tracing):
+        with pytest.raises(FileNotFoundError, match="no such folder"):
+            write(nowhere, source=Recorders())
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        collect.trace_from_outside(nowhere, Outside(), 1e9)
+    for seconds in (-1, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="a number of seconds"):
+            collect.trace_from_outside(tmp_path / "trace.json", Outside(), seconds)
+        with pytest.raises(UsageError, match="a number of seconds"):
+            collect.trace(tmp_path / "trace.json", seconds)
 
 
 def test_a_profile_needs_a_time() -> None:

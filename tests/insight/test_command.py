@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -13,9 +14,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from telegrad.insight.sources import groups_here
+from telegrad import rpc
+from telegrad.errors import UsageError
+from telegrad.insight import command
+from telegrad.insight.sources import HostGroup, groups_here
 from telegrad.rpc import current, rpc_sync, shutdown
 from telegrad.witness import desk, dump
+from telegrad.witness.desk import Place
 from tests.cluster import PATIENCE, Process, group
 
 pytestmark = pytest.mark.skipif(not desk.HAS_DESKS, reason="groups cannot be looked at from outside here")
@@ -62,19 +67,23 @@ def test_a_table(chosen: list[str]) -> None:
     assert "worker1" in said
 
 
-def test_a_trace(chosen: list[str], tmp_path: pathlib.Path) -> None:
+def test_a_trace(chosen: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
-    assert "2 workers" in ran("trace", str(path), *chosen)
+    assert command.main(["trace", str(path), *chosen]) == 0  # here, where torch is imported already
+    assert "2 workers" in capsys.readouterr().out
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
     assert any("builtins.abs" in name for name in names)
 
 
-def test_what_workers_write_down_can_be_looked_at_later(chosen: list[str], tmp_path: pathlib.Path) -> None:
+def test_what_workers_write_down_can_be_looked_at_later(
+    chosen: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = dict(line.split(": ", 1) for line in ran("dump", *chosen).splitlines())
     assert "nothing was written" in said["worker0"]
     assert "there is no file of it" in ran("why", said["worker1"], status=2)
     path = tmp_path / "trace.json.gz"
-    assert "1 worker" in ran("trace", str(path), "--from", said["worker1"])
+    assert command.main(["trace", str(path), "--from", said["worker1"]]) == 0
+    assert "1 worker" in capsys.readouterr().out
     assert "is no file that a worker has written" in ran("why", __file__, status=2)
 
 
@@ -107,6 +116,41 @@ def shown_at() -> str:
     return current.joined().at_end.__self__.url  # type: ignore[attr-defined]
 
 
-def test_nobody_is_there() -> None:
-    assert "no worker of yours runs on this host" in ran("why", "--group", "none", status=2)
-    assert "no worker of yours" in ran("top", "--once", "--group", "none", status=2)
+def test_a_port_that_is_taken_leaves_the_group_whole() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, group(2, dashboard=taken.getsockname()[1]) as made:
+        assert made[0].run(pow, 2, 3) == 8
+        assert made[0].run(lambda: rpc.rpc_sync("worker1", pow, (2, 3))) == 8
+
+
+def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "groups_here", dict)
+    for arguments in (["why"], ["why", "--group", "none"], ["top", "--once"], ["dump"], ["trace", "trace.json"]):
+        assert command.main(arguments) == 2
+        assert "no worker of yours runs on this host" in capsys.readouterr().err
+
+
+def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {
+        "b7c1": HostGroup([Place("", 1, -1, "ps"), Place("", 2, -1, "trainer")], {"train.py"}),
+        "b8d2": HostGroup([Place("", 3, -1, "worker0")], {"serve.py"}),
+    }
+    monkeypatch.setattr(command, "groups_here", lambda: there)
+    for name in ("b7", "train.py", "ps"):
+        assert command._one_group(name) is there["b7c1"]
+    with pytest.raises(UsageError, match=r"b7c1 \(train.py: ps and trainer\); b8d2 \(serve.py: worker0\)"):
+        command._one_group("")
+    with pytest.raises(UsageError, match="no group is called 'b9' here; there are: b7c1"):
+        command._one_group("b9")
+
+
+def test_what_cannot_be_is_said_in_a_line(
+    chosen: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for said, arguments in (
+        ("there is no such folder", ["trace", str(tmp_path / "nowhere" / "trace.json"), *chosen]),
+        ("take another port", ["dashboard", "--port", "80000", *chosen]),
+        ("cannot be read: No such file", ["why", str(tmp_path / "none.json")]),
+    ):
+        assert command.main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line

@@ -270,6 +270,52 @@ def test_servers_that_wait_for_a_driver_at_work_are_no_hang() -> None:
     assert told.startswith("Nothing waits for long.")
 
 
+def test_a_driver_that_calls_now_and_then_is_at_work() -> None:
+    scene = leaving("train.py:33 main: time.sleep(5)")
+    _tell(scene["worker2"], idle=5.0)  # since it called one of those that wait since 20 s
+    finding, told = only(scene, "shutdown", "worker2")
+    assert status([finding]) == 0
+    assert "worker2 is at work, and has not called shutdown yet; others have, and serve meanwhile" in told
+    _tell(scene["worker2"], idle=30.0)
+    finding, _ = only(scene, "shutdown", "worker2")
+    assert status([finding]) == 1
+
+
+def test_a_drop_in_program_of_which_one_does_not_come_to_shutdown() -> None:
+    scene = Scene("worker0", "worker1", "worker2")
+    for name, on in (("worker0", "worker2"), ("worker1", "worker0")):
+        scene.thread(name, "train.py:70 main: rpc.shutdown()", wait=wait("_all_gather", on, age=20.0))
+    scene.thread("worker2", "train.py:33 main: input()")
+    finding, told = only(scene, "shutdown", "worker2")
+    assert finding.waiting == ["worker0", "worker1"]
+    assert "worker2 has not come to shutdown's _all_gather, for which others wait" in told
+    assert "worker1's main thread is in _all_gather (shutdown calls it, too), and waits for worker0, for 20 s" in told
+
+
+def test_workers_that_serve_are_well() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.thread("worker0", "train.py:9 main: time.sleep(10)")
+    scene.thread("worker1", wait=wait("serve", about="what others call"))
+    assert explain(scene.sight) == []
+    assert "worker1: main thread serves the others" in text([], scene.sight)
+
+
+def test_a_worker_that_was_started_anew_is_not_gone() -> None:
+    scene = Scene("worker0", "worker1")
+    scene["worker0"]["gone"] = {"worker1": "its process ended", "worker2": "its process ended"}
+    (finding,) = explain(scene.sight)
+    assert finding.workers == ["worker2"]
+
+
+def test_a_wait_of_this_package_of_another_kind() -> None:
+    scene = Scene("worker0", "worker1")
+    scene.thread("worker0", "train.py:9 main: checkpoint.save(m, path)", wait=wait("checkpoint.save", "worker1", age=9))
+    scene.call("worker0", "worker1", "telegrad.checkpoint.write", 9, runs="disk.py:20 write: os.fsync(file)")
+    finding, told = only(scene, "asleep", "worker1")
+    assert finding.waiting == ["worker0"]
+    assert "checkpoint.save(m, path)" in told
+
+
 def test_a_shutdown_that_waits_for_a_call() -> None:
     scene = leaving("train.py:70 main: rpc.shutdown()", wait=wait("shutdown", "worker0"))
     _tell(scene["worker2"], phase=LEAVING, phase_age=20.0, missing=["worker0"])

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import operator
+import re
 import socket
 import threading
 import weakref
@@ -249,12 +250,15 @@ def test_a_connection_that_broke_is_made_again() -> None:
     gate = threading.Event()
     waiting[0] = gate
     with agents(2) as (a, b):
-        lost = a.agent.call_async("w1", wait_gate, None, None)
+        lost = [a.agent.call_async("w1", wait_gate, None, None) for _ in range(2)]
         assert a.agent.call("w1", echo, (1,), None) == 1
         for link in list(b.agent._connections._accepted):
             link._sock.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(errors.PeerLost, match="may or may not have run"):
-            lost.wait()
+        for future in lost:  # each with what it was itself, of all that have ended for one reason
+            with pytest.raises(errors.PeerLost, match="may or may not have run") as told:
+                future.wait()
+            assert re.search(r"anew\. This call, of [\w.]+\.wait_gate, was under way for \d\.\d s$", str(told.value))
+            assert str(told.value).count("This call") == 1
         assert a.agent.call("w1", echo, (2,), None) == 2
         gate.set()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
+import queue
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +25,7 @@ from telegrad.insight.sources import HostGroup, OwnGroup, groups_here
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from telegrad.witness import desk, dump
-from telegrad.witness.account import GOING_ON, MEMBER, QUEUED, RUNNING, Account
+from telegrad.witness.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
 from telegrad.witness.desk import Place
 from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes
 from tests.strangers.door import eventually
@@ -54,7 +57,7 @@ def promise() -> torch.futures.Future[None]:
         gate.wait(PATIENCE)
         found.set_result(None)
 
-    threading.Thread(target=keep, daemon=True).start()
+    threading.Thread(target=keep, name="telegrad-worker", daemon=True).start()
     return found
 
 
@@ -130,6 +133,25 @@ def test_calls_without_a_slot_are_queued() -> None:
         assert inside.acquire(timeout=PATIENCE)  # the third
 
 
+def test_of_many_calls_that_are_alike_some_are_listed() -> None:
+    gate.clear()
+    with agents(2, num_worker_threads=1) as (first, second):
+        futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(MOST_ALIKE + 50)]
+        assert inside.acquire(timeout=PATIENCE)
+        here = lambda: second.witness.account()["calls_in"]  # noqa: E731
+        assert eventually(lambda: counts(here(), lambda call: call["state"])[QUEUED] == MOST_ALIKE + 49)
+        assert len(here()) == MOST_ALIKE + 1
+        out = first.witness.account()["calls_out"]
+        assert len(out) == MOST_ALIKE
+        assert out[-1]["more"] == 50
+        assert counts(out, lambda call: call["to"]) == {"w1": MOST_ALIKE + 50}
+        gate.set()
+        for future in futures:
+            future.wait()
+        for _ in futures[1:]:
+            assert inside.acquire(timeout=PATIENCE)
+
+
 def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
     gate.clear()
     for call in (
@@ -140,6 +162,15 @@ def test_a_timeout_tells_where_the_callee_stands(pair: list[Worker]) -> None:
         with pytest.raises(CallTimeout, match=said):
             call()
         assert inside.acquire(timeout=PATIENCE)
+    gate.set()
+
+
+def test_a_timeout_of_a_call_that_goes_on_tells_where_its_thread_stands(pair: list[Worker]) -> None:
+    gate.clear()
+    said = r"still be running there: for \d\.\d s by now, at .*test_witness.py:\d+ in keep: `gate\.wait"
+    with pytest.raises(CallTimeout, match=said):
+        pair[0].agent.call("w1", promise, None, None, 0.3)
+    assert inside.acquire(timeout=PATIENCE)
     gate.set()
 
 
@@ -225,6 +256,16 @@ def test_others_of_the_host_are_not_answered(pair: list[Worker]) -> None:
         desk.ask(Place(place.address + "x", 0, -1, ""), "account")
 
 
+@pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no such sockets here")
+def test_root_finds_the_workers_of_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as others:
+        others.bind(f"\0{desk.PREFIX}/4711/1/-1/0/w9")
+        others.listen()
+        for user, is_found in ((0, True), (4711, True), (4712, False)):
+            monkeypatch.setattr(os, "getuid", lambda user=user: user)
+            assert ("w9" in [place.worker for place in desk.places()]) == is_found
+
+
 # To files
 
 
@@ -248,6 +289,25 @@ def test_a_signal_that_the_program_uses_is_left_to_it() -> None:
         program.run(init, 0, 1, free_port())
         program.kill(signal.SIGUSR2)
         assert program.run(_heard)
+
+
+def test_a_signal_does_not_end_a_program_that_has_joined_on_another_thread() -> None:
+    with processes(1) as (program,):
+        program.run(_join_on_a_thread, free_port())
+        program.kill(signal.SIGUSR2)
+        assert program.run(_write_stacks)
+
+
+def _join_on_a_thread(port: int) -> None:
+    in_threads(lambda: init(0, 1, port))
+
+
+def _write_stacks() -> bool:
+    return eventually(lambda: "Current thread" in look_at_stacks())
+
+
+def look_at_stacks() -> str:
+    return pathlib.Path(f"/proc/self/fd/{current.here().witness._signalled.file}").read_text()
 
 
 def _write_to(folder: str) -> None:
@@ -276,9 +336,52 @@ def test_what_a_worker_is_at_is_written_down(
     assert [account["worker"] for account in written.look().accounts] == ["w0", "w1"]
     assert written.events({})["w0"][-1] == tuple(json.loads(paths[0].read_text())["events"][-1])
     assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "dumps" / "config.json").write_text("of the program")
     for _ in range(3):
         dump.write("another", "because", {})
-    assert len(list((tmp_path / "dumps").iterdir())) == 2
+    assert len(list((tmp_path / "dumps").iterdir())) == 3
+    assert (tmp_path / "dumps" / "config.json").exists()
+
+
+def test_what_cannot_be_written_is_said_once(
+    pair: list[Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "dumps"))
+    for _ in range(2):
+        assert pair[0].witness.dump() is None
+    (record,) = caplog.records
+    assert "what worker 'w0' was at could not be written (TELEGRAD_DUMPS): [Errno 20]" in record.getMessage()
+    assert "could not be written" in pair[0].witness._answer(desk.DUMP, None)
+
+
+def test_of_a_file_that_cannot_be_written_whole_nothing_stays(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(path: pathlib.Path, text: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pathlib.Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space"):
+        dump.write("w0", "because", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_of_libraries_stand_at_no_line_of_the_program(pair: list[Worker]) -> None:
+    waiting: queue.Queue[None] = queue.Queue()
+    library = threading.Thread(target=waiting.get, name="of a library", daemon=True)
+    library.start()
+    try:
+        threads = {each["name"]: each for each in pair[0].witness.account()["threads"]}
+        assert threads["of a library"]["at"] is None
+        at = threads["MainThread"]["at"]  # of who asks, too
+        assert at is not None
+        assert at["function"] == "test_threads_of_libraries_stand_at_no_line_of_the_program"
+    finally:
+        waiting.put(None)
+        library.join()
 
 
 def test_a_timeout_has_a_file_written(
