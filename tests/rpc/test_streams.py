@@ -319,6 +319,10 @@ def test_wrong_arguments() -> None:
         rpc_stream("w1", count, (1,), timeout=-2)
     with pytest.raises(errors.CannotEncode):
         rpc_stream("w1", count, (threading.Lock(),))
+    with pytest.raises(errors.InvalidArgument, match="give the function that yields"):
+        rpc_stream("w1", count(3))  # type: ignore[arg-type]
+    with pytest.raises(errors.CannotEncode, match=r"call its function by rpc.rpc_stream"):
+        rpc_sync("w1", count, (3,))
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         next(rpc_stream("w1", count))
     with pytest.raises(errors.CannotEncode, match="send its items"):
