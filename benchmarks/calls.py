@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.limits import COPY, SIZES, TCP
-from benchmarks.measuring import MB, OTHER, THIRD, Row, times
-from benchmarks.targets import OfLimit, OfPeer, Target
+from benchmarks.measuring import MB, OTHER, TELEGRAD, THIRD, Row, times
+from benchmarks.targets import OfLimit, OfPeer, OfRow, Target
 
 _held: dict[int, torch.Tensor] = {}
 
@@ -38,6 +38,11 @@ def give(size: int) -> torch.Tensor:
         _held.clear()
         _held[size] = torch.ones(size // 4)
     return _held[size]
+
+
+def count(n: int) -> Iterator[int]:
+    """What a stream brings."""
+    yield from range(n)
 
 
 class Counter:
@@ -76,6 +81,13 @@ def calls_per_second(
     for _ in range(total // window):
         wait_all([rpc.rpc_async(callee, nothing) for _ in range(window)])
     return total / (perf_counter() - start)
+
+
+def items_per_second(rpc: Any, total: int) -> float:
+    """Of a stream of integers."""
+    start = perf_counter()
+    taken = sum(1 for _ in rpc.rpc_stream(OTHER, count, (total,)))
+    return taken / (perf_counter() - start)
 
 
 def bandwidth(rpc: Any, size: int, direction: str) -> float:
@@ -139,6 +151,14 @@ CALLS = [
     Row("1 KB tensor echo", "µs", False, sync_small_echo, targets=_QUICKER),
     _rate(1000),
     _rate(10_000),
+    Row(
+        "rpc_stream, 100,000 items",
+        "items/s",
+        True,
+        partial(items_per_second, total=100_000),
+        targets=(OfRow(0.5, "rpc_async, 1000 in flight"),),
+        libraries=(TELEGRAD,),
+    ),
     Row("remote, to_here, drop", "µs", False, remote_round, targets=_QUICKER),
     Row("remote, 1000 at once", "references/s", True, partial(references_per_second, count=1000)),
     Row("reference from user to user", "µs", False, sharing),

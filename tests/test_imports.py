@@ -41,6 +41,7 @@ PURE = [
     "agent/calls.py",
     "agent/deadlines.py",
     "agent/slots.py",
+    "rpc/flow.py",
     "rref/letters.py",
     "rref/records.py",
     "rref/protocol.py",

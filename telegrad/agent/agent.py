@@ -320,6 +320,10 @@ class Agent:
         self._server.doorkeeper = doorkeeper
         return self._server
 
+    def run_at_once(self, function: Callable[..., Any]) -> None:
+        """Let calls of a function of this package, which never waits, need no slot."""
+        self._server.at_once.add((name_of(function, True) or "").encode())
+
     def run(self, act: Callable[[Any], None], argument: Any, short: bool, by_who_waits: bool = False) -> None:
         """Have `act(argument)`, which may be user code, run on a thread for that, as a call would.
 

@@ -27,14 +27,16 @@ class Traffic(NamedTuple):
 
 
 def calls_out(agent: Agent) -> list[Pending]:
-    """Calls of this worker that were not answered yet."""
+    """Calls of this worker that were not answered yet, but for those that are a part of another."""
     peers = list(agent._connections._peers.values())
-    return [pending for peer in peers for pending in peer._calls.in_flight.copy().values()]
+    calls = [pending for peer in peers for pending in peer._calls.in_flight.copy().values()]
+    return [pending for pending in calls if not hasattr(pending.outcome, "behind")]
 
 
 def calls_going_on(agent: Agent) -> list[Incoming]:
     """Calls of others whose functions have returned a future or a coroutine, whose end is awaited."""
-    return list(agent._server.going_on.copy().values())
+    server = agent._server
+    return [call for call in server.going_on.copy().values() if call.message.head not in server.at_once]
 
 
 def calls_queued(agent: Agent) -> list[Incoming]:
@@ -108,6 +110,7 @@ def stands(frame: FrameType | None, agent: Agent) -> Stands:
             serves.append(frame.f_locals["call"])
         elif code in _WAITS and waits is None and not serves:
             found = _WAITS[code](frame.f_locals)
+            found = getattr(getattr(found, "outcome", None), "behind", None) or found  # the call of which it is a part
             waits = found if isinstance(found, Pending) and not found.done and found.peer in peers else None
         elif code is _ROOM and not serves and frame.f_locals["self"] in peers:
             room = frame.f_locals["self"]

@@ -139,6 +139,12 @@ def baggage() -> dict[str, str]:
     return here.baggage or {} if here is not None else {}
 
 
+def hops() -> Hops:
+    """For whose sake this thread's code runs."""
+    here = _current.get()
+    return here.hops if here is not None else ()
+
+
 def hops_of(description: bytes | memoryview) -> Hops:
     """For whose sake a call was made."""
     hops: Hops = pickle.loads(description)[2]

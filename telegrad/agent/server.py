@@ -73,6 +73,7 @@ class Server:
         self.wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what to call instead
         self._short: dict[bytes, bool] = {}  # by the function's name; a guess: single reads and writes of any thread
         self._short_in_order: dict[bytes, bool] = {}  # of those that the doorkeeper heeds
+        self.at_once: set[bytes] = set()  # names of functions that need no slot; filled before anything is called
         self.served = 0  # calls that have begun to run; for people, since threads may miscount it
         self._lock = threading.Lock()  # guards changes of _running
         self._running = 0  # calls whose functions returned a future or a coroutine, or that wait for their turn
@@ -94,6 +95,8 @@ class Server:
                 if (not short or self.orders) and self._heeds(message.head):
                     caller.entrance.put(come)
                     self._reactor.submit(Work(self._run_in_order, caller, self._cost_in_order(come)))
+                elif message.head in self.at_once:
+                    self._reactor.submit(Work(self._run, come, INSTANT))
                 else:
                     self._reactor.submit(Work(self._run, come, QUICK if short else LONG))
             elif message.kind == NOTICE:

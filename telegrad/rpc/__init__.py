@@ -14,6 +14,7 @@ from telegrad.rpc.api import (
     on_leave,
     remote,
     rpc_async,
+    rpc_stream,
     rpc_sync,
     serve,
     shutdown,
@@ -23,6 +24,7 @@ from telegrad.rpc.api import (
 )
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.streams import Stream
 from telegrad.transport.tls import TlsFiles
 
 PyRRef = RRef  # its name in the documentation of torch.distributed.rpc
@@ -34,6 +36,7 @@ __all__ = [
     "PyRRef",
     "RRef",
     "RpcBackendOptions",
+    "Stream",
     "TelegradOptions",
     "TensorPipeRpcBackendOptions",
     "TlsFiles",
@@ -48,6 +51,7 @@ __all__ = [
     "on_leave",
     "remote",
     "rpc_async",
+    "rpc_stream",
     "rpc_sync",
     "serve",
     "shutdown",

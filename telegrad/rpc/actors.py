@@ -10,13 +10,15 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Arrival
-from telegrad.agent.scene import Scene, Turn
+from telegrad.agent.futures import Signal
+from telegrad.agent.scene import Hops, Scene, Turn, entered, hops
 from telegrad.errors import RRefError, UsageError
-from telegrad.group.members import Identity
 from telegrad.rpc.batching import Batched
 from telegrad.rpc.values import METHODS, TURNS, Method, methods
 from telegrad.rref.box import Box
@@ -38,6 +40,7 @@ def actor(cls: C) -> C:
     Each caller's calls run in the order in which it made them; of several callers none waits for all calls of
     another. Calls that wait hold no thread. A method that is an `async def` has its turn until it ends. One that is
     marked with `functions.async_execution` has its turn until it returns its future, and one in batches has none.
+    A method that yields (`rpc_stream`) has a turn for each item: others may run while it stands at a `yield`.
 
     A method must not wait for a call that comes back to its own object: that call is refused with a UsageError.
     """
@@ -64,6 +67,15 @@ def _mark() -> _Mark:
     return _Mark()
 
 
+def steps_of(agent: Agent, value: Any, stream: Hashable, method: str) -> Callable[[], Step] | None:
+    """What gives a stream of a method its turns, where the value is an actor."""
+    if not hasattr(type(value), _MARK):
+        return None
+    with _lock:
+        actors = next(each for each in _all if each.agent is agent)
+    return lambda: actors.step(value, stream, method)
+
+
 def serve(agent: Agent, references: ReferenceTable) -> None:
     """Have the actors of a worker take turns."""
     made = Actors(agent, references)
@@ -73,6 +85,28 @@ def serve(agent: Agent, references: ReferenceTable) -> None:
             made.arm()
 
 
+class Step:
+    """What a method that yields runs from one item to the next: it has turns as calls have, and waits in its thread."""
+
+    def __init__(self, stream: Hashable, method: str) -> None:
+        self.key = stream
+        self.method = method
+        self.hops: Hops = hops()
+        self.scene: Scene | None = None
+        self.on_end: Callable[[], None] = lambda: None
+        self.begins = Signal()  # or is refused
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Inside, it runs; once it has begun."""
+        self.begins.wait()
+        try:
+            with entered(self.scene):
+                yield
+        finally:
+            self.on_end()
+
+
 class _Queue:
     """The calls of one busy actor."""
 
@@ -80,12 +114,13 @@ class _Queue:
         self.value = value  # so that its id remains its own
         self.turn: Turn | None = None  # of the method that runs
         self.method = ""
-        self._waiting: dict[Identity, deque[Arrival]] = {}  # by caller; whose turn is next comes first
+        self._waiting: dict[Hashable, deque[Arrival | Step]] = {}  # by caller; whose turn is next comes first
 
-    def add(self, arrival: Arrival) -> None:
-        self._waiting.setdefault(arrival.caller.identity, deque()).append(arrival)
+    def add(self, arrival: Arrival | Step) -> None:
+        caller = arrival.key if isinstance(arrival, Step) else arrival.caller.identity
+        self._waiting.setdefault(caller, deque()).append(arrival)
 
-    def next(self) -> Arrival | None:
+    def next(self) -> Arrival | Step | None:
         """The first call of the caller who has waited for longest."""
         caller = next(iter(self._waiting), None)
         if caller is None:
@@ -96,9 +131,9 @@ class _Queue:
             self._waiting[caller] = calls
         return arrival
 
-    def take_for(self, hop: tuple[str, int]) -> list[Arrival]:
+    def take_for(self, hop: tuple[str, int]) -> list[Arrival | Step]:
         """Those for the sake of a hop, which wait no longer."""
-        found: list[Arrival] = []
+        found: list[Arrival | Step] = []
         for caller, calls in list(self._waiting.items()):
             found += [each for each in calls if hop in each.hops]
             kept = deque(each for each in calls if hop not in each.hops)
@@ -113,7 +148,7 @@ class Actors:
     """Those of one worker."""
 
     def __init__(self, agent: Agent, references: ReferenceTable) -> None:
-        self._agent = agent
+        self.agent = agent
         self._references = references
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards both below, and the queues in them
@@ -150,7 +185,7 @@ class Actors:
                 coming = self._coming[ref] = deque()
             coming.append(arrival)
         if first:
-            self._agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
+            self.agent.later(lambda _: box.opening().add_done_callback(lambda _: self._has_come(ref, box)), None)
         return True
 
     def _may_run(self, value: Any, arrival: Arrival) -> bool:
@@ -160,9 +195,22 @@ class Actors:
         with self._lock:
             return self._enqueue(value, arrival)
 
+    def step(self, value: Any, stream: Hashable, method: str) -> Step:
+        """The next of a stream of an actor's method."""
+        step = Step(stream, method)
+        try:
+            with self._lock:
+                begins = self._enqueue(value, step)
+        except UsageError as fault:
+            step.begins.set_exception(fault)
+        else:
+            if begins:
+                step.begins.set_result()
+        return step
+
     # With the lock held
 
-    def _enqueue(self, value: Any, arrival: Arrival) -> bool:
+    def _enqueue(self, value: Any, arrival: Arrival | Step) -> bool:
         queue = self._queues.get(id(value))
         if queue is None:
             queue = self._queues[id(value)] = _Queue(value)
@@ -173,8 +221,8 @@ class Actors:
         queue.add(arrival)
         return False
 
-    def _begin(self, queue: _Queue, arrival: Arrival) -> None:
-        key = f"{self._agent.incarnation}:{next(self._numbers)}"
+    def _begin(self, queue: _Queue, arrival: Arrival | Step) -> None:
+        key = f"{self.agent.incarnation}:{next(self._numbers)}"
         queue.turn = Turn(key, lambda turn, hop: self._refuse(queue, turn, hop))
         queue.method = _name_of(arrival)
         arrival.scene = Scene(arrival.hops, queue.turn)
@@ -208,7 +256,10 @@ class Actors:
                 del self._queues[id(queue.value)]
                 return
             self._begin(queue, arrival)
-        self._server.perform(arrival)
+        if isinstance(arrival, Step):
+            arrival.begins.set_result()
+        else:
+            self._server.perform(arrival)
 
     def _refuse(self, queue: _Queue, turn: Turn, hop: tuple[str, int]) -> None:
         """A method begins to wait for a hop: what waits for that method for the sake of the hop would never run."""
@@ -216,7 +267,10 @@ class Actors:
             still = queue.turn is turn  # else what it left behind, such as a callback, waits
             refused = [(each, _deadlock(queue, each)) for each in queue.take_for(hop)] if still else []
         for arrival, error in refused:
-            self._server.refuse(arrival, error)
+            if isinstance(arrival, Step):
+                arrival.begins.set_exception(error)
+            else:
+                self._server.refuse(arrival, error)
 
 
 def _takes_turns(value: Any, arrival: Arrival) -> bool:
@@ -224,13 +278,15 @@ def _takes_turns(value: Any, arrival: Arrival) -> bool:
     return hasattr(kind, _MARK) and not isinstance(getattr(kind, _name_of(arrival), None), Batched)
 
 
-def _name_of(arrival: Arrival) -> str:
+def _name_of(arrival: Arrival | Step) -> str:
+    if isinstance(arrival, Step):
+        return arrival.method
     function = arrival.function
     assert isinstance(function, Method)
     return function.__name__
 
 
-def _deadlock(queue: _Queue, arrival: Arrival) -> UsageError:
+def _deadlock(queue: _Queue, arrival: Arrival | Step) -> UsageError:
     kind = type(queue.value).__qualname__
     return UsageError(
         f"{kind}.{queue.method} waits for a call that calls {kind}.{_name_of(arrival)} of the same object, and an "

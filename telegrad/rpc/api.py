@@ -23,6 +23,7 @@ from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.streams import WINDOW, Stream
 from telegrad.rpc.worker import Worker
 
 UNSET_RPC_TIMEOUT = DEFAULT
@@ -218,6 +219,25 @@ def remote(
     if profiling.wanted():
         return profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
     return create(to, call, timeout)
+
+
+@not_compiled
+def rpc_stream(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    window: int = WINDOW,
+) -> Stream[Any]:
+    """Begin to run `func(*args, **kwargs)` on the worker `to`; what it yields, item by item, as a `Stream`.
+
+    `func` is a generator function, also an `async def`, or returns anything that can be iterated over. It runs at most
+    `window` items and 64 MB ahead of its reader. `timeout` is for each item that is waited for.
+    """
+    call = convert(func, args, kwargs)
+    asked = call.function if call.asked is None else call.asked
+    return Stream(_name(to), *call[:3], timeout, window, call.keeps, asked)
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:

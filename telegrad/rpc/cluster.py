@@ -21,7 +21,7 @@ from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import join
 from telegrad.group.members import Member, Members, check_name
 from telegrad.group.stores import Meeting
-from telegrad.rpc import actors
+from telegrad.rpc import actors, feeding
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import open_roots
@@ -67,6 +67,7 @@ def _join(
     worker = Worker(name, _settings(options), address, entered, kind._of_handle, open_roots, witness)
     try:
         actors.serve(worker.agent, worker.references)
+        feeding.serve(worker.agent, worker.references)
         me = worker.agent.describe(meeting.rank, host_identity())
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         witness.watch(_parts(worker, meeting))

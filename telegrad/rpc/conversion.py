@@ -99,6 +99,8 @@ def _check_callable(function: Any) -> None:
     advice = ""
     if isinstance(function, str):
         advice = "; give the function itself, without quotes. To call a method of a reference: rref.rpc_sync().method()"
+    elif isinstance(function, types.GeneratorType | types.AsyncGeneratorType):
+        advice = "; give the function that yields, and its arguments as args: rpc_stream(to, f, args=(x,))"
     elif type(function).__module__ != "builtins":
         advice = "; to call one of its methods give that, as in thing.method"
     raise InvalidArgument(f"the function to call should be callable, which {_shown(function)} is not{advice}")

@@ -19,6 +19,7 @@ from telegrad.errors import CallTimeout, NotOwner, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
 from telegrad.rpc.operators import Operators, is_tensor_method
+from telegrad.rpc.streams import WINDOW, Stream
 from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.rref.box import Box
 from telegrad.rref.handle import Handle
@@ -182,6 +183,11 @@ class RRef(Operators, Generic[T]):
         """As `rpc_sync`, but gives a reference to the result, which stays at the owner."""
         return Proxy(self._create, timeout)
 
+    @not_compiled
+    def rpc_stream(self, timeout: float = DEFAULT, window: int = WINDOW) -> Proxy:
+        """As `rpc_sync`, for a method that yields: gives a stream of its items."""
+        return Proxy(partial(self._stream, window), timeout)
+
     def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Call the value at its owner; a reference to the result."""
         return self._create("", DEFAULT, args, kwargs)
@@ -199,6 +205,11 @@ class RRef(Operators, Generic[T]):
         if profiling.wanted():
             call = partial(profiling.called_async, self._event("async", method, asked), call)
         return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self, asked)
+
+    @not_compiled
+    def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
+        owner, function = self._table.reach(self._handle), methods.of(method)
+        return Stream(owner, function, (*self._handle.id, *args), kwargs, timeout, window, self, function)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:

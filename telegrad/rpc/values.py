@@ -73,6 +73,9 @@ class Method:
         value, name = opened(table.box((maker, number)), table.agent), self.__name__
         return _finish(getattr(value, name) if name else value, args, kwargs)
 
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
     def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
         box = current.references().box((maker, number))
         return user_name(self) if box.failure or not box.full else _method_name(box.value, self.__name__)

@@ -211,6 +211,10 @@ class ReferenceTable:
             self._thread.want()
         return box
 
+    def known(self, ref: Id) -> Box | None:
+        """As `box`, where there is one already."""
+        return self._boxes.get(ref)
+
     def give_up(self, handle: Handle) -> None:
         """End a handle that the program still holds."""
         with self._lock:

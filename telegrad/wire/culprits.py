@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType, MethodType
+from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 from telegrad.errors import CannotEncode
@@ -34,6 +34,8 @@ def blame(value: Any, can_dump: Callable[[Any], bool], error: BaseException) -> 
         else:
             where += step
         value = part
+    if isinstance(value, GeneratorType | AsyncGeneratorType):
+        advice = "To get what it yields, call its function by rpc.rpc_stream"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     where = where.lstrip(".") or "a value"
     return CannotEncode(f"{where}{within} ({kind}) cannot be sent: {error}. {advice}")

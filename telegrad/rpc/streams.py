@@ -1,0 +1,291 @@
+"""Streams, as their readers see them: the items that a function on another worker yields, as they come.
+
+A stream is one long call, which runs the function (`yielding.Streamed`), a reference, which keeps the stream open
+(`feeding.Held`), and pulls: short calls, of which some are in flight ahead of the reader, each answered as soon as
+anything is there with all that is there. `flow` says who may be how far ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+import torch
+
+from telegrad.agent.agent import DEFAULT, Agent
+from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import seconds
+from telegrad.agent.futures import Future, Signal
+from telegrad.agent.naming import user_name
+from telegrad.agent.pending import Pending
+from telegrad.errors import CallTimeout, InvalidArgument, TelegradError, UsageError
+from telegrad.group.members import Identity
+from telegrad.rpc import current
+from telegrad.rpc.feeding import MOST_BYTES, Taken, Unfed, hold, pull
+from telegrad.rpc.flow import Intake
+from telegrad.rpc.parcels import unpacked, weight_of
+from telegrad.rpc.yielding import Streamed, happening
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+WINDOW = 256  # items that a function may be ahead of its reader
+AHEAD = 2  # pulls in flight while nobody waits
+
+_NONE = object()
+
+
+class _Pull(Signal):
+    """One on its way; taking in its answer runs nobody's code."""
+
+    __slots__ = ("about", "answer", "behind", "call")
+
+    quick = True
+    about: str
+
+    def __init__(self, behind: Any) -> None:
+        super().__init__()
+        self.behind = behind  # the call that runs the function, for who looks on
+        self.call: Pending | None = None
+        self.answer: list[Any] = []
+
+    def set_result(self, result: Any = None) -> None:
+        self.answer = result if result is not None else []
+        super().set_result()
+
+
+class Stream(Generic[T]):
+    """What a function on another worker yields: `for item in stream`, or `async for`.
+
+    Leaving `with stream:`, `close()`, or dropping it closes the generator there. `value` is what it has returned, once
+    all items were taken.
+    """
+
+    value: Any = None
+
+    def __init__(
+        self,
+        to: str | int | Identity,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        window: int,
+        keeps: Any,
+        asked: Any,
+    ) -> None:
+        """Begin. `keeps` lives until the function has ended; `asked` is what the user has called."""
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise InvalidArgument(f"the window of a stream is a number of items, 1 or more, not {window!r}")
+        agent = self._agent = current.agent()
+        self._owner = owner = agent.identify(to)
+        self._name = user_name(asked)
+        self._timeout = agent.timeout if timeout == DEFAULT else seconds(timeout)
+        self._lock = threading.Lock()  # guards the intake, the pulls and the hold
+        self._intake = Intake(window, MOST_BYTES)
+        self._pulls: deque[_Pull] = deque()  # in flight, or answered and not taken in
+        self._hold: Any = current.references().create(owner, hold, (agent.name, window), None, 0)
+        self._id = stream = self._hold._handle.id
+        self._done: Future[Any] = Future()  # of the call that runs the function
+        self._done.heed()
+        self._done.add_done_callback(partial(_tell_if_failed, agent, owner, stream))
+        streamed = Streamed(function, stream, agent.shares_program(owner.name))
+        agent.call_for(self._done, owner, streamed, args, kwargs, 0, keeps, asked=asked)
+        self._ran: Any = self._done.call  # while the function runs
+        in_turn = getattr(self._ran, "in_turn", None)  # of an actor's method, which waits for the function
+        self._waiting = nullcontext if in_turn is None else in_turn.waited_for
+        self._broken: BaseException | None = None  # why a pull has failed
+        self._ended = False  # and how was told
+        # Where it runs: pulls are made there, too, whichever thread reads; in an autograd context only as the reader
+        # wants more, since a backward pass should find nothing under way.
+        self._here = copy_context()
+        recorded = agent.layers.graphs is not None and agent.layers.graphs.current() is not None
+        self._grad_mode = torch.is_grad_enabled() if recorded else None
+        if not recorded:
+            self._advance(AHEAD)
+
+    # Reading
+
+    def __iter__(self) -> Self:
+        return self
+
+    @not_compiled
+    def __next__(self) -> T:
+        while True:
+            item = self._take()
+            if item is not _NONE:
+                return self._open(item)
+            awaited = self._advance(1)
+            if awaited is not None:
+                self._wait(awaited)
+            elif self._is_at_end():
+                self._wait_for_end()
+                self._end()
+                raise StopIteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        while True:
+            item = self._take()
+            if item is not _NONE:
+                return self._open(item)
+            awaited = self._advance(1)
+            if awaited is not None:
+                await self._happening(awaited)
+            elif self._is_at_end():
+                if not self._ended:
+                    await self._happening(self._done)
+                self._end()
+                raise StopAsyncIteration
+
+    def _open(self, item: Any) -> T:
+        self._agent.streams.adopt(*getattr(item, "tensors", ()))
+        opened: T = unpacked(item)
+        return opened
+
+    def _take(self) -> Any:
+        """The next item, if one is there."""
+        with self._lock:
+            intake = self._intake
+            if intake.empty:
+                return _NONE
+            item = intake.take()
+            if not intake.must_tell:
+                return item
+            taken = intake.tell()
+        try:
+            self._agent.notify(self._owner.name, Taken(self._id[0], self._id[1], taken), self._owner.incarnation)
+        except TelegradError:
+            pass  # the pulls fail, too
+        return item
+
+    def _advance(self, least: int) -> _Pull | None:
+        """Take in what has come, and ask for more; what brings the next items, None where there are some or never."""
+        begun: list[tuple[_Pull, int, int]] = []
+        with self._lock:
+            while self._pulls and self._pulls[0].done():
+                self._take_in(self._pulls.popleft())
+            if not self._intake.over:
+                wanted = AHEAD if self._grad_mode is None else least if self._intake.empty else 0
+                while len(self._pulls) < wanted:
+                    made = _Pull(self._ran)
+                    begun.append((made, *self._intake.pull()))
+                    self._pulls.append(made)
+            awaited = self._pulls[0] if self._intake.empty and not self._intake.over else None
+        for made, index, taken in begun:
+            self._here.copy().run(self._pull, made, index, taken)
+        return awaited
+
+    def _take_in(self, answered: _Pull) -> None:
+        """With the lock held."""
+        try:
+            answered.wait()
+        except Exception as error:
+            self._broken, self._hold, self._intake.over = error, None, True
+        else:
+            over, *items = answered.answer
+            self._intake.came(items, [*map(weight_of, items)], over)
+
+    def _pull(self, made: _Pull, index: int, taken: int) -> None:
+        asked = f"the next items of {self._name}"
+        try:
+            with nullcontext() if self._grad_mode is None else torch.set_grad_enabled(self._grad_mode):
+                self._agent.call_for(made, self._owner, pull, (*self._id, index, taken), None, 0, None, asked=asked)
+            self._agent.expect(self._owner.name)
+        except Exception as error:
+            made.set_exception(error)
+
+    # Waiting
+
+    def _wait(self, awaited: _Pull) -> None:
+        """This thread reads the answer by itself, where it can."""
+        deadline = monotonic() + self._timeout if self._timeout else inf
+        call = awaited.call
+        with self._waiting():
+            if call is not None:
+                call.deadline = deadline
+                call.help()
+            left = max(0.0, deadline - monotonic()) if self._timeout else -1
+            if not self._agent.wait_for(awaited, left):
+                raise self._too_late()
+
+    def _wait_for_end(self) -> None:
+        with self._waiting():
+            if not self._ended and not self._agent.wait_for(self._done, self._timeout or -1):
+                raise self._too_late()
+
+    async def _happening(self, awaited: Signal | Future[Any]) -> None:
+        with self._waiting():
+            try:
+                await asyncio.wait_for(happening(awaited), self._timeout or None)
+            except asyncio.TimeoutError:
+                raise self._too_late() from None
+
+    def _too_late(self) -> CallTimeout:
+        ran = self._ran
+        at = self._agent.layers.last_word(self._owner, ran.id) if ran is not None and not self._done.done() else ""
+        return CallTimeout(
+            f"no item came within the set timeout ({self._timeout:g} s) from the stream of {self._name} on worker "
+            f"{self._owner.name!r}{at}. The stream is still open: read on, or close it. Give rpc_stream a longer "
+            "timeout, which is for each item that is waited for"
+        )
+
+    # The end
+
+    def _is_at_end(self) -> bool:
+        with self._lock:
+            return self._intake.over and self._intake.empty
+
+    def _end(self) -> None:
+        """The function has ended: raise what it has raised, once."""
+        with self._lock:
+            first, self._ended, self._hold, self._ran = not self._ended, True, None, None
+        if first:
+            self.value = self._done.value()
+            if self._broken is not None:
+                raise self._broken
+
+    def close(self) -> None:
+        """Have no more items: the generator is closed at its `yield`, if it has not ended. Does not wait for that."""
+        with self._lock:
+            self._intake.close()
+            self._ended, self._hold, self._ran = True, None, None
+
+    async def aclose(self) -> None:
+        """As `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(f"{self!r} is read on this worker and cannot be sent; send its items")
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self._name} on {self._owner.name!r}: {self._intake.taken} items taken>"
+
+
+def _tell_if_failed(agent: Agent, owner: Identity, stream: tuple[str, int], done: Any) -> None:
+    """Where the function was never begun, nobody would answer the pulls."""
+    try:
+        done.value()
+    except BaseException:
+        try:
+            agent.notify(owner.name, Unfed(*stream), owner.incarnation)
+        except TelegradError:
+            pass  # and the pulls have failed

@@ -1,0 +1,181 @@
+"""Runs a stream's function, on a thread that it keeps or on the event loop, no further ahead than its feed has room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator
+from types import CoroutineType
+from typing import Any
+
+import torch
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.futures import Signal
+from telegrad.agent.naming import user_name
+from telegrad.agent.server import Later
+from telegrad.errors import UsageError
+from telegrad.rpc import current
+from telegrad.rpc.actors import Step, steps_of
+from telegrad.rpc.feeding import Feed, feed_of
+from telegrad.rpc.parcels import NOTHING_TO_CHECK, Counts, packed
+from telegrad.rpc.values import Method, opened
+from telegrad.rref.letters import Id
+
+Steps = Callable[[], Step] | None  # what gives each step its turn, where the function is an actor's method
+
+
+class Streamed:
+    """In the place of a function: runs it, and feeds what it yields to a stream."""
+
+    def __init__(self, function: Callable[..., Any], stream: Id, same_program: bool) -> None:
+        self._function = function
+        self._stream = stream
+        self._same_program = same_program
+
+    @property
+    def _telegrad_known_as(self) -> str:
+        return user_name(self._function)
+
+    def _telegrad_runs(self, *args: Any) -> str:
+        return user_name(self._function, args)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        feed = feed_of(self._stream)
+        if feed is None or feed.closed:
+            return None
+        feed.fed = True
+        agent, name = current.agent(), user_name(self._function, args)
+        try:
+            steps = self._steps(agent, args)
+            made = _in_turn(steps, agent, self._function, *args, **kwargs)
+            iterator = None if isinstance(made, AsyncIterable | CoroutineType) else _iterator(made, name)
+        except BaseException:
+            feed.end()
+            raise
+        if iterator is not None:
+            return self._run(agent, feed, steps, iterator)
+        driven: Any = self._drive(agent, feed, steps, made, name)
+        driven.__qualname__ = name
+        return driven
+
+    def _steps(self, agent: Agent, args: Any) -> Steps:
+        if not isinstance(self._function, Method):
+            return None
+        value = opened(current.references().box(args[:2]), agent)
+        return steps_of(agent, value, self._stream, self._function.__name__)
+
+    def _run(self, agent: Agent, feed: Feed, steps: Steps, iterator: Iterator[Any]) -> Any:
+        """To the end of the iterator, or of the stream; what it has returned."""
+        counts = NOTHING_TO_CHECK
+        try:
+            while True:
+                while (room := feed.room()) is not None:
+                    agent.wait_for(room)
+                if feed.closed:
+                    return None
+                try:
+                    item = next(iterator) if steps is None else _in_turn(steps, agent, next, iterator)
+                except StopIteration as stop:
+                    counts.check()
+                    return stop.value
+                counts.check()
+                counts = self._put(agent, feed, item)
+                del item
+        finally:
+            try:
+                if isinstance(iterator, Generator):
+                    _in_turn(steps, agent, iterator.close)
+            finally:
+                feed.end()
+
+    async def _drive(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> Any:
+        """The same on the event loop."""
+        counts = NOTHING_TO_CHECK
+        try:
+            if isinstance(made, CoroutineType):
+                made = await _awaited_in_turn(steps, lambda: made)
+            if not isinstance(made, AsyncIterable):
+                made = _in_steps(_iterator(made, name))
+            iterator: AsyncIterator[Any] = aiter(made)
+            try:
+                while True:
+                    while (room := feed.room()) is not None:
+                        await happening(room)
+                    if feed.closed:
+                        return None
+                    try:
+                        item = await _awaited_in_turn(steps, iterator.__anext__)
+                    except StopAsyncIteration:
+                        counts.check()
+                        return None
+                    counts.check()
+                    counts = self._put(agent, feed, item)
+                    del item
+            finally:
+                if isinstance(iterator, AsyncGenerator):
+                    await _awaited_in_turn(steps, iterator.aclose)
+        finally:
+            feed.end()
+
+    def _put(self, agent: Agent, feed: Feed, item: Any) -> Counts:
+        sent, weight, counts = packed(item, self._same_program)
+        agent.streams.publish()
+        feed.put(sent, weight)
+        return counts
+
+
+def _in_turn(steps: Steps, agent: Agent, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if steps is None:
+        return act(*args, **kwargs)
+    step = steps()
+    agent.wait_for(step.begins)
+    with step.taken():
+        return act(*args, **kwargs)
+
+
+async def _awaited_in_turn(steps: Steps, act: Callable[[], Any]) -> Any:
+    if steps is None:
+        return await act()
+    step = steps()
+    await happening(step.begins)
+    with step.taken():
+        return await act()
+
+
+async def happening(signal: Signal | torch.futures.Future[Any]) -> None:
+    """Until it happens."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def tell(_: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(wake)
+
+    signal.add_done_callback(tell)
+    await waiter
+
+
+async def _in_steps(iterator: Iterator[Any]) -> AsyncGenerator[Any, None]:
+    for item in iterator:
+        yield item
+
+
+def _iterator(made: Any, name: str) -> Iterator[Any]:
+    """Over what a function returned.
+
+    Raises:
+        UsageError: it gives no items.
+    """
+    try:
+        return iter(made)
+    except TypeError:
+        kind = "a future" if isinstance(made, torch._C.Future | Later) else repr(type(made).__qualname__)
+        raise UsageError(
+            f"{name} returned {kind}, and a stream needs items: let it `yield` them, or return a list or an iterator. "
+            "For one value use rpc_sync, rpc_async or remote"
+        ) from None

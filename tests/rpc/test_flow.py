@@ -1,0 +1,262 @@
+"""Who may be how far ahead in a stream, and that nobody waits for ever: the rules alone, in random orders of events."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from telegrad.rpc.flow import Answer, Intake, Supply
+
+
+def fed(window: int = 4, most: int = 100) -> Supply[str]:
+    return Supply(window, most)
+
+
+# The callee's side
+
+
+def test_an_item_answers_the_pull_that_waits() -> None:
+    supply = fed()
+    assert supply.pull(0, 0, "a") == []
+    assert supply.put(1, 0) == [Answer("a", [1], False)]
+    assert supply.put(2, 0) == []
+
+
+def test_a_pull_gets_all_that_is_there() -> None:
+    supply = fed()
+    for item in range(3):
+        supply.put(item, 0)
+    assert supply.pull(0, 0, "a") == [Answer("a", [0, 1, 2], False)]
+
+
+def test_pulls_are_answered_in_the_order_of_their_numbers() -> None:
+    supply = fed()
+    supply.put(1, 0)
+    assert supply.pull(1, 0, "b") == []
+    assert supply.pull(0, 0, "a") == [Answer("a", [1], False)]
+    assert supply.put(2, 0) == [Answer("b", [2], False)]
+
+
+def test_the_window_counts_what_was_not_taken() -> None:
+    supply = fed(window=2)
+    supply.put(1, 0)
+    assert supply.may_go_on
+    supply.put(2, 0)
+    assert not supply.may_go_on
+    supply.pull(0, 0, "a")  # they have left, and were not taken
+    assert not supply.may_go_on
+    supply.take(1)
+    assert supply.may_go_on
+
+
+def test_bytes_count_as_well_but_one_item_may_have_more() -> None:
+    supply = fed(most=100)
+    supply.put(1, 1000)
+    assert not supply.may_go_on
+    supply.take(1)
+    assert supply.may_go_on
+    supply.put(2, 99)
+    assert supply.may_go_on
+
+
+def test_word_that_comes_late_takes_nothing_back() -> None:
+    supply = fed(window=2)
+    supply.put(1, 0)
+    supply.put(2, 0)
+    supply.take(2)
+    supply.pull(0, 1, "a")
+    supply.put(3, 0)
+    assert supply.may_go_on
+
+
+def test_the_end_comes_with_the_last_items() -> None:
+    supply = fed()
+    supply.put(1, 0)
+    supply.end()
+    assert supply.pull(0, 0, "a") == [Answer("a", [1], True)]
+    assert supply.pull(1, 0, "b") == [Answer("b", [], True)]
+
+
+def test_the_end_answers_all_that_wait() -> None:
+    supply = fed()
+    supply.pull(0, 0, "a")
+    supply.pull(1, 0, "b")
+    assert supply.end() == [Answer("a", [], True), Answer("b", [], True)]
+
+
+def test_closing_drops_what_is_there_and_lets_the_function_go() -> None:
+    supply = fed(window=1)
+    supply.put(1, 0)
+    assert not supply.may_go_on
+    supply.pull(1, 0, "b")
+    assert supply.close() == []
+    assert supply.may_go_on
+    assert supply.closed
+    assert supply.put(2, 0) == []
+    assert supply.pull(0, 0, "a") == [Answer("a", [], True), Answer("b", [], True)]
+    supply.take(1)
+    assert "closed" in repr(supply)
+
+
+# The reader's
+
+
+def test_items_are_taken_in_order() -> None:
+    intake = Intake(4, 100)
+    intake.came([1, 2], [0, 0], False)
+    intake.came([3], [0], True)
+    assert [intake.take() for _ in range(3)] == [1, 2, 3]
+    assert intake.empty
+    assert intake.over
+    with pytest.raises(IndexError):
+        intake.take()
+    assert repr(intake) == "<Intake: 0 items, 3 taken, over>"
+
+
+def test_half_a_window_is_told_at_once() -> None:
+    intake = Intake(4, 100)
+    intake.came([1, 2, 3], [0, 0, 0], False)
+    intake.take()
+    assert not intake.must_tell
+    intake.take()
+    assert intake.must_tell
+    assert intake.tell() == 2
+    assert not intake.must_tell
+
+
+def test_so_is_half_of_the_bytes() -> None:
+    intake = Intake(1000, 100)
+    intake.came([1, 2], [50, 1], False)
+    intake.take()
+    assert intake.must_tell
+
+
+def test_nothing_is_told_of_what_is_over() -> None:
+    intake = Intake(1, 1)
+    intake.came([1], [1], True)
+    intake.take()
+    assert not intake.must_tell
+
+
+def test_a_pull_tells_too() -> None:
+    intake = Intake(1, 100)
+    intake.came([1], [0], False)
+    intake.take()
+    assert intake.pull() == (0, 1)
+    assert not intake.must_tell
+    assert intake.pull() == (1, 1)
+
+
+def test_a_closed_intake_has_nothing() -> None:
+    intake = Intake(1, 100)
+    intake.came([1], [0], False)
+    intake.close()
+    intake.came([2], [0], False)
+    assert intake.empty
+    assert intake.over
+
+
+# Both, over a network that keeps no order
+
+
+class World:
+    """A function of `total` items, a reader that takes them, and messages under way."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.window, self.most = rng.randint(1, 6), rng.randint(1, 40)
+        self.weights = [rng.randint(0, 25) for _ in range(rng.randint(0, 30))]
+        self.ahead = rng.randint(1, 3)  # pulls in flight
+        self.eager = rng.random() < 0.5  # whether it pulls before it has nothing left
+        self.closes_at = rng.randint(0, 30) if rng.random() < 0.2 else None
+        self.supply: Supply[int] = Supply(self.window, self.most)
+        self.intake = Intake(self.window, self.most)
+        self.yielded, self.ended = 0, False
+        self.taken: list[int] = []
+        self.to_callee: list[tuple[str, int, int]] = []
+        self.to_reader: dict[int, tuple[list[int], bool]] = {}
+        self.next_answer = self.pulled = 0
+
+    def steps(self) -> list[str]:
+        """What may happen next."""
+        found = []
+        if not self.ended and self.supply.may_go_on:
+            found.append("yield")
+        if self.to_callee:
+            found.append("arrive")
+        if self.next_answer in self.to_reader:
+            found.append("answer")
+        if not self.intake.empty:
+            found.append("take")
+        in_flight = self.pulled - self.next_answer
+        if not self.intake.over and in_flight < self.ahead and (self.eager or self.intake.empty):
+            found.append("pull")
+        return found
+
+    def do(self, step: str) -> None:
+        if step == "yield":
+            self.resume()
+        elif step == "arrive":
+            kind, first, second = self.to_callee.pop(self.rng.randrange(len(self.to_callee)))
+            if kind == "pull":
+                self.answer(self.supply.pull(first, second, first))
+            elif kind == "taken":
+                self.answer(self.supply.take(first))
+            else:
+                self.answer(self.supply.close())
+        elif step == "answer":
+            items, over = self.to_reader.pop(self.next_answer)
+            self.next_answer += 1
+            self.intake.came(items, [self.weights[item] for item in items], over)
+        elif step == "take":
+            self.taken.append(self.intake.take())
+            if self.intake.must_tell:
+                self.to_callee.append(("taken", self.intake.tell(), 0))
+            if len(self.taken) == self.closes_at:
+                self.intake.close()
+                self.to_callee.append(("close", 0, 0))
+        else:
+            self.pulled += 1
+            self.to_callee.append(("pull", *self.intake.pull()))
+
+    def resume(self) -> None:
+        """The function goes on to its next yield, or to its end."""
+        if self.supply.closed or self.yielded == len(self.weights):
+            self.ended = True
+            self.answer(self.supply.end())
+            return
+        self.yielded += 1
+        self.answer(self.supply.put(self.yielded - 1, self.weights[self.yielded - 1]))
+
+    def answer(self, answers: list[Answer[int]]) -> None:
+        for to, items, over in answers:
+            self.to_reader[to] = items, over
+
+    def check(self) -> None:
+        ahead = self.weights[len(self.taken) : self.yielded]
+        assert len(ahead) <= self.window
+        assert sum(ahead[:-1]) < self.most
+        assert self.taken == [*range(len(self.taken))]
+
+    def run(self) -> None:
+        while steps := self.steps():
+            self.do(self.rng.choice(steps))
+            self.check()
+        assert self.ended  # nobody waits for another for ever
+        assert self.intake.over
+        if self.closes_at is None or self.closes_at > len(self.weights) or self.closes_at == 0:
+            assert len(self.taken) == len(self.weights)
+
+
+SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
+
+
+def test_any_order_of_events_brings_all_items_within_the_window() -> None:
+    for seed in SEEDS:
+        try:
+            World(random.Random(seed)).run()
+        except BaseException:
+            print(f"SEED={seed}")
+            raise

@@ -1,0 +1,713 @@
+"""Streams: what a function on another worker yields, item by item."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import operator
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import telegrad.autograd as dist_autograd
+from telegrad import errors
+from telegrad.rpc import RRef, Stream, actor, current, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, Process, agents, group, in_threads
+
+here_w0 = pytest.mark.usefixtures("here")
+
+events: dict[str, threading.Event] = {}
+seen: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    events.clear()
+    seen.clear()
+
+
+def event(name: str) -> threading.Event:
+    return events.setdefault(name, threading.Event())
+
+
+def until(condition: Any) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(1e-3)
+
+
+def is_quiet(worker: Worker) -> bool:
+    return worker.agent.idle and not any(worker.references.counts().values())
+
+
+# What the other worker runs
+
+
+def count(n: int) -> Generator[int, None, str]:
+    yield from range(n)
+    return f"{n} in all"
+
+
+def noted(n: int, name: str = "closed") -> Iterator[int]:
+    """Tells how far it is, and that it was closed."""
+    try:
+        for i in range(n):
+            seen.append(i)
+            yield i
+    finally:
+        event(name).set()
+
+
+async def count_async(n: int) -> AsyncIterator[int]:
+    try:
+        for i in range(n):
+            await asyncio.sleep(0)
+            seen.append(i)
+            yield i
+    finally:
+        event("closed").set()
+
+
+async def list_later(n: int) -> list[int]:
+    await asyncio.sleep(0)
+    return [*range(n)]
+
+
+def fails_after(n: int) -> Iterator[int]:
+    yield from range(n)
+    raise KeyError("no more")
+
+
+def gated(n: int) -> Iterator[int]:
+    for i in range(n):
+        event(f"gate {i}").wait(PATIENCE)
+        yield i
+
+
+def through(to: str, n: int, *rest: str) -> Iterator[int]:
+    """A chain."""
+    inner = rpc_stream(to, through, (rest[0], n, *rest[1:])) if rest else rpc_stream(to, count, (n,))
+    for item in inner:
+        yield item + 1
+
+
+# Reading
+
+
+@here_w0
+def test_all_items_come_in_order_and_the_value_last() -> None:
+    stream = rpc_stream("w1", count, (1000,))
+    assert stream.value is None
+    assert [*stream] == [*range(1000)]
+    assert stream.value == "1000 in all"
+    assert [*stream] == []
+    assert "1000 items taken" in repr(stream)
+
+
+@here_w0
+@pytest.mark.parametrize("to", ["w0", "w1"])
+@pytest.mark.parametrize("window", [1, 2, 3, 1000])
+def test_any_window_will_do(to: str, window: int) -> None:
+    assert [*rpc_stream(to, count, (100,), window=window)] == [*range(100)]
+
+
+@here_w0
+def test_anything_that_can_be_iterated_over() -> None:
+    assert [*rpc_stream("w1", range, (3,))] == [0, 1, 2]
+    assert [*rpc_stream("w1", sorted, ([3, 1],), {"reverse": True})] == [3, 1]
+    assert [*rpc_stream("w1", list_later, (3,))] == [0, 1, 2]
+    assert [*rpc_stream("w1", count_async, (300,), window=7)] == [*range(300)]
+
+
+@here_w0
+def test_items_are_any_values() -> None:
+    reference = RRef(5)
+    given: list[Any] = [
+        None,
+        1.5,
+        "é",
+        b"b",
+        [1, {"a": 2}],
+        torch.arange(3),
+        np.ones(20_000),
+        (torch.ones(2), reference),
+    ]
+    given += [torch.ones(2).to_sparse(), torch.ones(100_000), {1, 2}]
+    got = [*rpc_stream("w1", list, (given,))]
+    assert got[:5] == given[:5]
+    assert torch.equal(got[5], given[5])
+    assert np.array_equal(got[6], given[6])
+    assert got[7][1].to_here() == 5
+    assert torch.equal(got[8].to_dense(), torch.ones(2))
+    assert torch.equal(got[9], given[9])
+    assert got[10] == {1, 2}
+
+
+@here_w0
+def test_a_list_that_is_changed_later_comes_as_it_was() -> None:
+    assert [*rpc_stream("w1", growing, (3,))] == [[0], [0, 1], [0, 1, 2]]
+
+
+def growing(n: int) -> Iterator[list[int]]:
+    grown: list[int] = []
+    for i in range(n):
+        grown.append(i)
+        yield grown
+
+
+@here_w0
+def test_a_tensor_that_is_changed_later_is_an_error() -> None:
+    with pytest.raises(errors.UsageError, match=r"written to after .* Yield tensor.clone()"):
+        list(rpc_stream("w1", in_place, (3,)))
+
+
+def in_place(n: int) -> Iterator[torch.Tensor]:
+    tensor = torch.zeros(2)
+    for _ in range(n):
+        tensor += 1
+        yield tensor
+
+
+@here_w0
+def test_streams_of_methods() -> None:
+    shelf = remote("w1", Shelf)
+    assert [*shelf.rpc_stream(window=2).names("b")] == ["bread", "butter"]
+    assert [*shelf.rpc_stream()()] == ["all"]
+
+
+class Shelf:
+    def names(self, first: str) -> Iterator[str]:
+        for name in ("apple", "bread", "butter"):
+            if name.startswith(first):
+                yield name
+
+    def __call__(self) -> Iterator[str]:
+        yield "all"
+
+
+@here_w0
+def test_a_function_gets_values_for_references_as_in_any_call() -> None:
+    assert [*rpc_stream("w1", annotated, (RRef([1, 2]),))] == [1, 2]
+    assert [*rpc_stream("w1", annotated, (remote("w2", list, ((3,),)),))] == [3]
+
+
+def annotated(values: list[int]) -> Iterator[int]:
+    yield from values
+
+
+@here_w0
+def test_functions_by_value() -> None:
+    assert [*rpc_stream("w1", lambda n: (i * i for i in range(n)), (4,))] == [0, 1, 4, 9]
+    assert [*rpc_stream("w1", functions.by_value(annotated), ([4],))] == [4]
+
+
+# How far ahead
+
+
+@here_w0
+@pytest.mark.parametrize("function", [noted, count_async])
+@pytest.mark.parametrize("window", [1, 2, 5, 64])
+def test_never_more_than_a_window_ahead(function: Any, window: int) -> None:
+    with rpc_stream("w1", function, (200,), window=window) as stream:
+        until(lambda: len(seen) == window)
+        time.sleep(0.01)
+        assert len(seen) == window
+        for taken in range(1, 101):
+            assert next(stream) == taken - 1
+            assert taken <= len(seen) <= taken + window
+            if taken % window == 0:  # it was told of all but less than half a window
+                until(lambda taken=taken: len(seen) >= min(200, taken + window - window // 2))
+    assert event("closed").wait(PATIENCE)
+
+
+@here_w0
+def test_no_more_than_64_mb_ahead() -> None:
+    with rpc_stream("w1", tensors, (100, 5 << 20)) as stream:
+        until(lambda: len(seen) == 4)
+        time.sleep(0.02)
+        assert len(seen) == 4  # the fourth reached the limit
+        assert len(next(stream)) == 5 << 20
+    until(lambda: len(seen) < 8)
+
+
+def tensors(n: int, size: int) -> Iterator[torch.Tensor]:
+    for i in range(n):
+        seen.append(i)
+        yield torch.full((size,), float(i))
+
+
+@here_w0
+def test_an_item_comes_as_it_is_yielded() -> None:
+    stream = rpc_stream("w1", gated, (3,))
+    for i in range(3):
+        event(f"gate {i}").set()
+        assert next(stream) == i
+
+
+# Ends
+
+
+@here_w0
+def test_an_error_comes_in_its_place() -> None:
+    stream = rpc_stream("w1", fails_after, (3,))
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError, match="no more") as caught:
+        next(stream)
+    assert "fails_after" in str(caught.value.args)
+    assert "w1" in str(caught.value.args)
+    assert [*stream] == []
+
+
+@here_w0
+def test_what_gives_no_items_is_told_so() -> None:
+    with pytest.raises(errors.UsageError, match=r"abs returned 'int', and a stream needs items: let it `yield`"):
+        next(rpc_stream("w1", abs, (-1,)))
+    with pytest.raises(errors.UsageError, match="returned a future"):
+        next(rpc_stream("w1", later))
+
+
+@functions.async_execution
+def later() -> Any:
+    return rpc_async("w2", abs, (-1,))
+
+
+@here_w0
+def test_what_cannot_be_sent_fails_at_its_yield() -> None:
+    stream = rpc_stream("w1", with_a_lock)
+    assert next(stream) == 1
+    with pytest.raises(errors.CannotEncode, match="lock"):
+        next(stream)
+
+
+def with_a_lock() -> Iterator[Any]:
+    yield 1
+    yield threading.Lock()
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("this is no number",)
+
+
+@here_w0
+def test_a_call_that_cannot_be_opened_ends_the_stream() -> None:
+    with pytest.raises(errors.CannotDecode, match="this is no number"):
+        next(rpc_stream("w1", count, (Unreadable(),)))
+
+
+@here_w0
+def test_wrong_arguments() -> None:
+    wrong: Any = (0, -1, 1.5, True, None)
+    for window in wrong:
+        with pytest.raises(errors.InvalidArgument, match="window"):
+            rpc_stream("w1", count, (1,), window=window)
+    with pytest.raises(errors.UnknownWorker):
+        rpc_stream("nobody", count, (1,))
+    with pytest.raises(errors.InvalidArgument, match="args=\\(x,\\)"):
+        rpc_stream("w1", count, 1)
+    with pytest.raises(errors.InvalidArgument, match="timeout"):
+        rpc_stream("w1", count, (1,), timeout=-2)
+    with pytest.raises(errors.CannotEncode):
+        rpc_stream("w1", count, (threading.Lock(),))
+    with pytest.raises(errors.InvalidArgument, match="give the function that yields"):
+        rpc_stream("w1", count(3))  # type: ignore[arg-type]
+    with pytest.raises(errors.CannotEncode, match=r"call its function by rpc.rpc_stream"):
+        rpc_sync("w1", count, (3,))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        next(rpc_stream("w1", count))
+    with pytest.raises(errors.CannotEncode, match="send its items"):
+        rpc_sync("w1", print, (rpc_stream("w1", count, (1,)),))
+
+
+@pytest.mark.parametrize("function", [noted, count_async])
+@pytest.mark.parametrize("how", ["close", "with", "break", "dropped", "before it began"])
+def test_whoever_stops_reading_closes_the_generator(function: Any, how: str, five: list[Worker], here: None) -> None:
+    until(lambda: is_quiet(five[1]))
+    stream: Any = rpc_stream("w1", function, (10**6,), window=4)
+    if how == "close":
+        next(stream)
+        stream.close()
+        assert [*stream] == []
+    elif how == "with":
+        with stream:
+            next(stream)
+    elif how == "break":
+        for _ in stream:
+            break
+    if how != "close":
+        del stream
+    if how != "before it began":
+        assert event("closed").wait(PATIENCE)
+    until(lambda: is_quiet(five[1]) and is_quiet(five[0]))
+
+
+@here_w0
+def test_a_generator_that_runs_is_closed_at_its_next_yield() -> None:
+    stream = rpc_stream("w1", stands, window=1)
+    assert event("stands").wait(PATIENCE)
+    stream.close()
+    event("go on").set()
+    assert event("closed").wait(PATIENCE)
+
+
+def stands() -> Iterator[int]:
+    try:
+        event("stands").set()
+        event("go on").wait(PATIENCE)
+        yield 1
+        yield 2
+    finally:
+        event("closed").set()
+
+
+@here_w0
+def test_the_timeout_is_for_each_item() -> None:
+    stream = rpc_stream("w1", gated, (3,), timeout=0.1)
+    event("gate 0").set()
+    assert next(stream) == 0
+    time.sleep(0.2)  # nobody waits
+    with pytest.raises(errors.CallTimeout, match=r"within the set timeout \(0.1 s\) .*gated on worker 'w1'") as caught:
+        next(stream)
+    assert "test_streams.py" in str(caught.value)  # where it is at
+    event("gate 1").set()
+    assert next(stream) == 1  # it goes on
+    event("gate 2").set()
+    assert [*stream] == [2]
+
+
+def test_a_stream_out_of_its_group(five: list[Worker]) -> None:
+    with agents(2) as made:
+        current.enter(made[0])
+        stream = rpc_stream("w1", noted, (100,), window=1)
+        next(stream)
+    current.enter(None)
+    assert event("closed").wait(PATIENCE)
+    with pytest.raises(errors.PeerError):
+        list(stream)
+
+
+# Many at once
+
+
+@here_w0
+def test_several_readers_of_one_stream_share_its_items() -> None:
+    stream = rpc_stream("w1", count, (5000,), window=16)
+
+    def read() -> list[int]:
+        current.enter(None)
+        return [*stream]
+
+    parts = in_threads(read, read, read)
+    assert sorted(functools.reduce(operator.iadd, parts, [])) == [*range(5000)]
+    assert all(part == sorted(part) for part in parts)
+
+
+@here_w0
+def test_a_chain_of_streams() -> None:
+    assert [*rpc_stream("w1", through, ("w2", 300, "w3", "w4"), window=3)] == [*range(3, 303)]
+
+
+def test_a_hundred_streams_on_one_slot() -> None:
+    with agents(2, num_worker_threads=1) as made:
+        current.enter(made[0])
+        try:
+            streams = [rpc_stream("w1", count, (20,), window=3) for _ in range(100)]
+            for _ in range(20):
+                for stream in streams:
+                    next(stream)
+            assert [[*stream] for stream in streams] == [[]] * 100
+            until(lambda: is_quiet(made[0]) and is_quiet(made[1]))
+        finally:
+            current.enter(None)
+
+
+def test_a_generator_that_computes_in_the_only_slot_still_delivers() -> None:
+    with agents(2, num_worker_threads=1) as made:
+        current.enter(made[0])
+        try:
+            stream = rpc_stream("w1", gated, (3,))
+            for i in range(3):
+                event(f"gate {i}").set()
+                assert next(stream) == i  # though it stands at the next gate, and keeps its slot
+        finally:
+            current.enter(None)
+
+
+def test_a_stream_that_reads_another_on_the_same_slot() -> None:
+    with agents(2, num_worker_threads=1) as made:
+        current.enter(made[0])
+        try:
+            assert [*rpc_stream("w1", through, ("w1", 50, "w1"), window=2)] == [*range(2, 52)]
+        finally:
+            current.enter(None)
+
+
+# asyncio
+
+
+@here_w0
+def test_async_for() -> None:
+    async def read() -> list[int]:
+        return [item async for item in rpc_stream("w1", count, (1000,), window=10)]
+
+    assert asyncio.run(read()) == [*range(1000)]
+
+
+@here_w0
+def test_async_ends() -> None:
+    async def read() -> None:
+        stream = rpc_stream("w1", fails_after, (2,))
+        assert [await anext(stream) for _ in range(2)] == [0, 1]
+        with pytest.raises(KeyError):
+            await anext(stream)
+        assert [item async for item in stream] == []
+
+        stream = rpc_stream("w1", count, (2,))
+        assert [item async for item in stream] == [0, 1]
+        assert stream.value == "2 in all"
+
+        async with contextlib.aclosing(rpc_stream("w1", noted, (100,), window=2)) as stream:
+            async for _ in stream:
+                break
+        assert await asyncio.to_thread(event("closed").wait, PATIENCE)
+
+        stream = rpc_stream("w1", gated, (2,), timeout=0.05)
+        with pytest.raises(errors.CallTimeout, match="no item came"):
+            await anext(stream)
+        event("gate 0").set()
+        assert await anext(stream) == 0
+        event("gate 1").set()
+
+    asyncio.run(read())
+
+
+@here_w0
+def test_a_task_that_is_cancelled_loses_no_item() -> None:
+    async def read() -> None:
+        stream = rpc_stream("w1", gated, (2,))
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        event("gate 0").set()
+        event("gate 1").set()
+        assert [item async for item in stream] == [0, 1]
+
+    asyncio.run(read())
+
+
+# Where it runs
+
+
+def modes(n: int) -> Iterator[tuple[Any, ...]]:
+    for _ in range(n):
+        yield torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), threading.get_ident()
+
+
+@here_w0
+def test_the_modes_of_its_caller_hold_on_one_thread() -> None:
+    with torch.no_grad(), torch.autocast("cpu"):
+        stream = rpc_stream("w1", modes, (500,), window=3)
+    got = [*stream]
+    assert {each[:2] for each in got} == {(False, True)}
+    assert len({each[2] for each in got}) == 1
+
+
+def scaled(weight: torch.Tensor, n: int) -> Generator[torch.Tensor, None, torch.Tensor]:
+    for i in range(n):
+        yield weight * (i + 1)
+    return weight * 100
+
+
+@here_w0
+@pytest.mark.parametrize("window", [1, 2, 256])
+def test_gradients_go_back_through_items(window: int) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        stream = rpc_stream("w1", scaled, (weight, 4), window=window)
+        loss = sum(item.sum() * 2 for item in stream) + stream.value.sum() * 2
+        dist_autograd.backward(context, [loss])
+        grad = dist_autograd.get_gradients(context)[weight]
+    assert torch.equal(grad, torch.full((3,), 2.0 * (1 + 2 + 3 + 4 + 100)))
+
+
+@here_w0
+def test_gradients_of_some_items_while_the_stream_is_open() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        with rpc_stream("w1", scaled, (weight, 1000), window=8) as stream:
+            first, second, _ = next(stream), next(stream), next(stream)
+            dist_autograd.backward(context, [(first * second).sum()])
+        grad = dist_autograd.get_gradients(context)[weight]
+    assert torch.equal(grad, torch.full((3,), 4.0))
+
+
+@here_w0
+def test_a_stream_belongs_to_the_context_that_it_was_opened_in() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        stream = rpc_stream("w1", scaled, (weight, 300), window=2)
+        got = in_threads(lambda: [*stream])[0]  # a thread in no context
+        dist_autograd.backward(context, [sum(each.sum() for each in got)])
+        assert torch.equal(dist_autograd.get_gradients(context)[weight], torch.full((3,), 300 * 301 / 2))
+
+
+# Actors
+
+
+@actor
+class Tank:
+    def __init__(self) -> None:
+        self.level = 0
+        self.inside = 0
+
+    def fill(self, n: int) -> Iterator[int]:
+        try:
+            for _ in range(n):
+                self.inside += 1
+                assert self.inside == 1
+                self.level += 1
+                self.inside -= 1
+                yield self.level
+        finally:
+            assert self.inside == 0
+
+    async def fill_async(self, n: int) -> AsyncIterator[int]:
+        for _ in range(n):
+            self.inside += 1
+            await asyncio.sleep(0)
+            assert self.inside == 1
+            self.level += 1
+            self.inside -= 1
+            yield self.level
+
+    def drain(self) -> int:
+        self.inside += 1
+        assert self.inside == 1
+        rpc_sync("w2", abs, (-1,))
+        self.inside -= 1
+        level, self.level = self.level, 0
+        return level
+
+    def fill_itself(self, own: Any) -> int:
+        return sum(own.rpc_stream().fill(3))
+
+
+@here_w0
+@pytest.mark.parametrize("method", ["fill", "fill_async"])
+def test_a_stream_of_an_actor_has_a_turn_for_each_item(method: str) -> None:
+    tank = remote("w1", Tank)
+    drained = [0]
+    for at, _ in enumerate(getattr(tank.rpc_stream(window=3), method)(200)):
+        if at % 5 == 0:
+            drained.append(tank.rpc_sync().drain())  # while the stream is open
+    drained.append(tank.rpc_sync().drain())
+    assert sum(drained) == 200
+
+
+@here_w0
+def test_an_actor_that_reads_a_stream_of_itself_is_told() -> None:
+    tank = remote("w1", Tank)
+    with pytest.raises(errors.UsageError, match=r"Tank.fill_itself waits for a call that calls Tank.fill"):
+        tank.rpc_sync().fill_itself(tank)
+    assert tank.rpc_sync().drain() == 0
+
+
+# Other processes
+
+
+def begin_reading(of: str) -> int:
+    current.worker.kept = rpc_stream(of, noted, (10**6,), window=5)
+    return next(current.worker.kept)
+
+
+def was_closed(limit: float) -> bool:
+    return event("closed").wait(limit)
+
+
+def read_to_the_end() -> str:
+    try:
+        for _ in current.worker.kept:
+            pass
+    except errors.PeerLost as error:
+        return str(error)
+    return ""
+
+
+def idle_soon() -> bool:
+    until(lambda: current.worker.agent.idle)
+    until(lambda: not any(debug_info().values()))
+    return True
+
+
+def test_a_reader_that_dies_closes_the_generator() -> None:
+    with group(2) as made:
+        assert made[1].run(begin_reading, "worker0") == 0
+        made[1].kill()
+        assert made[0].run(was_closed, PATIENCE)
+        assert made[0].run(idle_soon)
+
+
+def test_a_callee_that_dies_is_told_to_the_reader() -> None:
+    with group(2) as made:
+        assert made[0].run(begin_reading, "worker1") == 0
+        made[1].kill(signal.SIGKILL)
+        assert "worker1" in made[0].run(read_to_the_end)
+
+
+def leave(rank: int, read: bool) -> float:
+    """Rank 0 reads a stream and shuts down; how long that took."""
+    import telegrad.rpc as rpc
+
+    begun = time.monotonic()
+    if rank == 0:
+        stream = rpc_stream("worker1", count, (1000,), window=1)
+        next(stream)
+        if read:
+            reader = threading.Thread(target=lambda: seen.extend(stream))
+            reader.start()
+        else:
+            stream.close()
+    rpc.shutdown()
+    if rank == 0 and read:
+        reader.join()
+        assert len(seen) == 999
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_shutdown_waits_for_streams_that_are_read(read: bool) -> None:
+    with group(2) as made:
+        for rank, process in enumerate(made):
+            process.begin(leave, rank, read)
+        assert max(process.end() for process in made) < PATIENCE
+
+
+def echo_large(n: int) -> float:
+    total = 0.0
+    for item in rpc_stream("worker1", tensors, (n, 1 << 20)):
+        total += float(item[-1])
+        item += 1  # it is the reader's own
+    return total
+
+
+def test_large_tensors_between_processes(workers: list[Process]) -> None:
+    assert workers[0].run(echo_large, 40) == sum(range(40))
+
+
+@here_w0
+def test_nothing_is_left(five: list[Worker]) -> None:
+    gc.collect()
+    until(lambda: is_quiet(five[0]) and is_quiet(five[1]))
+    assert Stream.__module__ == "telegrad.rpc.streams"
