@@ -35,7 +35,7 @@ from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
 from telegrad.wire.failures import fresh, rebuild
-from telegrad.wire.functions import program
+from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import CALL, FAILURE, HAS_GRAPH, NOTICE, PATIENT, Message, append
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode
