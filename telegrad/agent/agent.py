@@ -18,6 +18,7 @@ from torch import Tensor
 
 from telegrad.agent import helping, scene
 from telegrad.agent.attachments import GraphContext, Layers
+from telegrad.agent.cancelling import serving
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import seconds
@@ -90,7 +91,7 @@ class Agent:
             lambda who, reason: self._connections.tell_lost(who, reason),
         )
         self._connections = Connections(
-            settings, address, self._reactor, self.layers, self.streams, self._server.on_messages, self._complete
+            settings, address, self._reactor, self.layers, self.streams, self._server, self._complete
         )
         self.lost = self._connections.lost  # called when a connection to a worker ended
         self._clock.start(self._reactor)
@@ -184,8 +185,13 @@ class Agent:
         peer = self._connections.peer(to)
         limit = self.timeout if timeout == DEFAULT else seconds(timeout)
         pending = Pending(peer, function if asked is None else asked, limit)
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
         message, weight = self._message(peer, pending, function, args, kwargs)
         peer.call(pending, message, weight)
+        if parent is not None:
+            parent.hold(pending)
         try:
             if not peer.wait(pending):
                 raise peer.timed_out(pending)
@@ -230,9 +236,14 @@ class Agent:
             peer.wait_for_room()
         limit = self.timeout if timeout == DEFAULT else seconds(timeout)
         pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
         outcome.call = pending
         message, weight = self._message(peer, pending, function, args, kwargs, creation)
         later, nearer = peer.call(pending, message, weight)
+        if parent is not None:
+            parent.hold(pending)
         if nearer:
             self._clock.before(pending.deadline)
         if later:
@@ -283,8 +294,8 @@ class Agent:
                 weight = sum(blob.nbytes for blob in blobs)
                 pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        if scene.matters():
-            said, pending.in_turn = scene.described()
+        if scene.matters() or self.settings.pass_deadlines:
+            said, pending.in_turn = scene.described(*pending.time(self.settings.pass_deadlines, self.name))
             if said:
                 flags |= SCENE
                 body = append(body, said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from telegrad.agent.entrance import Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
 from telegrad.devices.streams import Streams
-from telegrad.errors import CannotEncode, PeerError, UsageError
+from telegrad.errors import CallCancelled, CannotEncode, PeerError, UsageError
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
@@ -53,6 +54,8 @@ class Answers:
         if call.destination is not None:
             call.destination.fulfil(result)
             return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING, call.destination.receipt()))
+        if call.cancelled:
+            return Message(RESULT, asked.id)  # nobody takes it
         flags = 0
         try:
             body, tensors, references, buffers = encode(result, caller.same_program)
@@ -72,8 +75,14 @@ class Answers:
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
         """Answer with an error; `name` is that of the function, or empty where it was not even found."""
+        if call.cancelled:
+            if call.destination is None:
+                self.send(call, Message(FAILURE, call.message.id))
+                return
+            error = CallCancelled(f"{call.described} was cancelled, so there is no value") if _is_end(error) else error
         name = name or bytes(call.message.head).decode().replace(":", ".")
-        self._note_failure(call, error, name)
+        if not call.cancelled:
+            self._note_failure(call, error, name)
         self.send(call, self._failure(call, error, name))
 
     def _failure(self, call: Incoming, error: BaseException, name: str) -> Message:
@@ -93,7 +102,13 @@ class Answers:
         )
 
     def send(self, call: Incoming, answer: Message) -> None:
+        """A call is over. Where it is not wanted any more, only what its answer carries is."""
         link = call.link
+        del call.caller.calls[answer.id]
+        if call.cancelled:
+            call.cancelled = False  # what it has left behind goes on by itself
+            if not answer.flags & HAS_REFERENCES:
+                return
         later = self._reactor.batches()
         try:
             link.send(answer, later)
@@ -126,6 +141,11 @@ def its_future(function: Any, result: Any) -> Any:
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
         f"{name} returned {type(result).__name__}"
     )
+
+
+def _is_end(error: BaseException) -> bool:
+    """Whether an error is what a cancelled function ends with."""
+    return isinstance(error, CallCancelled | CancelledError)
 
 
 def _about_result(error: BaseException) -> BaseException:
