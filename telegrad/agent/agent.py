@@ -68,6 +68,7 @@ class Agent:
         self.name = name
         self.settings = settings
         self.timeout = settings.timeout
+        self._pass_deadlines = settings.pass_deadlines
         self.incarnation = secrets.token_hex(8)
         self.program = program()
         self.ticking: list[Callable[[float], float]] = []  # called now and then; each tells when it wants to be next
@@ -294,8 +295,8 @@ class Agent:
                 weight = sum(blob.nbytes for blob in blobs)
                 pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
         flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        if scene.matters() or self.settings.pass_deadlines:
-            said, pending.in_turn = scene.described(*pending.time(self.settings.pass_deadlines, self.name))
+        if self._pass_deadlines or scene.matters():
+            said, pending.in_turn = scene.described(*pending.time(self._pass_deadlines, self.name))
             if said:
                 flags |= SCENE
                 body = append(body, said)

@@ -51,9 +51,10 @@ class Answers:
         """The answer of a function that has returned; where its value cannot be sent, an error."""
         self._streams.publish()  # whoever hears of the end may go on with what the function has left here
         caller, asked = call.caller, call.message
-        if call.destination is not None:
-            call.destination.fulfil(result)
-            return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING, call.destination.receipt()))
+        destination = call.attachments.destination if call.attachments is not None else None
+        if destination is not None:
+            destination.fulfil(result)
+            return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING, destination.receipt()))
         if call.cancelled:
             return Message(RESULT, asked.id)  # nobody takes it
         flags = 0
@@ -103,12 +104,13 @@ class Answers:
 
     def send(self, call: Incoming, answer: Message) -> None:
         """A call is over. Where it is not wanted any more, only what its answer carries is."""
-        link = call.link
+        if not call.cancelled or answer.flags & HAS_REFERENCES:
+            self._send(call, answer)
         del call.caller.calls[answer.id]
-        if call.cancelled:
-            call.cancelled = False  # what it has left behind goes on by itself
-            if not answer.flags & HAS_REFERENCES:
-                return
+        call.cancelled = False  # what it has left behind goes on by itself
+
+    def _send(self, call: Incoming, answer: Message) -> None:
+        link = call.link
         later = self._reactor.batches()
         try:
             link.send(answer, later)

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from time import monotonic
 from typing import Any, Protocol
 
 from telegrad.agent.attachments import Attachments, Destination, GraphContext
@@ -74,6 +73,8 @@ class Incoming(Served):
 
     __slots__ = ("attachments", "begun", "caller", "came", "context", "link", "message", "name")
 
+    came: float  # when, if it has a scene
+
     def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         self.caller = caller
         self.link = link
@@ -85,8 +86,6 @@ class Incoming(Served):
         self.cancelled = False
         self.nested = None
         self.stop = None
-        if message.flags & SCENE:
-            self.came = monotonic()
 
     @property
     def destination(self) -> Destination | None:

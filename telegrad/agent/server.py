@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import CoroutineType
 from typing import Any, NamedTuple
 
@@ -89,8 +89,10 @@ class Server:
     def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
         for message in messages:
             come = Incoming(caller, link, message)
-            if message.flags & HAS_REFERENCES:
-                come.attachments = self._layers.take_attachments(message, caller.identity)
+            if message.flags:
+                come.came = monotonic()
+                if message.flags & HAS_REFERENCES:
+                    come.attachments = self._layers.take_attachments(message, caller.identity)
             if message.kind == CALL:
                 caller.calls[message.id] = come
                 short = message.head and self._short.get(message.head)
@@ -180,7 +182,7 @@ class Server:
                 answer = self._answers.made_of(call, result, function)
                 del result  # as above: it may be one of the arguments
                 if (note := instruments.note) is not None:
-                    failure = CANCELLED * call.cancelled
+                    failure = CANCELLED if call.cancelled else ""
                     note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, failure))
                 self._answers.send(call, answer)
 
@@ -194,10 +196,13 @@ class Server:
         if attachments is not None:
             attachments.references.clear()  # as do their handles
         if message.head:
-            value = resolve(message.head.decode()), *value
+            args, kwargs = value
+            function = resolve(message.head.decode())
+        else:
+            function, args, kwargs = value
         if call.cancelled:
-            call.check_begins(finishes(*value[:2]))
-        return value  # type: ignore[no-any-return]
+            call.check_begins(finishes(function, args))
+        return function, args, kwargs
 
     # Calls whose order counts
 

@@ -585,8 +585,8 @@ def test_nothing_is_left_of_references_that_a_cancelled_call_carried(five: list[
 
     def drops_to(wanted: list[int]) -> None:
         until = time.monotonic() + PATIENCE
-        while any(now > before for now, before in zip(found := counts(), wanted, strict=True)):
-            assert time.monotonic() < until, found
+        while any(now > before for now, before in zip(counts(), wanted, strict=True)):
+            assert time.monotonic() < until, counts()
             time.sleep(0.05)
 
     before = counts()
