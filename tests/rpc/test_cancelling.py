@@ -612,14 +612,14 @@ def test_nothing_is_left_of_references_that_a_cancelled_call_carried(five: list[
 def chain(path: list[str], limit: float) -> tuple[float | None, Any]:
     """The time that is left where a path of calls ends."""
     if path:
-        return rpc_sync(path[0], chain, (path[1:], limit), timeout=limit)  # type: ignore[no-any-return]
+        return rpc_sync(path[0], chain, (path[1:], limit), timeout=limit)
     return rpc.time_left(), current.agent().name
 
 
 async def chain_of_coroutines(path: list[str], limit: float) -> tuple[float | None, Any]:
     await asyncio.sleep(0.01)
     if path:
-        return await rpc_async(path[0], chain_of_coroutines, (path[1:], limit), timeout=limit)  # type: ignore[no-any-return]
+        return await rpc_async(path[0], chain_of_coroutines, (path[1:], limit), timeout=limit)
     return rpc.time_left(), current.agent().name
 
 
