@@ -107,7 +107,6 @@ class Answers:
         if not call.cancelled or answer.flags & HAS_REFERENCES:
             self._send(call, answer)
         del call.caller.calls[answer.id]
-        call.cancelled = False  # what it has left behind goes on by itself
 
     def _send(self, call: Incoming, answer: Message) -> None:
         link = call.link

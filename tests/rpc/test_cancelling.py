@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import telegrad.autograd as autograd
 import telegrad.rpc as rpc
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost
 from telegrad.rpc import RRef, actor, current, functions, remote, rpc_async, rpc_sync
@@ -276,6 +277,7 @@ def test_what_waits_for_a_slot_never_begins() -> None:
         story.wait_for("first begins")
         futures = [a.agent.call_async("w1", hold, (name,), None) for name in ("second", "third")]
         futures[0].cancel()
+        wait_until_told(b)
         story.gate.set()
         assert running.wait()
         assert futures[1].wait()
@@ -296,14 +298,17 @@ class Actor:
         return hold(name)
 
 
-def test_a_turn_of_an_actor_goes_to_the_next() -> None:
+def test_a_turn_of_an_actor_goes_to_the_next(five: list[Worker]) -> None:
     reference: RRef[Actor] = remote("w1", Actor)
     asleep = reference.rpc_async().sleep("sleep")
     story.wait_for("sleep begins")
     calls = {name: reference.rpc_async().hold(name) for name in ("second", "third")}
     kept = reference.rpc_async().keep("kept")
+    while len(five[1].agent._server.in_turn) < 3:
+        time.sleep(0.01)
     calls["second"].cancel()
     kept.cancel()
+    wait_until_told(five[1], 2)
     story.gate.set()
     asleep.cancel()
     assert calls["third"].wait()
@@ -345,6 +350,21 @@ def test_callbacks_of_a_call_that_is_cancelled_begin_nothing() -> None:
     future.cancel()
     story.wait_for("again refused", SOON)
     assert "again begins" not in story.events
+
+
+async def by_thread(to: str) -> None:
+    def call(own: Worker) -> None:
+        current.enter(own)
+        rpc_sync(to, watch)
+
+    await asyncio.to_thread(call, current.here())
+
+
+def test_nested_calls_of_threads_that_a_coroutine_waits_for() -> None:
+    future = rpc_async("w1", by_thread, ("w2",))
+    story.wait_for("watch begins")
+    future.cancel()
+    story.wait_for("watch sees", SOON)
 
 
 def goes_on(to: str) -> None:
@@ -433,6 +453,7 @@ def test_what_must_finish_begins_though_it_was_cancelled_in_the_queue() -> None:
         running = a.agent.call_async("w1", hold, ("first",), None)
         story.wait_for("first begins")
         a.agent.call_async("w1", keep, ("second",), None).cancel()
+        wait_until_told(b)
         story.gate.set()
         assert running.wait()
         story.wait_for("second ends False")
@@ -542,6 +563,15 @@ kept_references: list[RRef[Any]] = []
 
 def keep_reference(reference: RRef[Any]) -> None:
     kept_references.append(reference)
+
+
+def wait_until_told(worker: Worker, calls: int = 1) -> None:
+    """That so many of those that it has are not wanted."""
+    until = time.monotonic() + PATIENCE
+    callers = [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
+    while sum(call.cancelled for caller in callers for call in [*caller.calls.values()]) < calls:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def wait_until_idle(worker: Worker) -> None:
@@ -695,3 +725,112 @@ def by_its_limit() -> None:
         here._replace(until=time.monotonic() + 0.1, whose="the 0.2 s of the call of hold_elsewhere by worker 'w0'")
     ):
         rpc_sync("w1", hold)
+
+
+# Gradients
+
+
+def scaled(x: torch.Tensor, name: str) -> torch.Tensor:
+    hold(name)
+    return x * 2
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["runs", "queued"])
+def test_a_backward_pass_leaves_out_what_was_cancelled(begins: bool) -> None:
+    with agents(3, num_worker_threads=1) as (a, b, _):
+        current.enter(a)
+        try:
+            if not begins:
+                blocker = rpc_async("w1", hold, ("blocker",))
+                story.wait_for("blocker begins")
+            with autograd.context() as context:
+                x = torch.ones(3, requires_grad=True)
+                future = rpc_async("w1", scaled, (x, "scaled"))
+                if begins:
+                    story.wait_for("scaled begins")
+                assert future.cancel()
+                loss = rpc_sync("w2", torch.mul, (x, 3)).sum()
+                wait_until_told(b)
+                story.gate.set()
+                if not begins:
+                    assert blocker.wait()
+                wait_until_idle(b)
+                loss = loss + rpc_sync("w1", torch.mul, (x, 4)).sum()
+                autograd.backward(context, loss)
+                assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 7.0))
+        finally:
+            current.enter(None)
+        assert ("scaled begins" in story.events) == begins
+
+
+def test_a_backward_pass_leaves_out_what_never_left() -> None:
+    with agents(2) as (a, _):
+        current.enter(a)
+        try:
+            with autograd.context() as context:
+                x = torch.ones(3, requires_grad=True)
+                futures = [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]  # while the connection is made
+                for future in futures:
+                    future.cancel()
+                loss = rpc_sync("w1", torch.mul, (x, 4)).sum()
+                autograd.backward(context, loss)
+                assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 4.0))
+        finally:
+            current.enter(None)
+
+
+class Model:
+    """Acts on many states at once."""
+
+    @functions.batch(max_size=2, max_wait=0.2)
+    async def act(self, states: list[int]) -> list[int]:
+        story.tell(f"acts on {sorted(states)}")
+        return [-state for state in states]
+
+
+def test_a_batch_goes_on_without_what_was_cancelled() -> None:
+    model: RRef[Model] = remote("w1", Model)
+    alone = model.rpc_async().act(1)
+    time.sleep(0.05)
+    assert alone.cancel()
+    time.sleep(0.05)
+    assert model.rpc_sync().act(2) == -2
+    assert model.rpc_sync().act(3) == -3
+    assert [event for event in story.events if "acts" in event] == ["acts on [2]", "acts on [3]"]
+
+
+async def leaves_a_task(name: str, finishes: bool) -> None:
+    if finishes:
+        await begin_task(name)
+    else:
+        tasks.append(asyncio.create_task(call_later(name)))
+    await sleep(name)
+
+
+@functions.must_finish
+async def begin_task(name: str) -> None:
+    tasks.append(asyncio.create_task(call_later(name)))
+
+
+async def call_later(name: str) -> None:
+    while not story.gate.is_set():
+        await asyncio.sleep(0.01)
+    try:
+        await rpc_async("w2", abs, (-1,))
+        story.tell(f"{name} went on")
+    except CallCancelled:
+        story.tell(f"{name} is bound")
+
+
+tasks: list[asyncio.Task[None]] = []
+
+
+def test_what_a_cancelled_call_left_behind_is_bound_to_it() -> None:
+    for name, finishes in (("free", True), ("bound", False)):
+        future = rpc_async("w1", leaves_a_task, (name, finishes))
+        story.wait_for(f"{name} begins")
+        future.cancel()
+        story.wait_for(f"{name} is cancelled", SOON)
+    story.gate.set()
+    story.wait_for("free went on")
+    story.wait_for("bound is bound")
