@@ -29,15 +29,12 @@ FINISHING: set[CodeType] = set()  # of coroutines that are not to be cancelled
 _lock = threading.Lock()  # guards that `Served.nested` is made once
 
 
-class Nested(Protocol):
+class Nested(scene.Described, Protocol):
     """A call of this worker."""
 
     done: bool
     parent: Served | None
     timeout: float
-
-    @property
-    def described(self) -> str: ...
 
     def limit(self, timeout: float) -> None: ...
 
@@ -75,7 +72,7 @@ class Served:
         if self.cancelled:
             raise CallCancelled(f"{call.described} was not called: {self._reason}")
         if scene.limits:
-            call.limit(scene.within(call.timeout, call.described))
+            call.limit(scene.within(call.timeout, call))
 
     @property
     def _reason(self) -> str:
@@ -101,9 +98,10 @@ class Served:
 
     def end(self) -> None:
         """It is cancelled: end what there is of it. By a thread that may run code of users."""
-        if self.stop is not None:
-            self.stop()  # before what it waits for ends, since it shall not see that
-        for call in set() if self.nested is None else self.nested.copy():
+        stop, nested = self.stop, self.nested
+        if stop is not None:
+            stop()  # before what it waits for ends, since it shall not see that
+        for call in nested.copy() if nested is not None else ():
             call.cancel(self._reason)
 
 

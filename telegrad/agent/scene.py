@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from math import inf
 from time import monotonic
 from types import coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -83,6 +83,14 @@ class Scene(NamedTuple):
     whose: str = ""  # limit that is
 
 
+class Described(Protocol):
+    """A call."""
+
+    @property
+    def described(self) -> str:
+        """What was called, and where."""
+
+
 class Share(float):
     """The time of a call that has at most what is left of another's."""
 
@@ -105,18 +113,18 @@ def matters() -> bool:
     return _entered or profiling.follower is not None or _is_autocast_on()
 
 
-def within(limit: float, what: str) -> float:
+def within(limit: float, call: Described) -> float:
     """The time of a call that begins here, whose own limit is that (0 for none).
 
     Raises:
-        CallTimeout: there is none left; `what` would have been called.
+        CallTimeout: there is none left.
     """
     here = _current.get()
     if here is None or here.until == inf:
         return limit
     left = here.until - monotonic()
     if left <= 0:
-        raise CallTimeout(f"{what} was not called: no time was left of {here.whose}")
+        raise CallTimeout(f"{call.described} was not called: no time was left of {here.whose}")
     return Share.of(limit, "") if 0 < limit <= left else Share.of(left, here.whose)
 
 
