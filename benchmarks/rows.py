@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.calls import CALLS
+from benchmarks.cancelling import CANCELLING
 from benchmarks.crowds import CROWDS
 from benchmarks.lifecycle import LIFECYCLE
 from benchmarks.memory import MEMORY
@@ -12,4 +13,4 @@ from benchmarks.training import TRAINING
 
 # One thread for each process, as torchrun has it: more of them than cores keep each other from running.
 _TRAINING = [row._replace(threads=1) for row in (*TRAINING, *PIPELINES)]
-ROWS = [*CALLS, *RECORDING, *_TRAINING, *CROWDS, *LIFECYCLE, *MEMORY]
+ROWS = [*CALLS, *CANCELLING, *RECORDING, *_TRAINING, *CROWDS, *LIFECYCLE, *MEMORY]

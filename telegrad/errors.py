@@ -25,6 +25,7 @@ TelegradError (RuntimeError)
 │   └── ShutDown               the call was cut off by a shutdown
 │       └── LeftEarly          the other worker did not wait for the rest of its group
 ├── CallTimeout (TimeoutError) no answer in the call's time
+├── CallCancelled              the call was cancelled, or the one for whose sake it was made
 ├── CodecError                 a value could not travel
 │   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
 │   ├── CannotDecode           it arrived, but cannot be rebuilt there
@@ -48,6 +49,7 @@ __all__ = [
     "AlreadyInitialized",
     "AuthenticationFailed",
     "AutogradError",
+    "CallCancelled",
     "CallTimeout",
     "CannotDecode",
     "CannotEncode",
@@ -185,6 +187,10 @@ class LeftEarly(ShutDown):
 
 class CallTimeout(TelegradError, TimeoutError):
     """The call did not end in its time; it may still run on the other worker."""
+
+
+class CallCancelled(TelegradError):
+    """The call was cancelled: by its future, or with the call for whose sake it was made."""
 
 
 class CodecError(TelegradError):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from telegrad.agent import helping
 from telegrad.agent.attachments import GraphContext, Layers
+from telegrad.agent.cancelling import serving
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import seconds
@@ -60,6 +61,7 @@ class Agent:
         self.program = program()
         self.ticking: list[Callable[[float], float]] = []  # called now and then; each tells when it wants to be next
         self.layers = Layers()
+        self.layers.tells_times = name if settings.pass_deadlines else ""
         self.streams = Streams(may_lie_on)
         self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
         self._clock = Clock(self._tick)
@@ -79,7 +81,7 @@ class Agent:
             lambda who, reason: self._connections.tell_lost(who, reason),
         )
         self._connections = Connections(
-            settings, address, self._reactor, self.layers, self.streams, self._server.on_messages, self._complete
+            settings, address, self._reactor, self.layers, self.streams, self._server, self._complete
         )
         self._fanout = Fanout(self._connections, self._reactor, self.layers, self._clock)
         self.lost = self._connections.lost  # called when a connection to a worker ended
@@ -174,8 +176,13 @@ class Agent:
         peer = self._connections.peer(to)
         limit = self.timeout if timeout == DEFAULT else seconds(timeout)
         pending = Pending(peer, function if asked is None else asked, limit)
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
         message, weight = self._message(peer, pending, function, args, kwargs)
         peer.call(pending, message, weight)
+        if parent is not None:
+            parent.hold(pending)
         try:
             if not peer.wait(pending):
                 raise peer.timed_out(pending)
@@ -220,9 +227,14 @@ class Agent:
             peer.wait_for_room()
         limit = self.timeout if timeout == DEFAULT else seconds(timeout)
         pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
+        parent = serving.get()
+        if parent is not None:
+            parent.admit(pending)
         outcome.call = pending
         message, weight = self._message(peer, pending, function, args, kwargs, creation)
         later, nearer = peer.call(pending, message, weight)
+        if parent is not None:
+            parent.hold(pending)
         if nearer:
             self._clock.before(pending.deadline)
         if later:
@@ -243,11 +255,6 @@ class Agent:
         """
         limit = self.timeout if timeout == DEFAULT else seconds(timeout)
         self._fanout.call(calls, function, args, kwargs, limit, asked, self.program)
-
-    @property
-    def encodings(self) -> int:
-        """How often arguments for many workers were encoded."""
-        return self._fanout.encodings
 
     def common(self, size: int) -> Tensor:
         """Memory of bytes from which what lies at its beginning is lent to workers of this host, and not copied.

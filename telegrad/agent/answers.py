@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from telegrad.agent.entrance import Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
 from telegrad.devices.streams import Streams
-from telegrad.errors import CannotEncode, PeerError, UsageError
+from telegrad.errors import CallCancelled, CannotEncode, PeerError, UsageError
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
@@ -50,9 +51,12 @@ class Answers:
         """The answer of a function that has returned; where its value cannot be sent, an error."""
         self._streams.publish()  # whoever hears of the end may go on with what the function has left here
         caller, asked = call.caller, call.message
-        if call.destination is not None:
-            call.destination.fulfil(result)
-            return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING, call.destination.receipt()))
+        destination = call.attachments.destination if call.attachments is not None else None
+        if destination is not None:
+            destination.fulfil(result)
+            return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING, destination.receipt()))
+        if call.cancelled:
+            return Message(RESULT, asked.id)  # nobody takes it
         flags = 0
         try:
             body, tensors, references, buffers = encode(result, caller.same_program)
@@ -72,8 +76,14 @@ class Answers:
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
         """Answer with an error; `name` is that of the function, or empty where it was not even found."""
+        if call.cancelled:
+            if call.destination is None:
+                self.send(call, Message(FAILURE, call.message.id))
+                return
+            error = CallCancelled(f"{call.described} was cancelled, so there is no value") if _is_end(error) else error
         name = name or bytes(call.message.head).decode().replace(":", ".")
-        self._note_failure(call, error, name)
+        if not call.cancelled:
+            self._note_failure(call, error, name)
         self.send(call, self._failure(call, error, name))
 
     def _failure(self, call: Incoming, error: BaseException, name: str) -> Message:
@@ -93,6 +103,12 @@ class Answers:
         )
 
     def send(self, call: Incoming, answer: Message) -> None:
+        """A call is over. Where it is not wanted any more, only what its answer carries is."""
+        if not call.cancelled or answer.flags & HAS_REFERENCES:
+            self._send(call, answer)
+        del call.caller.calls[answer.id]
+
+    def _send(self, call: Incoming, answer: Message) -> None:
         link = call.link
         later = self._reactor.batches()
         try:
@@ -126,6 +142,11 @@ def its_future(function: Any, result: Any) -> Any:
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
         f"{name} returned {type(result).__name__}"
     )
+
+
+def _is_end(error: BaseException) -> bool:
+    """Whether an error is what a cancelled function ends with."""
+    return isinstance(error, CallCancelled | CancelledError)
 
 
 def _about_result(error: BaseException) -> BaseException:

@@ -77,6 +77,7 @@ class Layers:
     def __init__(self) -> None:
         self.references: ReferenceLayer | None = None
         self.graphs: GraphLayer | None = None
+        self.tells_times = ""  # by which name this worker's calls tell how long they have, if they do
         # What a worker says at once that it is at with a call of that number from here, for the end of a sentence.
         self.last_word: Callable[[Identity, int], str] = lambda callee, number: ""
 

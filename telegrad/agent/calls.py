@@ -10,6 +10,10 @@ It decides, and does nothing: who uses it tells what happened and does what it a
 A connection that ends is made again with the next message. Each one has a number; a call fails with the connection over
 which it was sent, since it may have run, and with no other. Each call is taken out of the table once, by whoever finds
 that it is over: an answer, its connection's end, its deadline, its caller who gives up, the end of all.
+
+Of a call that is over before its answer came the callee is told (`tell`), over the same connection and behind the call:
+any other end of it has been a word to the callee by itself. One that still waits for a connection does not leave at
+all, unless it carries what the other side must hear of.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ class Call(Protocol):
     weight: int  # bytes of its tensors
     connection: int  # the number of the one over which it was sent; 0 before that
     timed: bool  # it is ended at its deadline
+    unwanted: bool  # it was over before its answer came
     timeout: float
     deadline: float
 
@@ -71,12 +76,14 @@ M = TypeVar("M")
 class Calls(Generic[C, M]):
     """Those of one worker to one other."""
 
-    def __init__(self, most_calls: int, most_bytes: int) -> None:
+    def __init__(self, most_calls: int, most_bytes: int, carries: Callable[[M], bool]) -> None:
+        """`carries`: whether a message holds what the other side must hear of."""
         self.state = State.NONE
         self.connection = 0  # the number of the last that was wanted
         self.in_flight: dict[int, C] = {}
         self._most_calls = most_calls
         self._most_bytes = most_bytes
+        self._carries = carries
         self.begun = 0  # calls, so far: the number of each is its id
         self._weight = 0  # of those in flight
         self._backlog: list[tuple[C | None, M]] = []
@@ -119,6 +126,19 @@ class Calls(Generic[C, M]):
         self.connection += 1
         return Instruction.CONNECT
 
+    def tell(self, call: C, word: M) -> Instruction:
+        """A call that was taken out is not wanted any more, of which `word` tells the callee, once the call has left.
+
+        Who sends the call looks at `unwanted` behind it, since that may have become so meanwhile.
+        """
+        call.unwanted = True
+        if not call.connection or call.connection != self.connection or self.state in (State.NONE, State.CLOSED):
+            return Instruction.DROP
+        if self.state is State.OPEN:
+            return Instruction.SEND
+        self._backlog.append((None, word))
+        return Instruction.WAIT
+
     def leaves_with_others(self, call: C) -> bool:
         """Whether a call for which nobody waits in place may be left to leave with the next ones."""
         return len(self.in_flight) > COMPANY and bool(call.id % COMPANY)
@@ -134,7 +154,8 @@ class Calls(Generic[C, M]):
         """There is a connection: what to send over it next of the backlog; nothing once it is open, or closed."""
         if self.state is State.CLOSED:
             return []
-        backlog, self._backlog = self._backlog, []
+        waited, self._backlog = self._backlog, []
+        backlog = [each for each in waited if each[0] is None or not each[0].unwanted or self._carries(each[1])]
         if not backlog:
             self._go("made")
         for call, _ in backlog:

@@ -50,6 +50,16 @@ class Directory(Protocol):
     def find(self, to: str | int) -> Member: ...
 
 
+class Service(Protocol):
+    """What serves the callers."""
+
+    def on_messages(self, caller: Caller, link: AnyLink, messages: Iterable[Message]) -> None:
+        """Something has come."""
+
+    def lost(self, caller: Caller) -> None:
+        """Its connection has ended."""
+
+
 class Settings(NamedTuple):
     """What can be chosen about an agent; see `telegrad.rpc.options` for the meaning."""
 
@@ -60,6 +70,7 @@ class Settings(NamedTuple):
     silence: float
     tls: TlsFiles | None
     devices: Devices
+    pass_deadlines: bool = False
     most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
     most_bytes: int = 1 << 30  # of the tensors in them
 
@@ -83,18 +94,18 @@ class Connections:
         reactor: Reactor,
         layers: Layers,
         streams: Streams,
-        on_messages: Callable[[Caller, AnyLink, Iterable[Message]], None],
+        service: Service,
         complete: Callable[[Pending], None],
     ) -> None:
         """Listen, on a Unix socket where hosts have them and on a free TCP port of `address`.
 
-        `on_messages` takes what others send, `complete` is called once for each asynchronous call that has ended.
+        `service` is for what others send, `complete` is called once for each asynchronous call that has ended.
         """
         self.lost: list[Callable[[Identity, PeerError], None]] = []
         self._settings = settings
         self._reactor = reactor
         self._layers = layers
-        self._on_messages = on_messages
+        self._service = service
         self._complete = complete
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
@@ -266,7 +277,8 @@ class Connections:
 
     def _loop(self, peer: OutgoingCalls, number: int) -> LoopEnd:
         caller = Caller(self._me.identity, self._me.program != "", self._claim_to(self._me.name).map)
-        return LoopEnd(self._me.name, partial(self._on_messages, caller), peer.on_messages, partial(peer.ended, number))
+        arrive = partial(self._service.on_messages, caller)
+        return LoopEnd(self._me.name, arrive, peer.on_messages, partial(peer.ended, number))
 
     def _peer_lost(self, who: Identity, reason: PeerError) -> None:
         self._names = {}  # in a dynamic group its name may now be another's
@@ -286,8 +298,8 @@ class Connections:
             claim.name,
             self._reactor.poller,
             self._stores(shared),
-            partial(self._on_messages, caller),
-            lambda link, reason: self._caller_gone(link, who, reason),
+            partial(self._service.on_messages, caller),
+            lambda link, reason: self._caller_gone(link, caller, reason),
             prompt=True,
         )
         with self._lock:
@@ -317,10 +329,11 @@ class Connections:
         with self._lock:
             return [link for link in self._accepted if link.peer in wanted]
 
-    def _caller_gone(self, link: Link, who: Identity, reason: PeerError) -> None:
+    def _caller_gone(self, link: Link, caller: Caller, reason: PeerError) -> None:
         with self._lock:
             self._accepted.pop(link, None)
-        self.tell_lost(who, reason)
+        self._service.lost(caller)
+        self.tell_lost(caller.identity, reason)
 
     # Both
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from telegrad.agent.attachments import Attachments, Destination, GraphContext
+from telegrad.agent.cancelling import Served, finishes
 from telegrad.agent.scene import Hops, Scene, hops_of, setting
 from telegrad.devices.routes import for_answers
 from telegrad.group.members import Identity
@@ -54,7 +55,7 @@ class Entrance:
 class Caller:
     """Who is at the other end of an accepted connection."""
 
-    __slots__ = ("entrance", "identity", "name", "place", "same_program")
+    __slots__ = ("calls", "entrance", "identity", "name", "place", "same_program")
 
     def __init__(self, identity: Identity, same_program: bool, map_: Iterable[tuple[str, str]]) -> None:
         """`map_` leads from its devices to those of this worker."""
@@ -63,12 +64,16 @@ class Caller:
         self.same_program = same_program
         self.place = for_answers(identity.name, dict(map_))
         self.entrance = Entrance()
+        # By their numbers those that were not answered yet; no lock: each use is one operation of a dict.
+        self.calls: dict[int, Incoming] = {}
 
 
-class Incoming:
+class Incoming(Served):
     """A message that has come, mostly a call."""
 
-    __slots__ = ("attachments", "begun", "caller", "context", "link", "message", "name")
+    __slots__ = ("attachments", "begun", "caller", "came", "context", "link", "message", "name")
+
+    came: float  # when, if it has a scene
 
     def __init__(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         self.caller = caller
@@ -78,6 +83,9 @@ class Incoming:
         self.name = ""  # of its function, for people; known once it was opened, if anybody listens
         self.attachments: Attachments | None = None  # what came along with it
         self.context: GraphContext | None = None  # in which it runs; known once its tensors were taken
+        self.cancelled = False
+        self.nested = None
+        self.stop = None
 
     @property
     def destination(self) -> Destination | None:
@@ -91,7 +99,13 @@ class Incoming:
 
     def setting(self) -> AbstractContextManager[None]:
         """Inside, the caller's grad mode, context and scene hold."""
-        return setting(self.message.flags, self.scene, self.context)
+        flags = self.message.flags
+        return setting(flags, self.scene, self.context, self.came if flags & SCENE else 0.0)
+
+    @property
+    def described(self) -> str:
+        name = self.name or self.message.head.decode().replace(":", ".") or "a function"
+        return f"the call of {name} by worker {self.caller.name!r}"
 
 
 class Arrival:
@@ -139,6 +153,8 @@ class Arrival:
         """What to run; it is not kept here."""
         opened, self._opened = self._opened, None
         assert opened is not None
+        if self.call.cancelled:
+            self.call.check_begins(finishes(*opened[:2]))
         return opened
 
 

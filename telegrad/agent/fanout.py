@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from telegrad.agent.attachments import Layers
+from telegrad.agent.cancelling import serving
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections
 from telegrad.agent.futures import Outcome
@@ -173,14 +174,17 @@ class Fanout:
     def _send(self, ready: list[_Ready], function: Any, timeout: float, asked: Any) -> None:
         """Make all messages, then write them, then have the answers read: else the threads would take turns."""
         made = [self._made(*one, function, timeout, asked) for one in ready]
+        parent = serving.get()
         later, upcoming = False, inf
         for each, peer, pending, message, weight in filter(None, made):
             try:
                 waits, nearer = peer.call(pending, message, weight, False)
             except Exception as error:
-                if peer.withdraw(pending):
+                if peer.unsent(pending):
                     _tell(each, asked, error)
             else:
+                if parent is not None:
+                    parent.hold(pending)
                 later |= waits
                 if nearer and pending.deadline < upcoming:
                     upcoming = pending.deadline
@@ -201,6 +205,8 @@ class Fanout:
         pending.underway = packed.underway
         message = Message(CALL, 0, 0, name, packed.meta, b"", packed.blobs)
         try:
+            if (parent := serving.get()) is not None:
+                parent.admit(pending)
             attach(self._layers, message, body, pending, function, tensors, references, each.creation)
         except Exception as error:
             _tell(each, asked, error)

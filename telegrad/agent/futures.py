@@ -47,6 +47,15 @@ class Helper(Protocol):
     def help(self) -> None:
         """Wait until the future is done."""
 
+    def cancel(self) -> bool:
+        """End it now, and tell the callee; False where it is over."""
+
+
+class Cancels(Protocol):
+    """What ends with its cause."""
+
+    def cancel(self) -> bool: ...
+
 
 class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
@@ -55,12 +64,14 @@ class Future(torch.futures.Future[T]):
     """
 
     # In a dictionary they would be one more object for the garbage collector to visit. All but `call` are set where
-    # they are needed: `about` says whose future this is, `heeded` that somebody is told of its end.
-    __slots__ = ("about", "call", "failure", "heeded")
+    # they are needed: `about` says whose future this is, `heeded` that somebody is told of its end, `follows` with what
+    # it ends, where that is not its own call.
+    __slots__ = ("about", "call", "failure", "follows", "heeded")
 
     quick = False
     about: str
     failure: Unseen
+    follows: Cancels | None
     heeded: bool
 
     def __init__(self, *, devices: Any = None) -> None:
@@ -87,6 +98,15 @@ class Future(torch.futures.Future[T]):
         value: T = _uncovered(super().wait())
         return value
 
+    def cancel(self) -> bool:
+        """End its call now, with CallCancelled; whether that could be done. Its callbacks run before this returns.
+
+        The callee is told: what has not begun there does not begin, an `async def` function is cancelled, and so are
+        the calls that were made for the sake of this one. Of a future that `then` gave, the call it follows is ended.
+        """
+        cause = getattr(self, "follows", None) or self.call
+        return cause is not None and cause.cancel()
+
     def set_result(self, result: T) -> None:
         """End with a value. Where values may lie on devices, torch looks for its tensors, by pickling it."""
         if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
@@ -112,8 +132,11 @@ class Future(torch.futures.Future[T]):
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments. {callback!r} is no function of the future")
         child: Future[S] = type(self)()  # type: ignore[assignment]
+        if self.call is not None or getattr(self, "follows", None) is not None:
+            child.follows = self
 
         def run(done: torch.futures.Future[T]) -> None:
+            child.follows = None
             try:
                 value = callback(done)
             except Exception as error:
@@ -154,7 +177,15 @@ class Future(torch.futures.Future[T]):
 
         in_turn = getattr(self.call, "in_turn", None)
         self.add_done_callback(wake)
-        return waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
+        return self._cancelled_with(waiter.__await__() if in_turn is None else in_turn.awaiting(waiter))
+
+    def _cancelled_with(self, waiting: Generator[Any, None, T]) -> Generator[Any, None, T]:
+        """Wait so; where asyncio cancels that, the call is cancelled, too."""
+        try:
+            return (yield from waiting)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     @not_compiled
     def value(self) -> T:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
+from telegrad.agent.cancelling import serving
 from telegrad.agent.reactor import Reactor, Work
 from telegrad.agent.spinning import Spin
 from telegrad.transport.link import Link
@@ -36,6 +37,7 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
     """Until `future` is done, or nothing comes for a moment, do what comes over these connections."""
     own: deque[Work] = deque()
     before, _here.own = getattr(_here, "own", None), own
+    token = serving.set(None)  # what it does is not for the sake of the call that it serves
     try:
         while not future.done() and _read(future, links, own):
             while own:
@@ -47,6 +49,7 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
         log.exception("telegrad: work of the agent failed")
     finally:
         _here.own = before
+        serving.reset(token)
         for work in own:
             reactor.submit(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -35,6 +36,21 @@ class EventLoop:
         running = asyncio.run_coroutine_threadsafe(coroutine, loop)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
+
+    def stopper(self, may: Callable[[], bool]) -> Callable[[], None]:
+        """What cancels the task that this code runs in, if it `may` then; for any thread."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            if may():
+                task.cancel()
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(stop)
+
+        return ask
 
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
         self._entered()

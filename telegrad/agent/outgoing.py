@@ -15,22 +15,19 @@ from telegrad import instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
-from telegrad.agent.naming import noted_name, user_name
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import OWED, Reactor, Work
 from telegrad.agent.spinning import SOON, Spin
 from telegrad.contracts import guarded, new_lock
 from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart
-from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
+from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.group.members import Identity
-from telegrad.instruments import CALLED
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import BYE, FAILURE, HAS_REFERENCES, Message
+from telegrad.wire.messages import BYE, CANCEL, HAS_REFERENCES, Message
 
-RAISED, GAVE_UP = "raised", "gave up"  # what became of a call: its function raised; its caller was interrupted
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
@@ -70,7 +67,8 @@ class OutgoingCalls:
         self._layers = layers
         self.is_near = is_near
         self._lock = new_lock()  # guards all below, and who completes a call that several threads may
-        self._calls: Calls[Pending, Message] = guarded(Calls(*limits), self._lock, ("begun", "crowded", "in_flight"))
+        calls: Calls[Pending, Message] = Calls(*limits, lambda message: bool(message.flags & HAS_REFERENCES))
+        self._calls = guarded(calls, self._lock, ("begun", "crowded", "in_flight"))
         self._link: AnyLink | None = None  # while the calls are connected; peeked at by who waits, who looks again
         self._closed: PeerError | None = None  # never taken back; peeked at by who waits for room
         self._room = threading.Condition(self._lock)  # there are fewer calls in flight
@@ -99,6 +97,8 @@ class OutgoingCalls:
             link = self._link
         if instruction is not Instruction.SEND or not self._sent(link, pending, message, later):
             self._follow(instruction, pending, message, later)
+        if pending.unwanted:  # since it was begun
+            self._tell(pending)
         if alone and outcome is not None and not outcome.quick:
             self.expect()
         return later, nearer
@@ -151,18 +151,42 @@ class OutgoingCalls:
             self._reactor.sent_later(link)
         return True
 
-    def withdraw(self, pending: Pending) -> bool:
+    def unsent(self, pending: Pending) -> bool:
         """A call has raised instead of being sent; whether nobody tells its outcome of that."""
         with self._lock:
             return self._take(pending.id) is not None or not pending.connection
 
     def forget(self, pending: Pending) -> None:
-        """The caller gave up; a late answer is ignored."""
+        """The caller gave up, of which the callee is told; a late answer is ignored."""
         if (note := instruments.note) is not None:
-            is_late = 0 < pending.timeout <= perf_counter() - pending.begun
-            note(_ended(pending, CallTimeout.__name__ if is_late else GAVE_UP))
+            note(pending.given_up())
+        self._withdraw(pending)
+        if pending.parent is not None:
+            pending.parent.ended(pending)
+
+    def cancel(self, pending: Pending, why: str) -> bool:
+        """End a call before its answer has come, and tell the callee; False where it was over before."""
+        if not self._withdraw(pending):
+            return False
+        pending.error = CallCancelled(f"{pending.described} was cancelled{why and ': '}{why}")
+        self._done(pending, self.complete)
+        return True
+
+    def _withdraw(self, pending: Pending) -> bool:
         with self._lock:
-            self._take(pending.id)
+            if self._take(pending.id) is None:
+                return False
+        self._tell(pending)
+        return True
+
+    def _tell(self, pending: Pending) -> None:
+        """Tell the callee that a call is not wanted any more."""
+        word = Message(CANCEL, pending.id)
+        with self._lock:
+            instruction, link = self._calls.tell(pending, word), self._link
+        if instruction is Instruction.SEND and link is not None:
+            with contextlib.suppress(PeerError):  # which tells it, too
+                link.send(word)
 
     def expire(self, now: float) -> float:
         """End the asynchronous calls whose time is over; when to look again."""
@@ -178,17 +202,13 @@ class OutgoingCalls:
     def _fail_late(self, expired: list[Pending]) -> None:
         for pending in expired:
             pending.error = self.timed_out(pending)
+            self._tell(pending)
             self._done(pending)
 
     def timed_out(self, pending: Pending) -> CallTimeout:
         """Why such a call failed, with what the callee is at, where it says so at once."""
-        instruments.alarm(f"a call of {user_name(pending.asked)} on worker {self.name!r} ran out of time")
-        return CallTimeout(
-            f"RPC ran for more than set timeout ({pending.timeout:g} s): "
-            f"{user_name(pending.asked)} on worker {self.name!r}. "
-            f"It may still be running there{self._layers.last_word(self.identity, pending.id)}. "
-            "Give a longer timeout (rpc_timeout in the options, or timeout=... per call)"
-        )
+        instruments.alarm(f"a call of {pending.described} ran out of time")
+        return pending.late(self._layers.last_word(self.identity, pending.id))
 
     @property
     def link(self) -> AnyLink | None:
@@ -247,10 +267,7 @@ class OutgoingCalls:
 
     def wait_for(self, future: Future[Any]) -> None:
         """Wait until another thread has completed `future`."""
-        if self._reactor.on_worker():
-            with self._reactor.waiting():
-                wait_for(future)
-        else:
+        with self._reactor.waiting():
             wait_for(future)
 
     def _wait(self, pending: Pending) -> bool:
@@ -266,18 +283,8 @@ class OutgoingCalls:
                 finally:
                     link.stop_reading()
             else:
-                self._wait_told(pending, remaining)
+                pending.wait_told(self._lock, min(remaining, LONGEST_WAIT))
         return True
-
-    def _wait_told(self, pending: Pending, limit: float) -> None:
-        """Wait until another thread has done it: who reads, or ends the connection."""
-        with self._lock:
-            if pending.told is None:
-                pending.told = threading.Lock()
-                pending.told.acquire()
-            told = pending.told
-        if not pending.done and told.acquire(timeout=min(limit, LONGEST_WAIT)):  # done before there was one to be told
-            told.release()
 
     def _read(self, link: Link, pending: Pending) -> None:
         """Read until it is done; by who has the right to."""
@@ -291,7 +298,9 @@ class OutgoingCalls:
                 remaining = pending.deadline - monotonic()
                 if remaining <= 0:
                     return
-                link.wait_readable(min(remaining, LONGEST_WAIT))
+                if pending.takes_waker():
+                    continue
+                link.wait_readable(min(remaining, LONGEST_WAIT), pending.waker)
         finally:
             pending.awaited = False
             self._prompt = perf_counter() - start < SOON
@@ -330,17 +339,21 @@ class OutgoingCalls:
                 pending.waiter_completes = pending.awaited
                 self._done(pending)
 
-    def _done(self, pending: Pending) -> None:
+    def _done(self, pending: Pending, complete: Callable[[Pending], None] | None = None) -> None:
+        """A call is over; where its outcome may run code of others, that is told later, unless by `complete`."""
         if (note := instruments.note) is not None:
-            note(_ended(pending, "" if pending.error is None else type(pending.error).__name__))
+            note(pending.ended("" if pending.error is None else type(pending.error).__name__))
         pending.done = True
+        if pending.parent is not None:
+            pending.parent.ended(pending)
         if pending.outcome is not None and not pending.waiter_completes:
-            if pending.outcome.quick:
+            if complete is not None:
+                complete(pending)
+            elif pending.outcome.quick:
                 self.complete(pending)
             else:
                 self._reactor.submit(Work(self.complete, pending, OWED))
-        if pending.told is not None:
-            pending.told.release()
+        pending.wake()
 
     def complete_here(self, pending: Pending) -> None:
         """By who has waited for a call that is done, or no longer: its completion, where that was left to such."""
@@ -397,9 +410,11 @@ class OutgoingCalls:
                     self._link = link
             if not backlog:
                 return True
-            for at, (_, message) in enumerate(backlog):
+            for at, (call, message) in enumerate(backlog):
                 try:
                     link.send(message)
+                    if call is not None and call.unwanted:
+                        link.send(Message(CANCEL, call.id))
                 except Exception as error:  # gone already, or no memory: the rest of the backlog fails with it
                     link.fail(error)
                     with self._lock:
@@ -415,7 +430,7 @@ class OutgoingCalls:
             failed = self._calls.ended(number)
             self._room.notify_all()
         for pending in failed:
-            self._fail([pending], _cut_off(pending, reason))
+            self._fail([pending], pending.cut_off(reason))
         self._on_lost(self.identity, reason)
 
     def close(self, reason: PeerError, how: str = "") -> None:
@@ -433,19 +448,3 @@ class OutgoingCalls:
 
     def __repr__(self) -> str:
         return f"<OutgoingCalls to {self.name!r}: {self._calls!r}>"
-
-
-def _cut_off(pending: Pending, reason: PeerError) -> PeerError:
-    """Why a call has failed that was under way as its connection ended."""
-    age = perf_counter() - pending.begun
-    error = type(reason)(f"{reason}. This call, of {user_name(pending.asked)}, was under way for {age:.1f} s")
-    error.__cause__ = reason.__cause__
-    return error
-
-
-def _ended(pending: Pending, failure: str) -> instruments.Event:
-    """That a call has ended, for who looks on."""
-    if not failure and pending.answer is not None and pending.answer.kind == FAILURE:
-        failure = RAISED
-    name = noted_name(pending.asked)
-    return (CALLED, pending.begun, perf_counter(), pending.peer.name, pending.id, name, pending.weight, failure)

@@ -133,8 +133,10 @@ def _recorded_until_done(
         future = ending(value)
         ended = record._call_end_callbacks_on_future(future)
     recorded: Future[Any] = Future()
+    recorded.follows = future
 
     def pass_on(_: Any) -> None:
+        recorded.follows = None
         try:
             recorded.set_result(future.value())
         except Exception as error:

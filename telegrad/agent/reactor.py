@@ -108,7 +108,7 @@ class Reactor:
 
     def batches(self) -> bool:
         """Whether what this thread sends may wait for the end of a batch of work: only the leader has those."""
-        return self._leads() and bool(self._ready)
+        return bool(self._ready) and self._leads()
 
     def sent_later(self, source: Source) -> None:
         """After something was left in the outbox of `source`: the leader, or the clock's next tick, will send it."""

@@ -1,10 +1,13 @@
-"""What surrounds a call and holds in its function, too: the caller's autocast, its baggage, and who waits for it.
+"""What surrounds a call and holds in its function, too: the caller's autocast, its baggage, its time, who waits for it.
 
 A method of an actor has its turn while it runs. Each call that it makes is a hop, and so is named what is done for the
 sake of that call, wherever: a call back to the actor would wait for the turn, and the turn for it. While the method
 waits for a hop, such calls are refused.
 
 Baggage are named strings of who follows calls (see `profiling`). A worker where nobody does passes on what came to it.
+
+Time is told as what is left of it, since the clocks of two workers know nothing of each other. The one that calls in
+this scene have ends at the same moment, whatever their own limits are.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import pickle
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from math import inf
+from time import monotonic
 from types import coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +28,7 @@ from telegrad.agent import profiling
 from telegrad.agent.attachments import GraphContext
 from telegrad.devices import streams
 from telegrad.devices.streams import Streams
+from telegrad.errors import CallTimeout
 from telegrad.wire.messages import INFERENCE, NO_GRAD
 from telegrad.wire.tensors import DTYPES, NAMES
 
@@ -73,10 +79,33 @@ class Scene(NamedTuple):
     hops: Hops = ()  # for whose sake
     turn: Turn | None = None  # in which
     baggage: dict[str, str] | None = None
+    until: float = inf  # by this worker's `monotonic`: when nobody waits for it any more
+    whose: str = ""  # limit that is
+
+
+class Described(Protocol):
+    """A call."""
+
+    @property
+    def described(self) -> str:
+        """What was called, and where."""
+
+
+class Share(float):
+    """The time of a call that has at most what is left of another's."""
+
+    whose: str = ""  # limit that is, where it is not its own
+
+    @classmethod
+    def of(cls, left: float, whose: str) -> Share:
+        made = cls(left)
+        made.whose = whose
+        return made
 
 
 _current: ContextVar[Scene | None] = ContextVar("telegrad_scene", default=None)
 _entered = False  # whether there was ever a scene in this process
+limits = False  # whether there was ever one whose time is limited
 
 
 def matters() -> bool:
@@ -84,38 +113,77 @@ def matters() -> bool:
     return _entered or profiling.follower is not None or _is_autocast_on()
 
 
-def described() -> tuple[bytes, InTurn | None]:
-    """What to tell of this thread, which makes a call, empty where there is nothing; and the actor that makes it."""
+def within(limit: float, call: Described) -> float:
+    """The time of a call that begins here, whose own limit is that (0 for none).
+
+    Raises:
+        CallTimeout: there is none left.
+    """
+    here = _current.get()
+    if here is None or here.until == inf:
+        return limit
+    left = here.until - monotonic()
+    if left <= 0:
+        raise CallTimeout(f"{call.described} was not called: no time was left of {here.whose}")
+    return Share.of(limit, "") if 0 < limit <= left else Share.of(left, here.whose)
+
+
+def time_left() -> float | None:
+    """Seconds that this code has by the limits of those who wait for it; None where none was told."""
+    here = _current.get()
+    return None if here is None or here.until == inf else max(0.0, here.until - monotonic())
+
+
+def described(left: float = 0.0, whose: str = "") -> tuple[bytes, InTurn | None]:
+    """What to tell of this thread, which makes a call, empty where there is nothing; and the actor that makes it.
+
+    The call has so much time `left`, by a limit of that name; 0 where that is not told.
+    """
     here = _current.get()
     follower = profiling.follower
-    if here is None and follower is None and not _is_autocast_on():
+    if here is None and follower is None and not left and not _is_autocast_on():
         return b"", None
     kinds = [kind for kind in ("cpu", streams.kind()) if kind and torch.is_autocast_enabled(kind)]
     types = {kind: NAMES[torch.get_autocast_dtype(kind)] for kind in kinds}
-    hops, turn, baggage = here or Scene()
+    hops, turn, baggage, *_ = here or Scene()
     if follower is not None:
         baggage = follower.baggage() or baggage
     in_turn = None
     if turn is not None:
         in_turn = InTurn(turn, (turn.key, next(turn.calls)))
         hops += (in_turn.hop,)
-    if not (types or hops or baggage):
+    if not (types or hops or baggage or left):
         return b"", in_turn
-    return pickle.dumps((types, torch.is_autocast_cache_enabled(), hops, baggage), 5), in_turn
+    time = (left, whose) if left else ()
+    return pickle.dumps((types, torch.is_autocast_cache_enabled(), hops, baggage, *time), 5), in_turn
 
 
 @contextmanager
-def holding(description: bytes | memoryview) -> Iterator[None]:
-    """Inside, what was told of the caller holds here; autocast for the devices that this worker has."""
-    types, cached, hops, baggage = pickle.loads(description)
+def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
+    """Inside, what was told of the caller as the call `came` holds here; autocast for the devices of this worker."""
+    types, cached, hops, baggage, *time = pickle.loads(description)
     with ExitStack() as stack:
         for kind, name in types.items():
             if kind in ("cpu", streams.kind()):
                 stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
-        if hops or baggage:
+        if hops or baggage or time:
             here = _current.get()
-            stack.enter_context(entered(Scene(hops, here and here.turn, baggage)))
+            limit = _limit(came, *time) if time else ()
+            stack.enter_context(entered(Scene(hops, here and here.turn, baggage, *limit)))
         yield
+
+
+def _limit(came: float, left: float, whose: str) -> tuple[float, str]:
+    """Until when there is time, and by whose limit."""
+    global limits
+    limits = True
+    return came + left, whose
+
+
+def unlimited() -> AbstractContextManager[None]:
+    """Inside, this thread's code has all the time."""
+    here = _current.get()
+    return entered(None if here is None or here.until == inf else here._replace(until=inf, whose=""))
 
 
 @contextmanager
@@ -155,14 +223,16 @@ def hops_of(description: bytes | memoryview) -> Hops:
 
 
 @contextmanager
-def setting(flags: int, scene: bytes | memoryview, context: GraphContext | None) -> Generator[None, None, None]:
-    """The grad mode, the context and the scene that the caller was in."""
+def setting(
+    flags: int, scene: bytes | memoryview, context: GraphContext | None, came: float = 0.0
+) -> Generator[None, None, None]:
+    """The grad mode, the context and the scene that the caller was in as its call `came`."""
     with ExitStack() as stack:
         if flags:
             stack.enter_context(torch.inference_mode(bool(flags & INFERENCE)))
             stack.enter_context(torch.set_grad_enabled(not flags & NO_GRAD))
         if scene:
-            stack.enter_context(holding(scene))
+            stack.enter_context(holding(scene, came))
         if context is not None:
             stack.enter_context(context.entered())
         yield

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from time import perf_counter
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic, perf_counter
 from types import CoroutineType
 from typing import Any, NamedTuple
 
@@ -16,25 +16,27 @@ from telegrad import instruments
 from telegrad.agent import helping, profiling
 from telegrad.agent.answers import Answers, its_future
 from telegrad.agent.attachments import Layers
+from telegrad.agent.cancelling import FINISHING, finishes, serving
 from telegrad.agent.entrance import Arrival, Caller, Doorkeeper, Incoming
-from telegrad.agent.futures import Signal
+from telegrad.agent.futures import Future, Signal
 from telegrad.agent.loop import EventLoop
 from telegrad.agent.naming import RUNS, user_name
 from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.scene import entered, in_setting
 from telegrad.devices.streams import Streams
-from telegrad.errors import PeerError
+from telegrad.errors import CallCancelled, PeerError
 from telegrad.group.members import Identity
 from telegrad.instruments import RAN
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.functions import resolve
-from telegrad.wire.messages import CALL, HAS_REFERENCES, NOTICE, PATIENT, SCENE, Message, split
+from telegrad.wire.messages import CALL, CANCEL, HAS_REFERENCES, NOTICE, PATIENT, SCENE, Message, split
 from telegrad.wire.pickling import decode
 
 SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
 ASYNC_MARK = "_telegrad_async_execution"
+CANCELLED = CallCancelled.__name__  # what became of a call, whatever its function has made of that
 
 
 class Later(NamedTuple):
@@ -88,9 +90,12 @@ class Server:
     def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
         for message in messages:
             come = Incoming(caller, link, message)
-            if message.flags & HAS_REFERENCES:
-                come.attachments = self._layers.take_attachments(message, caller.identity)
+            if message.flags:
+                come.came = monotonic()
+                if message.flags & HAS_REFERENCES:
+                    come.attachments = self._layers.take_attachments(message, caller.identity)
             if message.kind == CALL:
+                caller.calls[message.id] = come
                 short = message.head and self._short.get(message.head)
                 if (not short or self.orders) and self._heeds(message.head):
                     caller.entrance.put(come)
@@ -104,6 +109,23 @@ class Server:
                     self._reactor.submit(Work(self._notice, come, IDLE))
                 else:
                     helping.submit(self._reactor, Work(self._notice, come, INSTANT))
+            elif message.kind == CANCEL:
+                self._cancel(caller.calls.get(message.id))
+
+    def lost(self, caller: Caller) -> None:
+        """Who called has gone: nobody takes its answers. Values that others may hold references to are made still."""
+        for call in list(caller.calls.values()):
+            if call.destination is None:
+                self._cancel(call)
+
+    def _cancel(self, call: Incoming | None) -> None:
+        """A call is not wanted any more, unless it is over: if it has not begun, it never will."""
+        if call is not None:
+            call.cancelled = True
+            if call.message.id not in call.caller.calls:  # over meanwhile
+                call.cancelled = False
+            elif call.stop is not None or call.nested:
+                self._reactor.submit(Work(Incoming.end, call, INSTANT))
 
     def _notice(self, come: Incoming) -> None:
         sender = come.caller.identity
@@ -133,11 +155,15 @@ class Server:
             run = function
             if profiling.follower is not None:
                 run = profiling.follower.in_place_of(function, args, self._name, call.caller.name)
-            if message.flags or call.context is not None:
-                with call.setting():
+            token = serving.set(call)
+            try:
+                if message.flags or call.context is not None:
+                    with call.setting():
+                        result = run(*args, **kwargs)
+                else:
                     result = run(*args, **kwargs)
-            else:
-                result = run(*args, **kwargs)
+            finally:
+                serving.reset(token)
             args = None  # memory that was lent for them goes back together with the answer
             del kwargs
             if message.head:
@@ -146,7 +172,7 @@ class Server:
                 known[message.head] = self._reactor.worked_until() - start < limit
         except BaseException as error:
             call.name = user_name(function, args) if function is not None else ""
-            _note(call, type(error).__name__)
+            _note(call, error)
             self._answers.fail(call, error, call.name)
         else:
             if type(result) is CoroutineType:
@@ -159,7 +185,8 @@ class Server:
                 answer = self._answers.made_of(call, result, function)
                 del result  # as above: it may be one of the arguments
                 if (note := instruments.note) is not None:
-                    note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, ""))
+                    failure = CANCELLED if call.cancelled else ""
+                    note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, failure))
                 self._answers.send(call, answer)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -173,8 +200,11 @@ class Server:
             attachments.references.clear()  # as do their handles
         if message.head:
             args, kwargs = value
-            return resolve(message.head.decode()), args, kwargs
-        function, args, kwargs = value
+            function = resolve(message.head.decode())
+        else:
+            function, args, kwargs = value
+        if call.cancelled:
+            call.check_begins(finishes(function, args))
         return function, args, kwargs
 
     # Calls whose order counts
@@ -235,8 +265,8 @@ class Server:
 
     def _when_done(self, call: Incoming, future: Any, function: Any) -> None:
         if not isinstance(future, torch._C.Future | Signal):
+            _note(call, future)
             self._answers.fail(call, future, user_name(function))
-            _note(call, type(future).__name__)
             return
         self._begin_going_on(call)
 
@@ -244,7 +274,7 @@ class Server:
             try:
                 result = future.wait()
             except BaseException as error:
-                _note(call, type(error).__name__)
+                _note(call, error)
                 self._answers.fail(call, error, user_name(function))
             else:
                 _note(call)
@@ -252,20 +282,28 @@ class Server:
             finally:
                 self._end_going_on(call)
 
+        if isinstance(future, Future) and not finishes(function, ()):
+            call.stop = future.cancel
         future.add_done_callback(done)
+        if call.cancelled and not future.done():
+            self._reactor.submit(Work(Incoming.end, call, INSTANT))
 
     def _await(
-        self, call: Incoming, awaitable: Coroutine[Any, Any, Any], function: Any, arrival: Arrival | None
+        self, call: Incoming, awaitable: CoroutineType[Any, Any, Any], function: Any, arrival: Arrival | None
     ) -> None:
         self._begin_going_on(call)
         on_end = arrival.keep_end() if arrival is not None else None
         special = call.message.flags or call.context is not None or self._streams.used
 
         async def run() -> None:
+            serving.set(call)
+            call.stop = self._loop.stopper(lambda: call.stop is not None)
             try:
+                if call.cancelled:
+                    call.check_begins(awaitable.cr_code in FINISHING, awaitable.close)
                 result = await (in_setting(awaitable, call.setting, self._streams) if special else awaitable)
             except BaseException as error:
-                _note(call, type(error).__name__)
+                _note(call, error)
                 self._answers.fail(call, error, user_name(function))
             else:
                 _note(call)
@@ -282,6 +320,7 @@ class Server:
         self._count(1)
 
     def _end_going_on(self, call: Incoming) -> None:
+        call.stop = None
         del self.going_on[id(call)]
         self._count(-1)
 
@@ -297,8 +336,9 @@ class Server:
         self._loop.close()
 
 
-def _note(call: Incoming, failure: str = "") -> None:
+def _note(call: Incoming, error: object = None) -> None:
     """Tell that a call that has come has ended."""
     if (note := instruments.note) is not None:
         number = call.message.id
+        failure = CANCELLED * call.cancelled or ("" if error is None else type(error).__name__)
         note((RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

@@ -7,7 +7,7 @@ import sys
 from time import monotonic
 from typing import Any, NoReturn
 
-from telegrad.errors import ShutDown
+from telegrad.errors import CallCancelled, ShutDown
 from telegrad.wire.failures import fresh
 
 QUIET = 5.0  # seconds in which the like of a failure that was seen is not told: `collect_all` shows one of several
@@ -25,7 +25,7 @@ class Unseen:
 
     def __init__(self, about: str, error: BaseException) -> None:
         """`about` is what has failed, as users know it."""
-        self.seen = isinstance(error, ShutDown)  # which this program has asked for
+        self.seen = isinstance(error, ShutDown | CallCancelled)  # which this program has asked for
         self._about = about
         self.kind = type(error).__name__
         try:

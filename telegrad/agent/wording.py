@@ -43,8 +43,8 @@ def attach(
 ) -> None:
     """Give a message its body, behind which stands what surrounds its call, and what the layers above send along."""
     flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-    if scene.matters():
-        said, pending.in_turn = scene.described()
+    if layers.tells_times or scene.matters():
+        said, pending.in_turn = scene.described(*pending.time(layers.tells_times))
         if said:
             flags |= SCENE
             body = append(body, said)

@@ -23,6 +23,7 @@ from telegrad.nn.run import Run
 from telegrad.nn.stage import Stage
 from telegrad.nn.ties import Tie
 from telegrad.rpc import RRef, current
+from telegrad.rpc.functions import must_finish
 
 
 class Station:
@@ -62,6 +63,7 @@ class Station:
             run.take(early)
         return Later(run.outcome, run)
 
+    @must_finish
     def stop(self, number: int) -> None:
         """A batch has failed elsewhere: do no more for it."""
         with self._lock:

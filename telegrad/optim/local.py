@@ -23,6 +23,7 @@ from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding
 from telegrad.optim.norms import norm_of, scale
 from telegrad.rpc import RRef, current
+from telegrad.rpc.functions import must_finish
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by the numbers of their groups
@@ -80,6 +81,7 @@ class LocalOptimizer:
         method, *args = pickle.loads(request)
         return getattr(self, method)(context_id, *args)
 
+    @must_finish
     def step(self, context_id: int, changes: Changes, factor: float = 1.0) -> int | None:
         """Apply the gradients of a context, scaled before; to how many parameters, or None where it is not known here.
 
@@ -126,6 +128,7 @@ class LocalOptimizer:
 
     # Gradients
 
+    @must_finish
     def accumulate(self, context_id: int) -> int | None:
         """Keep the gradients of a context for the next step; of how many parameters, or None as above."""
         context = current.conductor().contexts.get(context_id)
@@ -136,6 +139,7 @@ class LocalOptimizer:
                 self._kept.add(parameter, gradients[parameter].clone(), graph=False)
         return None if context is None else len(found)
 
+    @must_finish
     def gather(self, context_id: int) -> None:
         """Add what was kept for the next step to the gradients of a context."""
         with holding(self._guards):
@@ -163,6 +167,7 @@ class LocalOptimizer:
         named = {name: state[index] for index, name in enumerate(self.names) if index in state}
         return named if has_map else on_host(named)
 
+    @must_finish
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of this worker's parameters."""
         assert self._optimizer is not None

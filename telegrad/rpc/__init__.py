@@ -1,6 +1,8 @@
 """Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results."""
 
+from telegrad.agent.cancelling import cancelled
 from telegrad.agent.futures import Future
+from telegrad.agent.scene import time_left
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import functions
 from telegrad.rpc.actors import actor
@@ -43,6 +45,7 @@ __all__ = [
     "WorkerInfo",
     "_rref_context_get_debug_info",
     "actor",
+    "cancelled",
     "debug_info",
     "functions",
     "get_worker_info",
@@ -56,6 +59,7 @@ __all__ = [
     "serve",
     "shutdown",
     "stop_serving",
+    "time_left",
     "wait_for_workers",
     "workers",
 ]

@@ -21,6 +21,7 @@ from telegrad.group.stores import Meeting, open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.functions import must_finish
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.streams import WINDOW, Stream
@@ -158,6 +159,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         current.leave(worker)
 
 
+@must_finish
 def stop_serving() -> None:
     """Have `serve` end on this worker of a dynamic group: for a call by another, `rpc_sync(name, rpc.stop_serving)`.
 

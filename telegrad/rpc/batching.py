@@ -62,7 +62,9 @@ class Batched:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        calls, self._waiting = self._waiting, []
+        calls, self._waiting = [each for each in self._waiting if not each[1].done()], []  # the others are cancelled
+        if not calls:
+            return
         task = Context().run(loop.create_task, self._run(calls))  # it belongs to no caller's context
         self._running.add(task)
         task.add_done_callback(self._running.discard)

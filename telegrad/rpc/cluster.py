@@ -94,6 +94,7 @@ def _settings(options: TelegradOptions) -> Settings:
         silence=options.silence,
         tls=options.tls,
         devices=options.published(),
+        pass_deadlines=options.pass_deadlines,
     )
 
 

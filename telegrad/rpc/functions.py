@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from telegrad.agent.cancelling import finishing
 from telegrad.agent.server import ASYNC_MARK
 from telegrad.errors import InvalidArgument
 from telegrad.rpc.batching import batch
 from telegrad.wire.culprits import names_in
 from telegrad.wire.functions import home_of_script
 
-__all__ = ["async_execution", "batch", "by_value"]
+__all__ = ["async_execution", "batch", "by_value", "must_finish"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -35,6 +36,15 @@ def async_execution(fn: F) -> F:
         marked.__module__, marked.__qualname__ = home_of_script(fn)
     setattr(marked, ASYNC_MARK, True)
     return marked  # type: ignore[return-value]
+
+
+def must_finish(fn: F) -> F:
+    """Mark a function that is run to its end, whether or not its caller still wants it, or lives.
+
+    It begins though its call was cancelled in the queue, is not interrupted where it is an `async def`, and what it
+    calls is neither cancelled with it nor bound to its caller's time. With other decorators this one is the inner one.
+    """
+    return finishing(fn)
 
 
 class ByValue:

@@ -65,6 +65,7 @@ class TelegradOptions(RpcBackendOptions):
         tls: TlsFiles | None = None,
         shared_memory: int = DEFAULT_SHARED_MEMORY,
         silence: float = 10.0,
+        pass_deadlines: bool = False,
         dashboard: int | None = None,
     ) -> None:
         """
@@ -81,6 +82,8 @@ class TelegradOptions(RpcBackendOptions):
             tls: certificate files, for encrypted and mutually authenticated TCP.
             shared_memory: bytes of memory files that this worker may lend to others of its host.
             silence: seconds without a sign of life from another host after which it is taken for lost.
+            pass_deadlines: whether what is called for the sake of a call of this worker, on whatever worker, has at
+                most what is left of that call's time.
             dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
                 `telegrad.insight.dashboard` does; the log tells the address, or why there is none.
         """
@@ -100,6 +103,7 @@ class TelegradOptions(RpcBackendOptions):
         self.tls = tls
         self.shared_memory = shared_memory
         self.silence = silence
+        self.pass_deadlines = pass_deadlines
         self.dashboard = dashboard
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:

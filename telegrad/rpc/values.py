@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.answers import its_future
+from telegrad.agent.cancelling import MUST_FINISH, finishes
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later
@@ -75,6 +76,10 @@ class Method:
 
     def __reduce__(self) -> str:
         return self.__qualname__
+
+    def _telegrad_must_finish(self, maker: str, number: int, *_: Any) -> bool:
+        box = current.references().box((maker, number))
+        return box.full and not box.failure and finishes(getattr(box.value, self.__name__ or "__call__", None), ())
 
     def _telegrad_runs(self, maker: str, number: int, *_: Any) -> str:
         box = current.references().box((maker, number))
@@ -169,7 +174,9 @@ def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tens
 
 runs_as(with_values, lambda function, *_: user_name(function))
 setattr(with_values, OWN_ARGUMENTS, 1)
+setattr(with_values, MUST_FINISH, lambda function, *_: finishes(function, ()))
 setattr(call_method, OWN_ARGUMENTS, 2)
+setattr(call_method, MUST_FINISH, lambda value, method, *_: finishes(getattr(value, method), ()))
 runs_as(call_method, lambda value, method, *_: _method_name(value, method))
 
 

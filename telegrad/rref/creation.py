@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from telegrad.agent.futures import Future
 from telegrad.agent.unseen import Unseen
-from telegrad.errors import CallTimeout, PeerError
+from telegrad.errors import CallCancelled, CallTimeout, PeerError
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
 from telegrad.wire.failures import fresh
@@ -54,8 +54,13 @@ class Creation:
 
     def set_exception(self, result: BaseException) -> None:
         self.error = fresh(result)
-        self.cut_off = isinstance(result, CallTimeout)
+        self.cut_off = isinstance(result, CallCancelled | CallTimeout)
         self._told(self)
+
+    def cancel(self) -> bool:
+        """End the call now; False where it is over."""
+        call = self.call
+        return call is not None and bool(call.cancel())
 
     def dropped(self) -> None:
         """The last handle has ended."""
@@ -66,6 +71,7 @@ class Creation:
 def tell_user(creation: Creation) -> None:
     future = creation.future
     assert future is not None
+    future.follows = None
     if creation.error is not None:
         future.set_exception(creation.error)  # type: ignore[arg-type]
     else:
@@ -75,6 +81,6 @@ def tell_user(creation: Creation) -> None:
 def failed(error: BaseException) -> BaseException:
     """Why a value was never made: what its maker raised, or that the call itself failed."""
     again = fresh(error)
-    if isinstance(again, (CallTimeout, PeerError)):
+    if isinstance(again, (CallCancelled, CallTimeout, PeerError)):
         again.args = (f"RRef creation failed, the value may not exist: {error}",)
     return again

@@ -172,6 +172,7 @@ class ReferenceTable:
             late = creation.done and creation.future is None
             if creation.future is None:
                 creation.future = Future()
+                creation.future.follows = creation
         if late:
             self.agent.later(tell_user, creation)
         with contextlib.suppress(TelegradError):  # the owner has left: the call is told so

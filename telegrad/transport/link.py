@@ -24,6 +24,7 @@ from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
 from telegrad.transport.reading import Reading
 from telegrad.transport.sockets import NOT_NOW, shut
+from telegrad.transport.waker import Waker
 from telegrad.transport.writer import Writer
 from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
@@ -253,16 +254,21 @@ class Link:
         self.read()
         self.stop_reading()
 
-    def wait_readable(self, timeout: float | None) -> None:
-        """With `reading` held: sleep until bytes come, the connection ends, or the time is over."""
+    def wait_readable(self, timeout: float | None, waker: Waker | None = None) -> None:
+        """With `reading` held: sleep until bytes come, the connection ends, the time is over, or `waker` is woken."""
         if self.reader.awaits_lanes:
             return
         if hasattr(select, "poll"):
             poll = select.poll()
             poll.register(self._sock, select.POLLIN)
+            if waker is not None:
+                poll.register(waker, select.POLLIN)
             poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
         else:
-            select.select([self._sock], [], [], timeout)
+            sources: list[socket.socket | Waker] = [self._sock] if waker is None else [self._sock, waker]
+            select.select(sources, [], [], timeout)
+        if waker is not None:
+            waker.rest()
 
     def read(self) -> bool:
         """With `reading` held: take what has come and hand the frames on; whether there was anything."""

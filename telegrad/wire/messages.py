@@ -13,6 +13,7 @@ tensors), `table` (one entry per blob), `body` (a pickle), and the memory of tho
     BYE       an orderly end: nothing more follows
     LEND      block `id` is memory of an accelerator, `body` tells how to open it
     OPENED    whether block `id`, the first of its kind, could be opened: `body` says why not
+    CANCEL    call `id` is not wanted any more: nobody takes its answer, but for what that carries
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED = range(1, 11)
-KINDS = ("", "CALL", "RESULT", "FAILURE", "REFUSAL", "NOTICE", "RELEASE", "RETIRE", "BYE", "LEND", "OPENED")
+CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED, CANCEL = range(1, 12)
+KINDS = ("", "CALL", "RESULT", "FAILURE", "REFUSAL", "NOTICE", "RELEASE", "RETIRE", "BYE", "LEND", "OPENED", "CANCEL")
 
 # Flags of a CALL: the caller's modes, as the function would find them in a local call.
 NO_GRAD = 1

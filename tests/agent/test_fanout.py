@@ -74,10 +74,10 @@ def test_all_are_called_with_one_encoding(workers: list[Worker], monkeypatch: py
     futures = call_each(agent, torch.add, torch.ones(3), 1)
     assert counted.call_count == 1
     assert all(torch.equal(value, 2 * torch.ones(3)) for value in values(futures))
-    assert agent.encodings == 1
+    assert agent._fanout.encodings == 1
     assert values(call_each(agent, here)) == list(OTHERS)
     assert values(call_each(agent, here, to=(3, "w0", agent.identify("w2")))) == ["w3", "w0", "w2"]
-    assert agent.encodings == 3
+    assert agent._fanout.encodings == 3
 
 
 def test_workers_of_another_program_have_an_encoding_of_their_own() -> None:
@@ -85,7 +85,7 @@ def test_workers_of_another_program_have_an_encoding_of_their_own() -> None:
         agent = workers[0].agent
         agent._connections.peer("w2").program = "another"
         assert values(call_each(agent, here)) == list(OTHERS)
-        assert agent.encodings == 2
+        assert agent._fanout.encodings == 2
 
 
 def test_large_arguments_cross_to_all_and_are_each_ones_own(workers: list[Worker]) -> None:
@@ -130,7 +130,7 @@ def test_each_has_its_own_fork_of_a_reference(workers: list[Worker]) -> None:
     agent = workers[0].agent
     fetched = values(call_each(agent, RRef.to_here, reference))
     assert all(torch.equal(value, torch.ones(2)) for value in fetched)
-    assert agent.encodings == 1
+    assert agent._fanout.encodings == 1
 
 
 @pytest.mark.usefixtures("workers")

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from telegrad.agent.cancelling import cancelled
+from telegrad.agent.entrance import Caller
 from telegrad.contracts import CheckedLock
-from telegrad.errors import PeerError, PeerLost
+from telegrad.errors import CallCancelled, PeerError, PeerLost
 from telegrad.rpc.worker import Worker
-from tests.cluster import agents, in_threads
+from tests.cluster import PATIENCE, agents, in_threads
 
 SEEDS = 3
 CALLS = 60  # of each thread
@@ -78,6 +80,44 @@ def _error_of(future: object) -> BaseException | None:
 
 
 WAYS = (in_place, at_once, left_alone)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_calls_that_are_cancelled_end_and_no_others(transport: str, chance: random.Random) -> None:
+    with agents(2, transport=transport) as (a, b):
+
+        def call(offset: int) -> int:
+            made = {}
+            for number in range(offset, offset + CALLS):
+                made[number] = a.agent.call_async("w1", watch if number % 2 else operator.neg, (number,), None)
+            ended = {n for n, future in made.items() if (n % 2 or chance.random() < 0.5) and future.cancel()}
+            for number, future in made.items():
+                if number in ended:
+                    with pytest.raises(CallCancelled):
+                        future.wait()
+                else:
+                    assert not number % 2
+                    assert future.wait() == -number
+            return len(ended)
+
+        assert sum(in_threads(*(lambda at=at: call(1000 * at) for at in range(3)))) >= 3 * CALLS // 2
+        until = time.monotonic() + PATIENCE
+        while not (a.agent.idle and b.agent.idle):
+            assert time.monotonic() < until, "a call that was cancelled goes on"
+            time.sleep(1e-3)
+        assert not any(caller.calls for caller in callers_of(b))
+
+
+def watch(number: int) -> None:
+    until = time.monotonic() + PATIENCE
+    while not cancelled():
+        assert time.monotonic() < until, f"nobody tells call {number} that it is not wanted"
+        time.sleep(1e-4)
+
+
+def callers_of(worker: Worker) -> list[Caller]:
+    """Those whose connections stand."""
+    return [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

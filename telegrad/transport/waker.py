@@ -1,0 +1,63 @@
+"""Wakes a thread that sleeps until a connection can be read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+
+
+class Waker:
+    """That of one thread. Woken before it sleeps, it does not."""
+
+    __slots__ = ("_ear", "_voice", "_woken")
+
+    def __init__(self, voice: socket.socket, ear: socket.socket) -> None:
+        voice.setblocking(False)
+        ear.setblocking(False)
+        self._voice, self._ear = voice, ear
+        self._woken = False  # stored after the byte that it tells of was sent
+
+    def fileno(self) -> int:
+        """What can be read once it is woken."""
+        return self._ear.fileno()
+
+    def wake(self) -> None:
+        """Have the thread return, by any other."""
+        with contextlib.suppress(OSError):  # full: it is awake
+            self._voice.send(b"\0")
+        self._woken = True
+
+    def rest(self) -> None:
+        """The thread has returned."""
+        if self._woken:
+            self._woken = False
+            with contextlib.suppress(BlockingIOError):
+                self._ear.recv(4096)
+
+    def __del__(self) -> None:
+        self._voice.close()
+        self._ear.close()
+
+
+_here = threading.local()  # .waker
+
+
+def waker_here() -> Waker | None:
+    """That of this thread, made when it is first wanted; None where there is no descriptor left for one."""
+    found: Waker | None = getattr(_here, "waker", None)
+    if found is None:
+        with contextlib.suppress(OSError):
+            found = _here.waker = Waker(*socket.socketpair())
+    return found
+
+
+def _forget_after_fork() -> None:
+    """A forked child would share it with its parent."""
+    global _here
+    _here = threading.local()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

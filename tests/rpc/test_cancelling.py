@@ -1,0 +1,836 @@
+"""Calls that are not wanted any more: what is told, what ends, what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad.autograd as autograd
+import telegrad.rpc as rpc
+from telegrad.errors import CallCancelled, CallTimeout, PeerLost
+from telegrad.rpc import RRef, actor, current, functions, remote, rpc_async, rpc_sync
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, agents, group
+
+pytestmark = pytest.mark.usefixtures("here")
+
+SOON = 2.0  # seconds; what takes a few milliseconds, on a machine that is busy
+
+
+class Story:
+    """What happened, in the functions below; all workers are in this process."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.changed = threading.Condition()
+        self.gate = threading.Event()
+
+    def tell(self, what: str) -> None:
+        with self.changed:
+            self.events.append(what)
+            self.changed.notify_all()
+
+    def wait_for(self, what: str, patience: float = PATIENCE) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: what in self.events, patience), (what, self.events)
+
+
+story = Story()
+
+
+@pytest.fixture(autouse=True)
+def fresh(five: list[Worker]) -> Iterator[None]:
+    global story
+    story = Story()
+    yield
+    story.gate.set()
+    until = time.monotonic() + PATIENCE
+    while not all(worker.agent.idle for worker in five):
+        assert time.monotonic() < until, "something goes on"
+        time.sleep(0.01)
+
+
+# What is called
+
+
+def hold(name: str = "hold") -> bool:
+    """Until the gate opens; whether it is wanted then."""
+    story.tell(f"{name} begins")
+    assert story.gate.wait(PATIENCE)
+    story.tell(f"{name} ends {rpc.cancelled()}")
+    return not rpc.cancelled()
+
+
+def watch(name: str = "watch") -> None:
+    """As long as it is wanted."""
+    story.tell(f"{name} begins")
+    until = time.monotonic() + PATIENCE
+    while not rpc.cancelled():
+        assert time.monotonic() < until
+        time.sleep(1e-3)
+    story.tell(f"{name} sees")
+
+
+async def sleep(name: str = "sleep") -> None:
+    story.tell(f"{name} begins")
+    try:
+        await asyncio.sleep(PATIENCE)
+    except asyncio.CancelledError:
+        story.tell(f"{name} is cancelled")
+        raise
+
+
+async def stay(name: str = "stay") -> int:
+    """Does not heed it."""
+    story.tell(f"{name} begins")
+    try:
+        await asyncio.sleep(PATIENCE)
+    except asyncio.CancelledError:
+        story.tell(f"{name} is cancelled")
+    return 7
+
+
+def by_way_of(path: list[str], function: Callable[..., Any]) -> Any:
+    """Plain functions, each waiting for the next."""
+    if not path:
+        return rpc_sync("w4", function) if current.agent().name != "w4" else function()
+    try:
+        return rpc_sync(path[0], by_way_of, (path[1:], function))
+    except CallCancelled:
+        story.tell(f"{current.agent().name} sees")
+        raise
+
+
+async def by_await(path: list[str], function: Callable[..., Any]) -> Any:
+    try:
+        return await rpc_async(path[0], by_await if path[1:] else function, (path[1:], function) if path[1:] else ())
+    except asyncio.CancelledError:
+        story.tell(f"{current.agent().name} is cancelled")
+        raise
+
+
+@functions.async_execution
+def by_future(to: str, function: Callable[..., Any]) -> Any:
+    return rpc_async(to, function).then(lambda done: done.value())
+
+
+@functions.async_execution
+def by_callback(to: str) -> Any:
+    """Makes another call once the first has ended."""
+
+    def again(done: Any) -> Any:
+        try:
+            rpc_sync(to, hold, ("again",))
+        except CallCancelled:
+            story.tell("again refused")
+            raise
+
+    return rpc_async(to, hold).then(again)
+
+
+# The future
+
+
+@pytest.mark.parametrize("function", [hold, watch, sleep, stay])
+def test_the_future_ends_at_once(function: Callable[..., Any]) -> None:
+    future = rpc_async("w1", function)
+    story.wait_for(f"{function.__name__} begins")
+    assert future.cancel()
+    assert future.done()
+    assert not future.cancel()
+    for look in (future.wait, future.value):
+        with pytest.raises(CallCancelled, match=rf"{function.__name__} on worker 'w1' was cancelled"):
+            look()
+
+
+def test_plain_functions_see_it_and_coroutines_are_cancelled() -> None:
+    futures = {function: rpc_async("w1", function) for function in (watch, sleep, stay)}
+    for function in futures:
+        story.wait_for(f"{function.__name__} begins")
+    for future in futures.values():
+        future.cancel()
+    for event in ("watch sees", "sleep is cancelled", "stay is cancelled"):
+        story.wait_for(event, SOON)
+    assert rpc_sync("w1", rpc.cancelled) is False  # the next call of the same thread
+    assert rpc.cancelled() is False
+
+
+def test_a_call_that_is_done_cannot_be_cancelled() -> None:
+    future = rpc_async("w1", abs, (-1,))
+    assert future.wait() == 1
+    assert not future.cancel()
+    assert future.wait() == 1
+    assert not rpc.Future().cancel()  # which stands for no call
+
+
+def test_who_waits_is_woken() -> None:
+    for _ in range(5):
+        future = rpc_async("w1", hold)
+        story.wait_for("hold begins")
+        timer = threading.Timer(0.02, future.cancel)
+        timer.start()
+        begun = time.monotonic()
+        with pytest.raises(CallCancelled):
+            future.wait()
+        assert time.monotonic() - begun < SOON
+        timer.join()
+
+
+def test_a_callback_may_cancel() -> None:
+    first, second = rpc_async("w1", hold), rpc_async("w2", sleep)
+    story.wait_for("hold begins")
+    story.wait_for("sleep begins")
+    after = first.then(lambda _: second.cancel())
+    first.cancel()
+    assert after.wait()
+    assert second.done()
+    story.wait_for("sleep is cancelled", SOON)
+
+
+def test_what_then_gave_ends_its_cause() -> None:
+    future = rpc_async("w1", sleep)
+    child = future.then(lambda done: done.value()).then(lambda done: done.value())
+    story.wait_for("sleep begins")
+    assert child.cancel()
+    assert future.done()
+    with pytest.raises(CallCancelled):
+        child.wait()
+    assert not child.cancel()
+    story.wait_for("sleep is cancelled", SOON)
+
+
+def test_asyncio_cancels_calls() -> None:
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(rpc_async("w1", sleep), 0.05)
+        task = asyncio.ensure_future(_wait(rpc_async("w2", stay)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def _wait(future: Any) -> Any:
+        return await future
+
+    asyncio.run(give_up())
+    story.wait_for("sleep is cancelled", SOON)
+    story.wait_for("stay is cancelled", SOON)
+
+
+# Other ends
+
+
+@pytest.mark.parametrize("function", [watch, sleep])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda function: rpc_sync("w1", function, timeout=0.05),
+        lambda function: rpc_async("w1", function, timeout=0.05).wait(),
+        lambda function: remote("w1", function, timeout=0.05).future().wait(),
+    ],
+    ids=["sync", "async", "remote"],
+)
+def test_the_callee_hears_of_a_timeout(call: Callable[..., Any], function: Callable[..., Any]) -> None:
+    with pytest.raises(CallTimeout):
+        call(function)
+    story.wait_for("watch sees" if function is watch else "sleep is cancelled", SOON)
+
+
+def test_the_callee_hears_of_an_interrupt() -> None:
+    timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        rpc_sync("w1", watch)
+    timer.join()
+    story.wait_for("watch sees", SOON)
+
+
+def test_it_reaches_the_callee_soon() -> None:
+    """10 ms are promised: of several the median, with room for a machine that is busy."""
+    took = []
+    for _ in range(9):
+        story.events.clear()
+        future = rpc_async("w1", sleep)
+        story.wait_for("sleep begins")
+        begun = time.perf_counter()
+        future.cancel()
+        story.wait_for("sleep is cancelled")
+        took.append(time.perf_counter() - begun)
+    assert sorted(took)[4] < 0.05, took
+
+
+# What waits for its turn
+
+
+def test_what_waits_for_a_slot_never_begins() -> None:
+    with agents(2, num_worker_threads=1) as (a, b):
+        running = a.agent.call_async("w1", hold, ("first",), None)
+        story.wait_for("first begins")
+        futures = [a.agent.call_async("w1", hold, (name,), None) for name in ("second", "third")]
+        futures[0].cancel()
+        wait_until_told(b)
+        story.gate.set()
+        assert running.wait()
+        assert futures[1].wait()
+        wait_until_idle(b)
+        assert [event for event in story.events if "begins" in event] == ["first begins", "third begins"]
+
+
+@actor
+class Actor:
+    def hold(self, name: str) -> bool:
+        return hold(name)
+
+    async def sleep(self, name: str) -> None:
+        await sleep(name)
+
+    @functions.must_finish
+    def keep(self, name: str) -> bool:
+        return hold(name)
+
+
+def test_a_turn_of_an_actor_goes_to_the_next(five: list[Worker]) -> None:
+    reference: RRef[Actor] = remote("w1", Actor)
+    asleep = reference.rpc_async().sleep("sleep")
+    story.wait_for("sleep begins")
+    calls = {name: reference.rpc_async().hold(name) for name in ("second", "third")}
+    kept = reference.rpc_async().keep("kept")
+    while len(five[1].agent._server.in_turn) < 3:
+        time.sleep(0.01)
+    calls["second"].cancel()
+    kept.cancel()
+    wait_until_told(five[1], 2)
+    story.gate.set()
+    asleep.cancel()
+    assert calls["third"].wait()
+    story.wait_for("kept ends False")
+    assert "second begins" not in story.events
+
+
+# What was called meanwhile
+
+
+@pytest.mark.parametrize(("function", "event"), [(watch, "watch sees"), (sleep, "sleep is cancelled")])
+def test_nested_calls_of_plain_functions(function: Callable[..., Any], event: str) -> None:
+    future = rpc_async("w1", by_way_of, (["w2", "w3", "w4"], function))
+    story.wait_for(f"{function.__name__} begins")
+    future.cancel()
+    for each in ("w1 sees", "w2 sees", "w3 sees", event):
+        if function is watch or "w" in each[:1]:
+            story.wait_for(each, SOON)
+
+
+def test_nested_calls_of_coroutines() -> None:
+    future = rpc_async("w1", by_await, (["w2", "w3", "w4"], sleep))
+    story.wait_for("sleep begins")
+    future.cancel()
+    for each in ("w1 is cancelled", "w2 is cancelled", "w3 is cancelled", "sleep is cancelled"):
+        story.wait_for(each, SOON)
+
+
+def test_nested_calls_of_functions_with_a_future() -> None:
+    future = rpc_async("w1", by_future, ("w2", sleep))
+    story.wait_for("sleep begins")
+    future.cancel()
+    story.wait_for("sleep is cancelled", SOON)
+
+
+def test_callbacks_of_a_call_that_is_cancelled_begin_nothing() -> None:
+    future = rpc_async("w1", by_callback, ("w2",))
+    story.wait_for("hold begins")
+    future.cancel()
+    story.wait_for("again refused", SOON)
+    assert "again begins" not in story.events
+
+
+async def by_thread(to: str) -> None:
+    def call(own: Worker) -> None:
+        current.enter(own)
+        rpc_sync(to, watch)
+
+    await asyncio.to_thread(call, current.here())
+
+
+def test_nested_calls_of_threads_that_a_coroutine_waits_for() -> None:
+    future = rpc_async("w1", by_thread, ("w2",))
+    story.wait_for("watch begins")
+    future.cancel()
+    story.wait_for("watch sees", SOON)
+
+
+def goes_on(to: str) -> None:
+    """Sees that it is cancelled, and begins something all the same."""
+    watch("first")
+    for call in (rpc_sync, rpc_async, remote):
+        try:
+            call(to, hold, ("second",))
+        except CallCancelled as error:
+            story.tell(f"refused: {error}")
+    rpc_sync(to, tidy_up)
+
+
+@functions.must_finish
+def tidy_up() -> None:
+    rpc_sync("w3", hold, ("tidied",))
+
+
+@functions.must_finish
+def finish(to: str) -> bool:
+    hold("finish")
+    story.tell(f"finish wanted {not rpc.cancelled()}")
+    return bool(rpc_sync(to, hold, ("nested",)))
+
+
+@functions.must_finish
+async def finish_later(to: str) -> None:
+    story.tell("finish begins")
+    while not story.gate.is_set():
+        await asyncio.sleep(0.01)
+    await rpc_async(to, hold, ("nested",))
+    story.tell("finish ends")
+
+
+async def finish_in_the_middle(to: str) -> None:
+    await finish_later(to)
+    try:
+        await asyncio.sleep(PATIENCE)
+    except asyncio.CancelledError:
+        story.tell("then cancelled")
+        raise
+
+
+def test_new_calls_fail_at_once() -> None:
+    future = rpc_async("w1", goes_on, ("w2",))
+    story.wait_for("first begins")
+    future.cancel()
+    story.wait_for("first sees", SOON)
+    until = time.monotonic() + PATIENCE
+    while sum("refused" in event for event in story.events) < 3:
+        assert time.monotonic() < until, story.events
+        time.sleep(0.01)
+    refused = next(event for event in story.events if "refused" in event)
+    assert "hold on worker 'w2' was not called: the call of" in refused
+    assert "goes_on by worker 'w0'" in refused
+    assert "second begins" not in story.events
+
+
+# What must finish
+
+
+@pytest.mark.parametrize("function", [finish, finish_later])
+def test_what_must_finish_goes_on_with_what_it_calls(function: Callable[..., Any]) -> None:
+    future = rpc_async("w1", function, ("w2",))
+    story.wait_for("finish begins")
+    assert future.cancel()
+    time.sleep(0.05)
+    story.gate.set()
+    story.wait_for("nested ends False")
+    assert "finish is cancelled" not in story.events
+
+
+def test_only_what_must_finish_does() -> None:
+    future = rpc_async("w1", finish_in_the_middle, ("w2",))
+    story.wait_for("finish begins")
+    future.cancel()
+    time.sleep(0.05)
+    assert "then cancelled" not in story.events
+    story.gate.set()
+    story.wait_for("finish ends")
+    story.wait_for("then cancelled", SOON)
+
+
+def test_what_must_finish_begins_though_it_was_cancelled_in_the_queue() -> None:
+    with agents(2, num_worker_threads=1) as (a, b):
+        running = a.agent.call_async("w1", hold, ("first",), None)
+        story.wait_for("first begins")
+        a.agent.call_async("w1", keep, ("second",), None).cancel()
+        wait_until_told(b)
+        story.gate.set()
+        assert running.wait()
+        story.wait_for("second ends False")
+        wait_until_idle(b)
+
+
+@functions.must_finish
+def keep(name: str) -> bool:
+    return hold(name)
+
+
+# Callers that have gone
+
+
+def begin_to_watch(path: str) -> None:
+    """In processes: what happens is written to a file."""
+    for function in (watch_a_file, sleep_on_a_file, keep_a_file, watch_a_file):
+        rpc_async("worker1", function, (path,))
+
+
+def watch_a_file(path: str) -> None:
+    _write(path, "watch begins")
+    while not rpc.cancelled():
+        time.sleep(1e-3)
+    _write(path, "watch sees")
+
+
+async def sleep_on_a_file(path: str) -> None:
+    _write(path, "sleep begins")
+    try:
+        await asyncio.sleep(PATIENCE)
+    finally:
+        _write(path, "sleep ends")
+
+
+@functions.must_finish
+def keep_a_file(path: str) -> None:
+    _write(path, "keep begins")
+    time.sleep(0.5)
+    _write(path, f"keep ends {rpc.cancelled()}")
+
+
+def _write(path: str, what: str) -> None:
+    with open(path, "a") as file:
+        file.write(what + "\n")
+
+
+def _read_until(path: pathlib.Path, wanted: list[str]) -> None:
+    until = time.monotonic() + PATIENCE
+    while True:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if all(lines.count(each) >= wanted.count(each) for each in wanted):
+            return
+        assert time.monotonic() < until, lines
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", ["killed", "leaves"])
+def test_who_goes_cancels_what_it_asked_for(way: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "events"
+    with group(2) as made:
+        made[0].run(begin_to_watch, str(path))
+        _read_until(path, ["watch begins", "sleep begins", "keep begins", "watch begins"])
+        if way == "killed":
+            made[0].kill()
+        else:
+            made[0].run(rpc.shutdown, False)
+        _read_until(path, ["watch sees", "sleep ends", "watch sees", "keep ends False"])
+
+
+def test_a_connection_that_broke_cancels_what_came_over_it() -> None:
+    with agents(2) as (a, b):
+        future = a.agent.call_async("w1", sleep, (), None)
+        story.wait_for("sleep begins")
+        link = a.agent._connections.peer("w1").link
+        assert link is not None
+        link.close(PeerLost("cut by the test"))
+        with pytest.raises(PeerLost):
+            future.wait()
+        story.wait_for("sleep is cancelled", SOON)
+        assert a.agent.call("w1", abs, (-1,), None) == 1
+        wait_until_idle(b)
+
+
+def test_values_that_others_may_refer_to_are_made_though_their_maker_has_gone() -> None:
+    with agents(3, num_worker_threads=1) as (a, b, c):
+        a.agent.call_async("w1", hold, ("first",), None)
+        story.wait_for("first begins")
+        current.enter(a)
+        reference = remote("w1", hold, ("made",))
+        rpc_sync("w2", keep_reference, (reference,))
+        until = time.monotonic() + PATIENCE
+        while not kept_references[0].confirmed_by_owner():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        del reference
+        a.end("")
+        story.gate.set()
+        current.enter(c)
+        assert kept_references.pop().to_here() is True
+        current.enter(None)
+        wait_until_idle(b)
+
+
+kept_references: list[RRef[Any]] = []
+
+
+def keep_reference(reference: RRef[Any]) -> None:
+    kept_references.append(reference)
+
+
+def wait_until_told(worker: Worker, calls: int = 1) -> None:
+    """That so many of those that it has are not wanted."""
+    until = time.monotonic() + PATIENCE
+    callers = [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
+    while sum(call.cancelled for caller in callers for call in [*caller.calls.values()]) < calls:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def wait_until_idle(worker: Worker) -> None:
+    until = time.monotonic() + PATIENCE
+    while not worker.agent.idle:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# References
+
+
+def test_the_creation_of_a_value_can_be_cancelled() -> None:
+    reference = remote("w1", sleep)
+    story.wait_for("sleep begins")
+    assert reference.future().cancel()
+    story.wait_for("sleep is cancelled", SOON)
+    with pytest.raises(CallCancelled, match="RRef creation failed"):
+        reference.to_here()
+    with pytest.raises(CallCancelled):
+        reference.future().wait()
+    assert not reference.future().cancel()
+
+
+def test_to_drop_a_reference_does_not_cancel_its_creation() -> None:
+    reference = remote("w1", hold)
+    story.wait_for("hold begins")
+    del reference
+    story.gate.set()
+    story.wait_for("hold ends False")
+
+
+def give_back(reference: RRef[Any], _: torch.Tensor) -> list[RRef[Any]]:
+    hold("give")
+    return [reference, RRef(torch.ones(3))]
+
+
+def test_nothing_is_left_of_references_that_a_cancelled_call_carried(five: list[Worker]) -> None:
+    def counts() -> list[int]:
+        return [count for worker in five[:3] for count in worker.references.counts().values()]
+
+    def drops_to(wanted: list[int]) -> None:
+        until = time.monotonic() + PATIENCE
+        while any(now > before for now, before in zip(counts(), wanted, strict=True)):
+            assert time.monotonic() < until, counts()
+            time.sleep(0.05)
+
+    before = counts()
+    elsewhere = remote("w2", torch.ones, (3,))
+    for tensor in (torch.ones(3), torch.ones(1 << 16)):
+        story.events.clear()
+        story.gate.clear()
+        future = rpc_async("w1", give_back, (elsewhere, tensor))
+        story.wait_for("give begins")
+        future.cancel()
+        story.gate.set()
+        made = remote("w1", sleep)
+        story.wait_for("sleep begins")
+        made.future().cancel()
+        del made, future
+    del elsewhere
+    drops_to(before)
+
+
+# Time
+
+
+def chain(path: list[str], limit: float) -> tuple[float | None, Any]:
+    """The time that is left where a path of calls ends."""
+    if path:
+        return rpc_sync(path[0], chain, (path[1:], limit), timeout=limit)
+    return rpc.time_left(), current.agent().name
+
+
+async def chain_of_coroutines(path: list[str], limit: float) -> tuple[float | None, Any]:
+    await asyncio.sleep(0.01)
+    if path:
+        return await rpc_async(path[0], chain_of_coroutines, (path[1:], limit), timeout=limit)
+    return rpc.time_left(), current.agent().name
+
+
+def hold_elsewhere(to: str) -> None:
+    rpc_sync(to, hold, timeout=0)
+
+
+@functions.must_finish
+def left_of_what_must_finish() -> float | None:
+    return rpc.time_left()
+
+
+def late(to: str) -> None:
+    time.sleep(0.2)
+    try:
+        rpc_sync(to, hold)
+    except (CallTimeout, CallCancelled) as error:
+        story.tell(f"{type(error).__name__}: {error}")
+
+
+@pytest.fixture(scope="module")
+def timed() -> Iterator[list[Worker]]:
+    """Only the first passes its deadlines."""
+    with agents(3, of_rank=lambda rank: {"pass_deadlines": rank == 0}) as made:
+        yield made
+
+
+@pytest.mark.parametrize("function", [chain, chain_of_coroutines])
+def test_nested_calls_have_what_is_left(function: Callable[..., Any], timed: list[Worker]) -> None:
+    current.enter(timed[0])
+    path = ["w2", "w1", "w2"]
+    left, _ = rpc_sync("w1", function, (path, 0), timeout=5)
+    assert 0 < left < 5
+    left, _ = rpc_sync("w1", function, (path, 100), timeout=5)
+    assert 0 < left < 5
+    left, _ = rpc_sync("w1", function, (path, 2), timeout=5)
+    assert 0 < left < 5  # what is told is the smallest that a worker with the option knows of
+    assert rpc_sync("w1", function, ([], 0), timeout=0) == (None, "w1")
+    assert rpc_sync("w1", left_of_what_must_finish, timeout=5) is None
+    assert rpc.time_left() is None
+    current.enter(timed[1])  # which has not asked for it
+    assert rpc_sync("w2", function, ([], 0), timeout=5) == (None, "w2")
+
+
+def test_an_error_says_whose_limit_it_was(timed: list[Worker]) -> None:
+    current.enter(timed[0])
+    future = rpc_async("w1", hold_elsewhere, ("w2",), timeout=0.3)
+    with pytest.raises(CallTimeout):
+        future.wait()
+    rpc_async("w1", late, ("w2",), timeout=0.1)
+    until = time.monotonic() + PATIENCE
+    while not any("late by worker" in event for event in story.events):
+        assert time.monotonic() < until, story.events
+        time.sleep(0.01)
+
+
+def test_a_nested_call_ends_with_the_limit_of_its_caller(timed: list[Worker]) -> None:
+    current.enter(timed[0])
+    with pytest.raises(CallTimeout, match=r"what was left of the 0.2 s of the call of .*hold_elsewhere by worker 'w0'"):
+        rpc_sync("w1", hold_with_a_shorter_limit, ("w2",), timeout=5)
+
+
+def hold_with_a_shorter_limit(to: str) -> None:
+    rpc_sync(to, by_its_limit, timeout=5)
+
+
+def by_its_limit() -> None:
+    from telegrad.agent import scene
+
+    here = scene._current.get()
+    assert here is not None
+    with scene.entered(
+        here._replace(until=time.monotonic() + 0.1, whose="the 0.2 s of the call of hold_elsewhere by worker 'w0'")
+    ):
+        rpc_sync("w1", hold)
+
+
+# Gradients
+
+
+def scaled(x: torch.Tensor, name: str) -> torch.Tensor:
+    hold(name)
+    return x * 2
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["runs", "queued"])
+def test_a_backward_pass_leaves_out_what_was_cancelled(begins: bool) -> None:
+    with agents(3, num_worker_threads=1) as (a, b, _):
+        current.enter(a)
+        try:
+            if not begins:
+                blocker = rpc_async("w1", hold, ("blocker",))
+                story.wait_for("blocker begins")
+            with autograd.context() as context:
+                x = torch.ones(3, requires_grad=True)
+                future = rpc_async("w1", scaled, (x, "scaled"))
+                if begins:
+                    story.wait_for("scaled begins")
+                assert future.cancel()
+                loss = rpc_sync("w2", torch.mul, (x, 3)).sum()
+                wait_until_told(b)
+                story.gate.set()
+                if not begins:
+                    assert blocker.wait()
+                wait_until_idle(b)
+                loss = loss + rpc_sync("w1", torch.mul, (x, 4)).sum()
+                autograd.backward(context, loss)
+                assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 7.0))
+        finally:
+            current.enter(None)
+        assert ("scaled begins" in story.events) == begins
+
+
+def test_a_backward_pass_leaves_out_what_never_left() -> None:
+    with agents(2) as (a, _):
+        current.enter(a)
+        try:
+            with autograd.context() as context:
+                x = torch.ones(3, requires_grad=True)
+                futures = [rpc_async("w1", torch.mul, (x, 2)) for _ in range(3)]  # while the connection is made
+                for future in futures:
+                    future.cancel()
+                loss = rpc_sync("w1", torch.mul, (x, 4)).sum()
+                autograd.backward(context, loss)
+                assert torch.equal(autograd.get_gradients(context)[x], torch.full((3,), 4.0))
+        finally:
+            current.enter(None)
+
+
+class Model:
+    """Acts on many states at once."""
+
+    @functions.batch(max_size=2, max_wait=0.2)
+    async def act(self, states: list[int]) -> list[int]:
+        story.tell(f"acts on {sorted(states)}")
+        return [-state for state in states]
+
+
+def test_a_batch_goes_on_without_what_was_cancelled() -> None:
+    model: RRef[Model] = remote("w1", Model)
+    alone = model.rpc_async().act(1)
+    time.sleep(0.05)
+    assert alone.cancel()
+    time.sleep(0.05)
+    assert model.rpc_sync().act(2) == -2
+    assert model.rpc_sync().act(3) == -3
+    assert [event for event in story.events if "acts" in event] == ["acts on [2]", "acts on [3]"]
+
+
+async def leaves_a_task(name: str, finishes: bool) -> None:
+    if finishes:
+        await begin_task(name)
+    else:
+        tasks.append(asyncio.create_task(call_later(name)))
+    await sleep(name)
+
+
+@functions.must_finish
+async def begin_task(name: str) -> None:
+    tasks.append(asyncio.create_task(call_later(name)))
+
+
+async def call_later(name: str) -> None:
+    while not story.gate.is_set():
+        await asyncio.sleep(0.01)
+    try:
+        await rpc_async("w2", abs, (-1,))
+        story.tell(f"{name} went on")
+    except CallCancelled:
+        story.tell(f"{name} is bound")
+
+
+tasks: list[asyncio.Task[None]] = []
+
+
+def test_what_a_cancelled_call_left_behind_is_bound_to_it() -> None:
+    for name, finishes in (("free", True), ("bound", False)):
+        future = rpc_async("w1", leaves_a_task, (name, finishes))
+        story.wait_for(f"{name} begins")
+        future.cancel()
+        story.wait_for(f"{name} is cancelled", SOON)
+    story.gate.set()
+    story.wait_for("free went on")
+    story.wait_for("bound is bound")
