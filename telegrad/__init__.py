@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -26,12 +26,15 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
 
 
-def local(workers: int | Sequence[str], *, driver: str = "driver", rpc_timeout: float = 60.0) -> LocalGroup:
+def local(
+    workers: int | Sequence[str] | Mapping[str, int], *, driver: str = "driver", rpc_timeout: float = 60.0
+) -> LocalGroup:
     """Start workers on this host, and join them as `driver`; in a `with` statement, or until `shutdown()`.
 
-    `workers` is their number (they are named worker0, worker1 ...) or their names. They can import what this process
-    can, and run what it defines in its main program or notebook. What they print comes out here. They end with this
-    process, however it ends; Ctrl-C does not reach them.
+    `workers` is their number (they are named worker0, worker1 ...), their names, or how many there are of each role:
+    `{"learner": 1, "actor": 4}` makes learner0 and actor0 to actor3. They can import what this process can, and run
+    what it defines in its main program or notebook. What they print comes out here. They end with this process, however
+    it ends; Ctrl-C does not reach them.
 
     Raises:
         RendezvousError: a worker ended before all had met; the message has its last lines.

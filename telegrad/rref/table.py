@@ -54,13 +54,12 @@ class ReferenceTable:
     def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
         """`wrap` makes what users see of a handle."""
         self.agent = agent
-        self._me = f"{agent.name}#{agent.incarnation}"
         self._wrap = wrap
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles; None to wake; things to do
         self._thread = Background("telegrad-references", self._serve)
         self._lock = threading.Lock()  # guards all below, and the fields `done` and `future` of creations
         self._origins = Origins()
-        self._machine = References(self._me)
+        self.name_is(agent.name)
         self._courier: Courier[Letter] = Courier()
         self._boxes: dict[Id, Box] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # while the reference lives
@@ -70,6 +69,11 @@ class ReferenceTable:
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
         agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
+
+    def name_is(self, name: str) -> None:
+        """The worker has its name, which it may have got as it joined: before there were any references."""
+        self._me = f"{name}#{self.agent.incarnation}"
+        self._machine = References(self._me)
 
     # Making references
 

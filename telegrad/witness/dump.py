@@ -62,7 +62,7 @@ class Dumper:
 
     def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
         """`tell` gives what is to be written."""
-        self._worker = worker
+        self.worker = worker
         self._tell = tell
         self._wanted = threading.Semaphore(0)
         self._reason = ""  # of the next file; whoever wants it stores it first
@@ -81,9 +81,9 @@ class Dumper:
 
     def write(self, reason: str) -> pathlib.Path | None:
         """Write one now."""
-        path = write(self._worker, reason, self._tell())
+        path = write(self.worker, reason, self._tell())
         if path is not None:
-            log.info("telegrad: %s; what worker %r was at is in %s", reason, self._worker, path)
+            log.info("telegrad: %s; what worker %r was at is in %s", reason, self.worker, path)
         return path
 
     def close(self) -> None:

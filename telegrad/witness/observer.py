@@ -80,9 +80,9 @@ class Observer:
         """From now on the worker is in that phase of its life."""
         self.phase, self._since, self.missing = phase, perf_counter(), missing
 
-    def joined(self, rank: int, members: Callable[[], list[Member]]) -> None:
-        """The worker is in its group."""
-        self._rank, self.members = rank, members
+    def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
+        """The worker is in its group, and has its name there."""
+        self._name, self._rank, self.members = name, rank, members
         self.enter(MEMBER)
 
     def account(self) -> Account:
