@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from telegrad import errors
 from telegrad.version import VERSION as __version__
@@ -13,8 +13,21 @@ from telegrad.version import VERSION as __version__
 if TYPE_CHECKING:
     from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc
     from telegrad.hosting import LocalGroup
+    from telegrad.rpc import Group
 
-__all__ = ["__version__", "autograd", "checkpoint", "compat", "errors", "insight", "local", "nn", "optim", "rpc"]
+__all__ = [
+    "__version__",
+    "autograd",
+    "checkpoint",
+    "compat",
+    "errors",
+    "insight",
+    "local",
+    "nn",
+    "optim",
+    "process_group",
+    "rpc",
+]
 
 _ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc")
 
@@ -43,3 +56,19 @@ def local(
     from telegrad.hosting import LocalGroup
 
     return LocalGroup(workers, driver, rpc_timeout)
+
+
+def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) -> Any:
+    """A process group of `torch.distributed` of the workers of `group`, for its collectives: each of them calls this.
+
+    Their ranks in it are their places in the group; it needs no default group. It ends as the worker leaves. `timeout`
+    is that of its forming and of its collectives, else the `rpc_timeout` of the options.
+
+    Raises:
+        UsageError: this worker is not in the group.
+        CallTimeout: not all came in time; it names those that did not.
+        PeerLost: one of them died, or left, before it came.
+    """
+    from telegrad.rpc.process_groups import process_group as make
+
+    return make(group, backend, timeout)

@@ -40,6 +40,13 @@ class Greeting(NamedTuple):
     """Nothing; but the connection that brings it will tell of the receiver's end."""
 
 
+class View(NamedTuple):
+    """Who is there, by rank. Two of one worker with the same version are the same."""
+
+    version: int
+    workers: tuple[WorkerInfo, ...]
+
+
 class _Doubt(NamedTuple):
     """A worker may have died; how often it was looked for, and when it is to be next."""
 
@@ -93,9 +100,12 @@ class Membership:
         self._group = directory if isinstance(directory, DynamicGroup) else None
         self._place = place
         self._teller = Teller(entered)
-        self._changed = threading.Condition()  # guards what follows, up to _closed, which is also loaded without
+        # Guards what follows, up to _closed; this and _view are also loaded without.
+        self._changed = threading.Condition()
         present = directory if isinstance(directory, Members) else [me]
         self._present = {member.incarnation: member for member in present}
+        self._view: View | None = None  # of these, made when it is asked for
+        self._version = 0  # of the view
         self._on_join: list[Callable[[WorkerInfo], Any]] = []
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
         self._doubts: list[_Doubt] = []
@@ -133,9 +143,21 @@ class Membership:
     def workers(self) -> list[WorkerInfo]:
         """Who is there now, by rank."""
         self.refresh()
-        with self._changed:
-            present = sorted(self._present.values(), key=lambda member: member.id)
-        return [info(member) for member in present]
+        return list(self.view().workers)
+
+    def view(self) -> View:
+        """Who was there at the last look."""
+        view = self._view
+        if view is None:
+            with self._changed:
+                present = sorted(self._present.values(), key=lambda member: member.id)
+                view = self._view = View(self._version, tuple(map(info, present)))
+        return view
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether nobody joins any more."""
+        return self._group is None
 
     def refresh(self) -> None:
         """See what is new in the store of a dynamic group."""
@@ -234,13 +256,19 @@ class Membership:
     def _take_out(self, member: Member, how: str) -> None:
         """With the lock held: a member has gone."""
         if self._present.pop(member.incarnation, None) is not None:
+            self._new_version()
             for callback in self._on_leave:
                 self._teller.tell(callback, info(member), how)
             self._changed.notify_all()
 
+    def _new_version(self) -> None:
+        self._version += 1
+        self._view = None
+
     def _take_in(self, member: Member) -> None:
         """With the lock held: a member has come."""
         self._present[member.incarnation] = member
+        self._new_version()
         if member.incarnation != self._me.incarnation:
             for callback in self._on_join:
                 self._teller.tell(callback, info(member))

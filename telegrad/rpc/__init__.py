@@ -21,8 +21,11 @@ from telegrad.rpc.api import (
     wait_for_workers,
     workers,
 )
+from telegrad.rpc.groupcalls import GroupFuture
+from telegrad.rpc.groups import Group, group
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.refgroups import RefGroup
 from telegrad.transport.tls import TlsFiles
 
 PyRRef = RRef  # its name in the documentation of torch.distributed.rpc
@@ -31,8 +34,11 @@ __all__ = [
     "UNSET_RPC_TIMEOUT",
     "BackendType",
     "Future",
+    "Group",
+    "GroupFuture",
     "PyRRef",
     "RRef",
+    "RefGroup",
     "RpcBackendOptions",
     "TelegradOptions",
     "TensorPipeRpcBackendOptions",
@@ -43,6 +49,7 @@ __all__ = [
     "debug_info",
     "functions",
     "get_worker_info",
+    "group",
     "init_rpc",
     "on_join",
     "on_leave",

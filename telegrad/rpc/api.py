@@ -84,7 +84,7 @@ def enter_group(
 def _show(worker: Worker, port: int) -> None:
     """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
     shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
-    worker.at_end = shown.close
+    worker.at_end.append(shown.close)
     log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
 
 

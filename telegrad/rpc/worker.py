@@ -49,7 +49,7 @@ class Worker:
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.witness = witness
-        self.at_end: Callable[[], None] = lambda: None  # called as this worker leaves
+        self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
 
@@ -129,7 +129,8 @@ class Worker:
 
     def end(self, how: str) -> None:
         """Leave now; a group whose workers leave together is told `how`, where that is not in order."""
-        self.at_end()
+        for act in self.at_end:
+            act()
         self.membership.close()
         if isinstance(self.directory, DynamicGroup):
             self.directory.leave()

@@ -1,0 +1,423 @@
+"""Calls to a group: one future of what all of its workers answer, in whatever order they do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import torch
+
+from telegrad.agent import profiling
+from telegrad.agent.agent import Agent
+from telegrad.agent.futures import Future, Outcome, Signal
+from telegrad.agent.naming import user_name
+from telegrad.agent.scene import InTurn
+from telegrad.errors import CodecError, GroupError, InvalidArgument, PeerError, TelegradError, UnknownWorker
+from telegrad.group.members import WorkerInfo
+from telegrad.rpc import current
+from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.sharing import Sharing
+from telegrad.wire.failures import fresh, kept
+
+Key = Any  # a worker's name, or the number of an item
+
+
+def call_each(
+    agent: Agent,
+    calls: Sequence[tuple[Outcome, str]],
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    timeout: float,
+    keeps: Any = None,
+    asked: Any = None,
+) -> None:
+    """One call to many workers, each with an outcome of its own, which is told of whatever goes wrong there.
+
+    Raises:
+        CodecError: the arguments cannot be sent, and nothing was.
+    """
+    sent = False
+    for outcome, to in calls:
+        try:
+            agent.call_for(outcome, to, function, args, kwargs, timeout, keeps, asked=asked)
+            sent = True
+        except TelegradError as error:
+            if isinstance(error, CodecError) and not sent:
+                raise
+            outcome.set_exception(error)
+
+
+def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float) -> GroupFuture:
+    """Call each of these workers."""
+    agent = current.agent()
+    names = [worker.name for worker in workers]
+    asked = call.function if call.asked is None else call.asked
+    future = GroupFuture(agent, version, names, names, user_name(asked))
+    shares = future._shares
+    if profiling.wanted():
+        for share, name in zip(shares, names, strict=True):
+            _begin_event(agent, share, name, call, timeout)
+        return future
+    calls = list(zip(shares, names, strict=True))
+    call_each(agent, calls, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
+    return future
+
+
+def _begin_event(agent: Agent, share: Share, name: str, call: Call, timeout: float) -> None:
+    """One call, as an event."""
+    asked = call.function if call.asked is None else call.asked
+    event = profiling.Event(profiling.event_name("async", asked, agent.name, name), asked, agent.name, name)
+    own = partial(agent.call_async, name, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
+    try:
+        follow(share, profiling.called_async(event, own))
+    except TelegradError as error:
+        share.set_exception(error)
+
+
+def follow(share: Share, future: Future[Any]) -> None:
+    """Have a share end as a future does."""
+
+    def pass_on(_: Any) -> None:
+        try:
+            share.set_result(future.value())
+        except Exception as error:
+            share.set_exception(error)
+
+    future.add_done_callback(pass_on)
+
+
+class Share:
+    """What one worker, or one item, contributes: the outcome of a call."""
+
+    __slots__ = ("about", "call", "error", "future", "key", "number", "value")
+
+    quick = False
+    about: str
+
+    def __init__(self, future: GroupFuture, number: int, key: Key) -> None:
+        self.call: Any = None  # while it is under way
+        self.future = future
+        self.number = number
+        self.key = key
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def set_result(self, result: Any) -> None:
+        self.value = result
+        self.future._tell(self)
+
+    def set_exception(self, result: Any) -> None:
+        self.error = kept(result)
+        self.future._tell(self)
+
+    def outcome(self) -> Any:
+        """The value, or the error, for a thread that goes on with it."""
+        if self.error is not None:
+            return fresh(self.error)
+        self.future._agent.streams.adopt(self.value)
+        return self.value
+
+
+class GroupFuture(Future[Any]):
+    """A future of the list of what the workers of a group give; also told as they come, of the first few, or by worker.
+
+    `workers` are the names of those that are called, as they were in that `version` of their group. Where some fail,
+    `wait` raises a GroupError once all have ended.
+    """
+
+    def __init__(self, agent: Agent, version: int, workers: Sequence[str], keys: Sequence[Key], about: str) -> None:
+        super().__init__()
+        self.version = version
+        self.workers = list(workers)
+        self.about = f"{about} on a group"
+        self._agent = agent
+        self._function = about
+        self._shares = [Share(self, number, key) for number, key in enumerate(keys)]
+        self._lock = threading.Lock()  # guards both below
+        self._come: list[Share] = []  # those that have ended, in that order
+        self._listeners: list[Callable[[], None]] = []  # told once each, when the next one ends
+        self.call = _Calls(self)
+
+    def _tell(self, share: Share) -> None:
+        self._agent.streams.publish()
+        with self._lock:
+            self._come.append(share)
+            over = len(self._come) == len(self._shares)
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener()
+        if over:
+            self._end()
+
+    def _end(self) -> None:
+        if any(share.error is not None for share in self._shares):
+            self.set_exception(self._failure())
+            return
+        values = [share.value for share in self._shares]
+        self._agent.streams.adopt(*values)
+        self.set_result(values)
+
+    def _failure(self) -> GroupError:
+        """The error that tells of all."""
+        errors = {share.key: share.error for share in self._shares if share.error is not None}
+        results = {share.key: share.value for share in self._come if share.error is None}
+        return group_error(self._function, errors, len(self._shares), results)
+
+    # What users ask
+
+    def as_completed(self) -> Completed:
+        """Each worker's name with its value, or its error, in the order in which they come: `for`, or `async for`."""
+        return Completed(self)
+
+    def first(self, n: int = 1) -> dict[Key, Any]:
+        """Wait for the first `n` values; by worker, in the order in which they came. The other calls go on.
+
+        Raises:
+            GroupError: so many have failed that there are not `n` values.
+        """
+        if not 0 < n <= len(self._shares):
+            raise InvalidArgument(f"first() takes a number from 1 to {len(self._shares)}, that of the calls, not {n!r}")
+        found: dict[Key, Any] = {}
+        for share in Completed(self).shares():
+            if share.error is None:
+                found[share.key] = share.outcome()
+                if len(found) == n:
+                    return found
+        raise self._failure()
+
+    def results(self) -> dict[Key, Any]:
+        """The values of those that succeed, by worker; waits for all."""
+        self._wait_for_all()
+        return {share.key: share.outcome() for share in self._shares if share.error is None}
+
+    def errors(self) -> dict[Key, BaseException]:
+        """The errors of those that fail, by worker; waits for all."""
+        self._wait_for_all()
+        return {share.key: share.outcome() for share in self._shares if share.error is not None}
+
+    def _wait_for_all(self) -> None:
+        self.heed()
+        if not self.done():
+            assert self.call is not None
+            self.call.help()
+
+    def __repr__(self) -> str:
+        there = len(self._come)
+        failed = sum(share.error is not None for share in self._come)
+        state = "done" if there == len(self._shares) else f"{there} of {len(self._shares)} are there"
+        return f"<GroupFuture of {self._function}: {state}{f', {failed} failed' if failed else ''}>"
+
+
+def group_error(function: str, errors: dict[Key, BaseException], asked: int, results: dict[Key, Any]) -> GroupError:
+    told = [(key, type(error).__name__, str(error).partition("\n")[0]) for key, error in errors.items()]
+    lines = [f"  {key if isinstance(key, str) else f'item {key}'}: {kind}: {said}" for key, kind, said in told]
+    first = "\n".join([f"{function} failed for {len(errors)} of {asked}:", *lines])
+    error = GroupError(first, errors, results)
+    error.__cause__ = next(iter(errors.values()))
+    return error
+
+
+class _Calls:
+    """The calls of a group's future, for who waits for it."""
+
+    def __init__(self, future: GroupFuture) -> None:
+        self._future = future
+
+    def help(self) -> None:
+        """Wait for all, reading what comes by this thread where it can."""
+        future = self._future
+        for share in future._shares:
+            call = share.call
+            if call is not None:
+                call.help()
+        future._agent.wait_for(future)
+
+    @property
+    def in_turn(self) -> _InTurns | None:
+        """By which method of an actor they were made."""
+        made = [getattr(share.call, "in_turn", None) for share in self._future._shares]
+        hops = [each for each in made if each is not None]
+        return _InTurns(hops) if hops else None
+
+    def __repr__(self) -> str:
+        return f"calls of {self._future._function}"
+
+
+class _InTurns:
+    """Several calls that one method of an actor waits for."""
+
+    def __init__(self, hops: Sequence[InTurn]) -> None:
+        self._hops = hops
+
+    def awaiting(self, waiter: asyncio.Future[Any]) -> Generator[Any, None, Any]:
+        with ExitStack() as stack:
+            for hop in self._hops:
+                stack.enter_context(hop.waited_for())
+            return (yield from waiter.__await__())
+
+
+class Completed:
+    """What comes of the calls to a group, as it comes; each loop begins with the first."""
+
+    def __init__(self, future: GroupFuture) -> None:
+        self._future = future
+        future.heed()
+
+    def __iter__(self) -> Iterator[tuple[Key, Any]]:
+        return ((share.key, share.outcome()) for share in self.shares())
+
+    def shares(self) -> Iterator[Share]:
+        future = self._future
+        for number in range(len(future._shares)):
+            news = Signal()
+            if not self._is_there(number, news.set_result):
+                future._agent.wait_for(news)
+            yield future._come[number]
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Key, Any]]:
+        future, loop = self._future, asyncio.get_running_loop()
+        for number in range(len(future._shares)):
+            news = asyncio.Event()
+            if not self._is_there(number, partial(loop.call_soon_threadsafe, news.set)):
+                await news.wait()
+            share = future._come[number]
+            yield share.key, share.outcome()
+
+    def _is_there(self, number: int, listener: Callable[[], Any]) -> bool:
+        """Whether so many have ended; else `listener` is told of the next one."""
+        future = self._future
+        with future._lock:
+            if number < len(future._come):
+                return True
+            future._listeners.append(listener)
+        return False
+
+
+# Items that are handed out
+
+
+def begin_map(
+    version: int,
+    workers: Sequence[WorkerInfo],
+    function: Callable[..., Any],
+    items: Sequence[Iterable[Any]],
+    timeout: float,
+) -> GroupFuture:
+    """Call `function` with each item, on whichever worker is free."""
+    each = zipped(items)
+    names = [worker.name for worker in workers]
+    calls = [convert(function, args, None) for args in each]
+    agent = current.agent()
+
+    def call(share: Share, place: int) -> None:
+        args = calls[share.number]
+        one = [(share, names[place])]
+        if profiling.wanted():
+            _begin_event(agent, share, names[place], args, timeout)
+        else:
+            call_each(agent, one, args.function, args.args, args.kwargs, timeout, args.keeps, args.asked)
+
+    return Handout(agent, version, names, len(calls), user_name(function), call).begin()
+
+
+def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
+    """The arguments of each call.
+
+    Raises:
+        InvalidArgument: there are none, or the lists are not as long as one another.
+    """
+    for each in items:
+        if not isinstance(each, Iterable):
+            raise InvalidArgument(f"map takes lists of items, not {each!r}")
+    try:
+        calls = list(zip(*items, strict=True))
+    except ValueError as error:
+        raise InvalidArgument("map was given lists of different lengths: each call takes one item of each") from error
+    if not calls:
+        raise InvalidArgument("map has no items: give it at least one")
+    return calls
+
+
+class Handout:
+    """Items on their way through the workers of a group, each of which has one at a time."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        version: int,
+        workers: Sequence[str],
+        items: int,
+        about: str,
+        call: Callable[[Share, int], None],
+    ) -> None:
+        """`call(share, place)` calls the worker at that place, for an item."""
+        self._future = GroupFuture(agent, version, workers, range(items), about)
+        self._call = call
+        self._lock = threading.Lock()  # guards _sharing
+        self._sharing = Sharing(items, len(workers))
+        # Later items are given by other threads, for the code that runs here now.
+        self._mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._context = copy_context()
+
+    def begin(self) -> GroupFuture:
+        for number, place in self._sharing.begin():
+            self._give(number, place)
+        return self._future
+
+    def _give(self, number: int, place: int) -> None:
+        share = self._future._shares[number]
+        handed = _Handed(self, share, place)
+        try:
+            self._call(handed, place)  # type: ignore[arg-type]
+        except BaseException as error:
+            if number == 0:  # nothing was sent yet
+                raise
+            handed.set_exception(error)
+
+    def ended(self, place: int, error: BaseException | None) -> None:
+        """A worker is through with an item: it gets the next one, unless it is gone."""
+        gone = isinstance(error, PeerError | UnknownWorker)
+        with self._lock:
+            next_one, lost = self._sharing.ended(place, gone)
+        for number in lost:
+            self._future._shares[number].set_exception(error)
+        if next_one is None:
+            return
+        grad, inference = self._mode
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            self._context.copy().run(self._give, next_one, place)
+
+
+class _Handed:
+    """The outcome of one item's call."""
+
+    quick = False
+    about: str
+
+    def __init__(self, handout: Handout, share: Share, place: int) -> None:
+        self._handout = handout
+        self._share = share
+        self._place = place
+        self.number = share.number
+
+    @property
+    def call(self) -> Any:
+        return self._share.call
+
+    @call.setter
+    def call(self, call: Any) -> None:
+        self._share.call = call
+
+    def set_result(self, result: Any) -> None:
+        self._handout.ended(self._place, None)
+        self._share.set_result(result)
+
+    def set_exception(self, result: Any) -> None:
+        self._handout.ended(self._place, result)
+        self._share.set_exception(result)
