@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import reduce
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from telegrad.agent.agent import DEFAULT, Agent
 from telegrad.agent.deadlines import seconds
@@ -22,18 +22,26 @@ from telegrad.progress import Wait
 from telegrad.rpc import current
 from telegrad.rpc.gatherings import Gatherings, Key, Meeting
 
-if TYPE_CHECKING:
-    from telegrad.rpc.groups import Group
-
 ASK = 0.5  # seconds between questions who is missing
 PATIENCE = 5.0  # seconds for an answer to these
 
-Brought = list[tuple[str, Any]]
+
+class Party(Protocol):
+    """A group, as far as it meets."""
+
+    @property
+    def said(self) -> str:
+        """How it was made: the same wherever it is."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def __contains__(self, worker: str) -> bool: ...
 
 
 def meet(
     kind: str,
-    group: Group,
+    group: Party,
     name: str,
     brings: Any,
     timeout: float,
@@ -62,7 +70,7 @@ class _Attendee:
         self._keeper = keeper
         self._missing: list[str] = []  # as the keeper said when it was last asked; replaced as a whole
 
-    def wait(self, group: Group, brings: Any, limit: float, op: Callable[[Any, Any], Any] | None) -> Any:
+    def wait(self, group: Party, brings: Any, limit: float, op: Callable[[Any, Any], Any] | None) -> Any:
         agent, keeper = self._agent, self._keeper
         until = monotonic() + (limit or threading.TIMEOUT_MAX)
         met: Future[Any] = agent.call_async(keeper, arrive, (self._key, agent.name, group, brings, op), None, 0)
@@ -183,7 +191,7 @@ def _absent(name: str, why: str) -> PeerLost:
     return PeerLost(f"worker {name!r}, which all wait for here, will not come: {why}")
 
 
-def arrive(key: Key, who: str, group: Group, brings: Any, op: Callable[[Any, Any], Any] | None) -> Future[Any]:
+def arrive(key: Key, who: str, group: Party, brings: Any, op: Callable[[Any, Any], Any] | None) -> Future[Any]:
     """Someone has come; a future of what all have brought."""
     here = current.here()
     if who not in group:

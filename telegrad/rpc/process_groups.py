@@ -58,7 +58,14 @@ def _make(
     """What torch makes of a default group, without its being that: there is no other way to a group of one's own."""
     made: dist.ProcessGroup
     made, _ = c10d._new_process_group_helper(
-        len(names), rank, [], dist.Backend(backend), store, c10d.GroupName(name), timeout=limit, group_desc=", ".join(names)
+        len(names),
+        rank,
+        [],
+        dist.Backend(backend),
+        store,
+        c10d.GroupName(name),
+        timeout=limit,
+        group_desc=", ".join(names),
     )
     c10d._world.pg_group_ranks[made] = {place: place for place in range(len(names))}
     return made

@@ -40,6 +40,9 @@ class CallIn(TypedDict):
     thread: int | None  # which runs it
 
 
+MEETINGS = ("barrier", "all_reduce", "process_group")  # functions that all workers of a group call, and wait in
+
+
 class _Dated(TypedDict, total=False):
     age: float  # seconds, where it is known
 
@@ -47,7 +50,7 @@ class _Dated(TypedDict, total=False):
 class Wait(_Dated):
     """A wait of this package that a thread is in, but for calls, which are told of above."""
 
-    what: str  # "shutdown", "backward", "future", "value", "init_rpc", "room"
+    what: str  # "shutdown", "backward", "future", "value", "init_rpc", "room", or one of MEETINGS
     on: list[str]  # workers, by name; or "rank 2"
     about: str  # the rest, for people
 

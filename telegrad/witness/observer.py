@@ -35,7 +35,7 @@ from telegrad.witness.account import (
     Thread,
     Wait,
 )
-from telegrad.witness.waits import wait_on
+from telegrad.witness.waits import meeting_of, wait_on
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -189,7 +189,7 @@ class Observer:
         return threads, calls_in, waiting
 
     def _thread(self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands) -> Thread | None:
-        wait = wait_on(frames, self.missing)
+        wait = meeting_of(thread.ident) or wait_on(frames, self.missing)
         if stood.room is not None:
             wait = Wait(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))

@@ -7,6 +7,7 @@ from time import monotonic, perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
+from telegrad import progress
 from telegrad.agent import futures
 from telegrad.agent.pending import Pending
 from telegrad.autograd.conductor import Conductor
@@ -14,7 +15,7 @@ from telegrad.group import joining, stores
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Parting
 from telegrad.rref.box import Opening
-from telegrad.witness.account import Wait
+from telegrad.witness.account import MEETINGS, Wait
 from telegrad.witness.stacks import is_library
 
 Missing = Callable[[], list[str]]
@@ -34,6 +35,15 @@ def wait_on(frames: Sequence[FrameType], missing: Missing) -> Wait | None:
         found = describe(frame.f_locals, missing) if describe is not None else None
         last = found or last
     return last
+
+
+def meeting_of(thread: int | None) -> Wait | None:
+    """The place where a thread waits for all workers of a group, if it does."""
+    found = next((wait for wait in progress.under_way() if wait.thread == thread and wait.what in MEETINGS), None)
+    if found is None:
+        return None
+    about = found.text().partition(":")[0]  # the rest tells who is missing
+    return Wait(what=found.what, on=list(found.missing()), about=about, age=monotonic() - found.begun)
 
 
 def _joining(_: Names, missing: Missing) -> Wait:
