@@ -250,6 +250,8 @@ class GroupError(WorkersFailed):
     numbers of the items. `reduced` is what the values of the others came to, where they were to be reduced.
     """
 
+    errors: dict[Any, BaseException]
+
     def __init__(
         self,
         message: str,

@@ -4,53 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-import torch
-
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Future, Outcome, Signal
+from telegrad.agent.fanout import EachCall
+from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
 from telegrad.agent.scene import InTurn
-from telegrad.errors import CodecError, GroupError, InvalidArgument, PeerError, TelegradError, UnknownWorker
+from telegrad.errors import GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
-from telegrad.rpc.conversion import Call, convert
-from telegrad.rpc.sharing import Sharing
+from telegrad.rpc.conversion import Call
 from telegrad.wire.failures import fresh, kept
 
+GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker, or its value, is not to be used any more
+
 Key = Any  # a worker's name, or the number of an item
-
-
-def call_each(
-    agent: Agent,
-    calls: Sequence[tuple[Outcome, str]],
-    function: Any,
-    args: Any,
-    kwargs: Any,
-    timeout: float,
-    keeps: Any = None,
-    asked: Any = None,
-) -> None:
-    """One call to many workers, each with an outcome of its own, which is told of whatever goes wrong there.
-
-    Raises:
-        CodecError: the arguments cannot be sent, and nothing was.
-    """
-    sent = False
-    for outcome, to in calls:
-        try:
-            agent.call_for(outcome, to, function, args, kwargs, timeout, keeps, asked=asked)
-            sent = True
-        except TelegradError as error:
-            if isinstance(error, CodecError) and not sent:
-                raise
-            outcome.set_exception(error)
 
 
 def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float) -> GroupFuture:
@@ -62,26 +35,26 @@ def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: floa
     shares = future._shares
     if profiling.wanted():
         for share, name in zip(shares, names, strict=True):
-            _begin_event(agent, share, name, call, timeout)
+            try:
+                begin_event(agent, share, name, call, timeout)
+            except GONE as error:
+                share.set_exception(error)
         return future
-    calls = list(zip(shares, names, strict=True))
-    call_each(agent, calls, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
+    calls = [EachCall(share, name, call.keeps) for share, name in zip(shares, names, strict=True)]
+    agent.call_each(calls, call.function, call.args, call.kwargs, timeout, call.asked)
     return future
 
 
-def _begin_event(agent: Agent, share: Share, name: str, call: Call, timeout: float) -> None:
+def begin_event(agent: Agent, share: Share, name: str, call: Call, timeout: float) -> None:
     """One call, as an event."""
     asked = call.function if call.asked is None else call.asked
     event = profiling.Event(profiling.event_name("async", asked, agent.name, name), asked, agent.name, name)
     own = partial(agent.call_async, name, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
-    try:
-        follow(share, profiling.called_async(event, own))
-    except TelegradError as error:
-        share.set_exception(error)
+    follow(share, partial(profiling.called_async, event, own))
 
 
-def follow(share: Share, future: Future[Any]) -> None:
-    """Have a share end as a future does."""
+def follow(share: Share, begin: Callable[[], Future[Any]]) -> None:
+    """Have a share end as a future does, which `begin` gives."""
 
     def pass_on(_: Any) -> None:
         try:
@@ -89,6 +62,8 @@ def follow(share: Share, future: Future[Any]) -> None:
         except Exception as error:
             share.set_exception(error)
 
+    future = begin()
+    share.call = future.call
     future.add_done_callback(pass_on)
 
 
@@ -109,11 +84,11 @@ class Share:
         self.error: BaseException | None = None
 
     def set_result(self, result: Any) -> None:
-        self.value = result
+        self.value, self.call = result, None
         self.future._tell(self)
 
     def set_exception(self, result: Any) -> None:
-        self.error = kept(result)
+        self.error, self.call = kept(result), None
         self.future._tell(self)
 
     def outcome(self) -> Any:
@@ -143,6 +118,9 @@ class GroupFuture(Future[Any]):
         self._come: list[Share] = []  # those that have ended, in that order
         self._listeners: list[Callable[[], None]] = []  # told once each, when the next one ends
         self.call = _Calls(self)
+
+    def _another(self) -> Future[Any]:
+        return Future()
 
     def _tell(self, share: Share) -> None:
         self._agent.streams.publish()
@@ -297,127 +275,3 @@ class Completed:
                 return True
             future._listeners.append(listener)
         return False
-
-
-# Items that are handed out
-
-
-def begin_map(
-    version: int,
-    workers: Sequence[WorkerInfo],
-    function: Callable[..., Any],
-    items: Sequence[Iterable[Any]],
-    timeout: float,
-) -> GroupFuture:
-    """Call `function` with each item, on whichever worker is free."""
-    each = zipped(items)
-    names = [worker.name for worker in workers]
-    calls = [convert(function, args, None) for args in each]
-    agent = current.agent()
-
-    def call(share: Share, place: int) -> None:
-        args = calls[share.number]
-        one = [(share, names[place])]
-        if profiling.wanted():
-            _begin_event(agent, share, names[place], args, timeout)
-        else:
-            call_each(agent, one, args.function, args.args, args.kwargs, timeout, args.keeps, args.asked)
-
-    return Handout(agent, version, names, len(calls), user_name(function), call).begin()
-
-
-def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
-    """The arguments of each call.
-
-    Raises:
-        InvalidArgument: there are none, or the lists are not as long as one another.
-    """
-    for each in items:
-        if not isinstance(each, Iterable):
-            raise InvalidArgument(f"map takes lists of items, not {each!r}")
-    try:
-        calls = list(zip(*items, strict=True))
-    except ValueError as error:
-        raise InvalidArgument("map was given lists of different lengths: each call takes one item of each") from error
-    if not calls:
-        raise InvalidArgument("map has no items: give it at least one")
-    return calls
-
-
-class Handout:
-    """Items on their way through the workers of a group, each of which has one at a time."""
-
-    def __init__(
-        self,
-        agent: Agent,
-        version: int,
-        workers: Sequence[str],
-        items: int,
-        about: str,
-        call: Callable[[Share, int], None],
-    ) -> None:
-        """`call(share, place)` calls the worker at that place, for an item."""
-        self._future = GroupFuture(agent, version, workers, range(items), about)
-        self._call = call
-        self._lock = threading.Lock()  # guards _sharing
-        self._sharing = Sharing(items, len(workers))
-        # Later items are given by other threads, for the code that runs here now.
-        self._mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._context = copy_context()
-
-    def begin(self) -> GroupFuture:
-        for number, place in self._sharing.begin():
-            self._give(number, place)
-        return self._future
-
-    def _give(self, number: int, place: int) -> None:
-        share = self._future._shares[number]
-        handed = _Handed(self, share, place)
-        try:
-            self._call(handed, place)  # type: ignore[arg-type]
-        except BaseException as error:
-            if number == 0:  # nothing was sent yet
-                raise
-            handed.set_exception(error)
-
-    def ended(self, place: int, error: BaseException | None) -> None:
-        """A worker is through with an item: it gets the next one, unless it is gone."""
-        gone = isinstance(error, PeerError | UnknownWorker)
-        with self._lock:
-            next_one, lost = self._sharing.ended(place, gone)
-        for number in lost:
-            self._future._shares[number].set_exception(error)
-        if next_one is None:
-            return
-        grad, inference = self._mode
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            self._context.copy().run(self._give, next_one, place)
-
-
-class _Handed:
-    """The outcome of one item's call."""
-
-    quick = False
-    about: str
-
-    def __init__(self, handout: Handout, share: Share, place: int) -> None:
-        self._handout = handout
-        self._share = share
-        self._place = place
-        self.number = share.number
-
-    @property
-    def call(self) -> Any:
-        return self._share.call
-
-    @call.setter
-    def call(self, call: Any) -> None:
-        self._share.call = call
-
-    def set_result(self, result: Any) -> None:
-        self._handout.ended(self._place, None)
-        self._share.set_result(result)
-
-    def set_exception(self, result: Any) -> None:
-        self._handout.ended(self._place, result)
-        self._share.set_exception(result)

@@ -10,7 +10,7 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.errors import InvalidArgument, UnknownWorker
 from telegrad.group.members import WorkerInfo, listed
 from telegrad.group.membership import View
-from telegrad.rpc import collectives, current, groupcalls, reduction, refgroups
+from telegrad.rpc import collectives, current, groupcalls, handout, reduction, refgroups
 from telegrad.rpc.choices import Choice, Everybody, Filtered, Part, Role, These, Together, Without
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.groupcalls import GroupFuture
@@ -194,10 +194,10 @@ class Group:
         return Group(These(self._members()))
 
     def __sub__(self, other: Group) -> Group:
-        return self.without(other)
+        return self.without(other) if isinstance(other, Group) else NotImplemented
 
     def __or__(self, other: Group) -> Group:
-        return Group(Together(self._choice, other._choice))
+        return Group(Together(self._choice, other._choice)) if isinstance(other, Group) else NotImplemented
 
     # Calls
 
@@ -251,7 +251,7 @@ class Group:
         workers, each gets the next one as soon as it is through with one. `timeout` is that of each call. The item of
         a worker that dies fails; the others go on with those that are left.
         """
-        return groupcalls.begin_map(self.version, self._members(), func, items, timeout)
+        return handout.begin(self.version, self._members(), func, items, timeout)
 
     @not_compiled
     def remote(

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, NoReturn
 
 from telegrad.agent.agent import DEFAULT, Agent
 from telegrad.agent.deadlines import seconds
+from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as, user_name
 from telegrad.errors import CallTimeout, InvalidArgument, PeerLost, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
 from telegrad.rpc.conversion import Call
-from telegrad.rpc.groupcalls import GroupFuture, call_each, group_error
+from telegrad.rpc.groupcalls import GroupFuture, group_error
 from telegrad.rpc.trees import parts, tree_of
 from telegrad.wire.failures import describe, rebuild
 
@@ -53,7 +54,8 @@ def begin(
     asked = call.function if call.asked is None else call.asked
     future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(asked))
     plan = Plan(future.workers, call.function, call.args, call.kwargs, combine, limit)
-    call_each(agent, [(future._shares[0], future.workers[0])], reduced, plan, None, limit, call.keeps, asked)
+    root = EachCall(future._shares[0], future.workers[0], call.keeps)
+    agent.call_each([root], reduced, plan, None, limit, asked)
     return future
 
 
@@ -105,8 +107,8 @@ def reduced(*given: Any) -> Part:
     own: Future[Any] = Future()
     coming: list[Future[Part]] = [Future() for _ in below]
     heads = [plan.workers[part.start] for part in below]
-    call_each(agent, list(zip(coming, heads, strict=True)), reduced, given, None, limit, asked=plan.function)
-    call_each(agent, [(own, agent.name)], plan.function, plan.args, plan.kwargs, limit)
+    agent.call_each(map(EachCall, coming, heads), reduced, given, None, limit, plan.function)
+    agent.call_each([EachCall(own, agent.name)], plan.function, plan.args, plan.kwargs, limit)
     errors: dict[str, bytes] = {}
     values: list[Any] = []
     try:

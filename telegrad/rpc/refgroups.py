@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
-from telegrad.errors import InvalidArgument, TelegradError, UnknownWorker
-from telegrad.group.members import WorkerInfo, listed
+from telegrad.errors import InvalidArgument, UnknownWorker
+from telegrad.group.members import Identity, WorkerInfo, listed
 from telegrad.rpc import current
 from telegrad.rpc.conversion import Call
-from telegrad.rpc.groupcalls import GroupFuture, Handout, Share, follow, group_error, zipped
+from telegrad.rpc.groupcalls import GroupFuture, Share, follow, group_error
+from telegrad.rpc.handout import Handout, Unusable, zipped
 from telegrad.rpc.references import Proxy, RRef
 from telegrad.rpc.values import fetch, methods
+from telegrad.rref.letters import Id
 
 T = TypeVar("T")
 
@@ -31,28 +35,24 @@ def create(workers: Sequence[WorkerInfo], call: Call, timeout: float) -> RefGrou
     """Have each of these workers make a value.
 
     Raises:
-        GroupError: some could not be called; its `results` are the references to the others' values.
+        GroupError: some are not there any more; nobody was called.
     """
     table = current.references()
-    return _gathered(
-        [worker.name for worker in workers],
-        lambda name: table.create(name, *call[:3], timeout, call.keeps, call.asked),
-    )
+    owners = _identified([worker.name for worker in workers], table.agent.identify)
+    return RefGroup(table.create_each(owners, *call[:3], timeout, call.keeps, call.asked))
 
 
-def _gathered(names: Sequence[str], make: Callable[[str], RRef[Any]]) -> RefGroup:
-    made: dict[str, RRef[Any]] = {}
+def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> list[Identity]:
+    found: list[Identity] = []
     errors: dict[str, BaseException] = {}
     for name in names:
         try:
-            made[name] = make(name)
-        except TelegradError as error:
-            if len(errors) == len(made) == 0 and not isinstance(error, UnknownWorker | ConnectionError):
-                raise  # for all the same
+            found.append(identify(name))
+        except Exception as error:
             errors[name] = error
     if errors:
-        raise group_error("a remote call", errors, len(names), dict(made))
-    return RefGroup(list(made.values()))
+        raise group_error("a remote call", errors, len(names), {})
+    return found
 
 
 class RefGroup:
@@ -135,10 +135,7 @@ class RefGroup:
         """
         future = self._future("to_here()")
         for share, each in zip(future._shares, self, strict=True):
-            if each.is_owner():
-                follow(share, each.future().then(lambda _, each=each: each.local_value()))  # type: ignore[misc]
-            else:
-                _begin(share, each, fetch, (), None, timeout)
+            _begin(share, partial(_fetched, each, timeout))
         return list(future.wait())
 
     @not_compiled
@@ -146,7 +143,7 @@ class RefGroup:
         """A future that is done once all values exist; of a list of None."""
         future = self._future("future()")
         for share, each in zip(future._shares, self, strict=True):
-            follow(share, each.future())
+            _begin(share, each.future)
         return future
 
     @not_compiled
@@ -162,21 +159,41 @@ class RefGroup:
         calls = zipped(items)
 
         def call(share: Share, place: int) -> None:
-            _begin(share, self._references[place], methods.of(method), calls[share.number], {}, timeout)
+            each = self._references[place]
+            try:
+                each._table.reach(each._handle)
+            except Exception as error:
+                raise Unusable(error) from error
+            follow(share, partial(each._call_async, method, timeout, calls[share.number], {}))
 
         return Handout(current.agent(), 0, self.names, len(calls), method, call).begin()
 
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> GroupFuture:
         future = self._future(method or "__call__")
-        function = methods.of(method)
-        for share, each in zip(future._shares, self, strict=True):
-            _begin(share, each, function, args, kwargs, timeout, method)
+        pairs = list(zip(future._shares, self, strict=True))
+        if profiling.wanted():
+            for share, each in pairs:
+                _begin(share, partial(each._call_async, method, timeout, args, kwargs))
+            return future
+        calls = []
+        for share, each in pairs:
+            try:
+                calls.append(EachCall(share, each._table.reach(each._handle), each))
+            except Exception as error:  # whatever its maker has raised
+                share.set_exception(error)
+        current.agent().call_each(calls, methods.of_each(method), (self._ids(), *args), kwargs, timeout)
         return future
 
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RefGroup:
         self._check()
-        by_name = dict(zip(self.names, self, strict=True))
-        return _gathered(list(by_name), lambda name: by_name[name]._create(method, timeout, args, kwargs))
+        by_name = {each.owner_name(): each for each in self}
+        owners = _identified(list(by_name), lambda name: by_name[name]._table.reach(by_name[name]._handle))
+        function = methods.of_each(method)
+        table = current.references()
+        return RefGroup(table.create_each(owners, function, (self._ids(), *args), kwargs, timeout, self, None))
+
+    def _ids(self) -> dict[str, Id]:
+        return {each.owner_name(): each._handle.id for each in self}
 
     def _future(self, about: str) -> GroupFuture:
         self._check()
@@ -187,19 +204,17 @@ class RefGroup:
             raise InvalidArgument("there are no references in this group")
 
 
-def _begin(
-    share: Any, reference: RRef[Any], function: Any, args: Any, kwargs: Any, timeout: float, method: str = ""
-) -> None:
-    """Call a function of this package at a reference's owner, with its id before the arguments."""
+def _begin(share: Share, call: Callable[[], Future[Any]]) -> None:
+    """Have a share end as the future of a call; where it cannot be made, with that error."""
     try:
-        if method and profiling.wanted():
-            made: Future[Any] = reference._call_async(method, timeout, args, kwargs)
-            follow(share, made)
-            return
-        table, handle = reference._table, reference._handle
-        owner = table.reach(handle)
-        table.agent.call_for(share, owner, function, (*handle.id, *args), kwargs, timeout, reference)
-    except TelegradError as error:
-        if isinstance(error, TypeError) and share.number == 0:
-            raise  # an argument that cannot be sent: nothing was
+        follow(share, call)
+    except Exception as error:
         share.set_exception(error)
+
+
+def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
+    """A future of the value."""
+    if reference.is_owner():
+        return reference.future().then(lambda _: reference.local_value())
+    table, handle = reference._table, reference._handle
+    return table.agent.call_async(table.reach(handle), fetch, handle.id, None, timeout, reference)
