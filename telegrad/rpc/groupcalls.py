@@ -70,7 +70,7 @@ def follow(share: Share, begin: Callable[[], Future[Any]]) -> None:
 class Share:
     """What one worker, or one item, contributes: the outcome of a call."""
 
-    __slots__ = ("about", "call", "error", "future", "key", "number", "value")
+    __slots__ = ("about", "call", "ended", "error", "future", "key", "number", "value")
 
     quick = False
     about: str
@@ -80,6 +80,7 @@ class Share:
         self.future = future
         self.number = number
         self.key = key
+        self.ended = False  # set before others are told
         self.value: Any = None
         self.error: BaseException | None = None
 
@@ -124,6 +125,7 @@ class GroupFuture(Future[Any]):
 
     def _tell(self, share: Share) -> None:
         self._agent.streams.publish()
+        share.ended = True
         with self._lock:
             self._come.append(share)
             over = len(self._come) == len(self._shares)
@@ -144,7 +146,7 @@ class GroupFuture(Future[Any]):
     def _failure(self) -> GroupError:
         """The error that tells of all."""
         errors = {share.key: share.error for share in self._shares if share.error is not None}
-        results = {share.key: share.value for share in self._come if share.error is None}
+        results = {share.key: share.value for share in self._shares if share.ended and share.error is None}
         return group_error(self._function, errors, len(self._shares), results)
 
     # What users ask
