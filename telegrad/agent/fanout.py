@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from math import inf
+from operator import not_
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -34,7 +37,7 @@ from telegrad.wire.packing import pack
 from telegrad.wire.pickling import Encoded
 from telegrad.wire.tensors import Blob
 
-COMMON_FROM = 1 << 18  # of smaller blobs one copy for each worker costs less than that it maps a common one
+COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more
 
 
 class EachCall(NamedTuple):
@@ -65,7 +68,7 @@ class _Said(NamedTuple):
     packed: _Packed
 
 
-_NOTHING = _Packed()
+_Ready = tuple[EachCall, OutgoingCalls, _Said]
 
 
 class _Wording:
@@ -77,15 +80,20 @@ class _Wording:
         self._made: dict[Any, Any] = {}  # or why it cannot be
         self.encodings = 0
         self.packed: list[_Packed] = []
+        self._plain: dict[str, _Said] = {}  # by program, what is the same wherever tensors arrive
 
     def to(self, peer: OutgoingCalls) -> _Said:
-        same = peer.program == self._program != ""
+        said = self._plain.get(peer.program)
+        if said is not None and (not said.packed.meta or peer.places.calls.keeps_host):
+            return said
+        same, place = peer.program == self._program != "", peer.places.calls
         name, arguments = self._once(same, self._encode)
-        if not arguments.tensors:
-            return _Said(name, arguments, _NOTHING)
-        place = peer.places.calls
-        is_plain = place.keeps_host and all(tensor.is_cpu for tensor in arguments.tensors)
-        return _Said(name, arguments, self._once((same, None if is_plain else place), self._pack, arguments, place))
+        tensors = arguments.tensors
+        if tensors and not (place.keeps_host and all(tensor.is_cpu for tensor in tensors)):
+            return _Said(name, arguments, self._once((same, place), self._pack, arguments, place))
+        packed = self._once((same, None), self._pack, arguments, place) if tensors else _Packed()
+        said = self._plain[peer.program] = _Said(name, arguments, packed)
+        return said
 
     def failed_for_all(self, error: Exception) -> bool:
         """Whether it has nothing to do with the worker that is called."""
@@ -131,7 +139,7 @@ class Fanout:
         """Raises what would keep any worker from being called; all else is told to the outcomes."""
         wording = _Wording(function, args, kwargs, program)
         asked = function if asked is None else asked
-        ready: list[tuple[EachCall, OutgoingCalls, _Said]] = []
+        ready: list[_Ready] = []
         failed: list[tuple[EachCall, Exception]] = []
         for each in calls:
             try:
@@ -148,42 +156,57 @@ class Fanout:
         for packed in wording.packed:
             if packed.near > 1:
                 packed.blobs = list(map(self._in_common, packed.blobs))
-        crowded = []
-        for one in ready:
-            if one[1].crowded and not self._reactor.on_worker():
-                crowded.append(one)
-            else:
-                self._send(*one, function, timeout, asked)
+        may_wait = not self._reactor.on_worker()  # who serves a call must go on: others may wait for it
+        has_room = [not (peer.crowded and may_wait) for _, peer, _ in ready]
+        self._send(list(compress(ready, has_room)), function, timeout, asked)
         for each, why in failed:
             _tell(each, asked, why)
-        for one in crowded:
+        for one in compress(ready, map(not_, has_room)):
             one[1].wait_for_room()
-            self._send(*one, function, timeout, asked)
+            self._send([one], function, timeout, asked)
 
     def _in_common(self, blob: Blob) -> Blob:
         if not isinstance(blob, Tensor) or blob.numel() < COMMON_FROM:
             return blob
         return self._connections.in_common(blob)
 
-    def _send(
+    def _send(self, ready: list[_Ready], function: Any, timeout: float, asked: Any) -> None:
+        """Make all messages, then write them, then have the answers read: else the threads would take turns."""
+        made = [self._made(*one, function, timeout, asked) for one in ready]
+        later, upcoming = False, inf
+        for each, peer, pending, message, weight in filter(None, made):
+            try:
+                waits, nearer = peer.call(pending, message, weight, False)
+            except Exception as error:
+                if peer.withdraw(pending):
+                    _tell(each, asked, error)
+            else:
+                later |= waits
+                if nearer and pending.deadline < upcoming:
+                    upcoming = pending.deadline
+        for each, peer, _ in ready:
+            if not each.outcome.quick:
+                peer.expect()
+        if upcoming < inf:
+            self._clock.before(upcoming)
+        if later:
+            self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
+
+    def _made(
         self, each: EachCall, peer: OutgoingCalls, said: _Said, function: Any, timeout: float, asked: Any
-    ) -> None:
+    ) -> tuple[EachCall, OutgoingCalls, Pending, Message, int] | None:
+        """A call that can be sent."""
         name, (body, tensors, references, _), packed = said
         pending = Pending(peer, asked, timeout, each.outcome, each.keeps)
         pending.underway = packed.underway
-        each.outcome.call = pending
         message = Message(CALL, 0, 0, name, packed.meta, b"", packed.blobs)
         try:
             attach(self._layers, message, body, pending, function, tensors, references, each.creation)
-            later, nearer = peer.call(pending, message, packed.weight)
         except Exception as error:
-            if peer.withdraw(pending):
-                _tell(each, asked, error)
-            return
-        if nearer:
-            self._clock.before(pending.deadline)
-        if later:
-            self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
+            _tell(each, asked, error)
+            return None
+        each.outcome.call = pending
+        return each, peer, pending, message, packed.weight
 
 
 def _tell(each: EachCall, asked: Any, error: Exception) -> None:

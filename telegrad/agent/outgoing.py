@@ -79,8 +79,8 @@ class OutgoingCalls:
 
     # Calls
 
-    def call(self, pending: Pending, message: Message, weight: int) -> tuple[bool, bool]:
-        """Send a call; `pending` will be done. After one with a quick outcome `expect` must follow.
+    def call(self, pending: Pending, message: Message, weight: int, alone: bool = True) -> tuple[bool, bool]:
+        """Send a call; `pending` will be done. After one with a quick outcome, or not `alone`, `expect` must follow.
 
         Whether it was left for `Reactor.send_unsent`, being one of many, for which nobody waits in place; and whether
         `next_deadline` may have come nearer.
@@ -99,7 +99,7 @@ class OutgoingCalls:
             link = self._link
         if instruction is not Instruction.SEND or not self._sent(link, pending, message, later):
             self._follow(instruction, pending, message, later)
-        if outcome is not None and not outcome.quick:
+        if alone and outcome is not None and not outcome.quick:
             self.expect()
         return later, nearer
 

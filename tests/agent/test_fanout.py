@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import telegrad.autograd as autograd
+from telegrad.agent import fanout
 from telegrad.agent.agent import Agent
-from telegrad.agent.fanout import COMMON_FROM, EachCall
+from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future
 from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, TelegradWarning, UnknownWorker
 from telegrad.rpc import RRef, current, remote
@@ -22,6 +23,7 @@ from telegrad.wire import pickling
 from tests.cluster import PATIENCE, agents, in_threads
 
 MB = 1 << 20
+LARGE = 1 << 18  # for these tests
 OTHERS = ("w1", "w2", "w3")
 needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
 
@@ -31,6 +33,11 @@ def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
     with agents(4, transport=request.param) as made:
         current.enter(made[0])
         yield made
+
+
+@pytest.fixture(autouse=True)
+def soon_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout, "COMMON_FROM", LARGE)
 
 
 def call_each(agent: Agent, function: Any, *args: Any, to: Sequence[Any] = OTHERS, **options: Any) -> list[Future[Any]]:
@@ -83,10 +90,10 @@ def test_workers_of_another_program_have_an_encoding_of_their_own() -> None:
 
 def test_large_arguments_cross_to_all_and_are_each_ones_own(workers: list[Worker]) -> None:
     agent = workers[0].agent
-    tensor = torch.ones(COMMON_FROM)
+    tensor = torch.ones(LARGE)
     for _ in range(3):
-        assert values(call_each(agent, scribble, tensor)) == [2 * COMMON_FROM] * 3
-    assert total(tensor) == COMMON_FROM
+        assert values(call_each(agent, scribble, tensor)) == [2 * LARGE] * 3
+    assert total(tensor) == LARGE
 
 
 @needs_sharing
@@ -94,21 +101,21 @@ def test_several_of_one_host_have_one_copy_and_one_alone_has_its_own() -> None:
     with agents(4, transport="unix") as workers:
         agent = workers[0].agent
         pool = agent._connections._pool
-        tensor = torch.ones(COMMON_FROM)
+        tensor = torch.ones(LARGE)
         futures = call_each(agent, total, tensor)
         assert len(pool._common) == 1
-        assert values(futures) == [COMMON_FROM] * 3
+        assert values(futures) == [LARGE] * 3
         assert not any(shelf for (kind, *_), shelf in pool._free.items() if kind.__name__ == "Block")
         ready = agent.common(tensor.nbytes).view(torch.float32)
         ready.fill_(2)
         before = len(pool._common)
         futures = call_each(agent, total, ready)
         assert len(pool._common) == before  # no copy of what lies there already
-        assert values(futures) == [2 * COMMON_FROM] * 3
+        assert values(futures) == [2 * LARGE] * 3
         made = pool._bytes.total()
-        assert values(call_each(agent, total, tensor, to=("w1", "w0"))) == [COMMON_FROM] * 2
+        assert values(call_each(agent, total, tensor, to=("w1", "w0"))) == [LARGE] * 2
         assert pool._bytes.total() > made  # a block of its own
-        assert total(ready) == 2 * COMMON_FROM
+        assert total(ready) == 2 * LARGE
 
 
 def test_memory_that_is_short_is_no_hindrance() -> None:
