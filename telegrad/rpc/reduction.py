@@ -7,6 +7,7 @@ what comes, in order, and answers with that and with the errors of all who faile
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 from telegrad.agent.agent import DEFAULT, Agent
@@ -22,7 +23,7 @@ from telegrad.rpc.groupcalls import GroupFuture, group_error
 from telegrad.rpc.trees import parts, tree_of
 from telegrad.wire.failures import describe, rebuild
 
-SHORTER = 0.95  # of its own time each worker gives to those below, so that it can still name who was late
+SPARE, ENOUGH = 0.05, 0.5  # of its own time, or else seconds, that a worker keeps to tell who below it was late
 
 
 class Plan(NamedTuple):
@@ -102,7 +103,7 @@ def reduced(*given: Any) -> Part:
     """On each worker: what its tree comes to."""
     plan, agent = Plan(*given), current.agent()
     tree, depth = tree_of(len(plan.workers), plan.workers.index(agent.name))
-    limit = plan.timeout * SHORTER ** (depth + 1)
+    limit = reduce(lambda limit, _: _for_below(limit), range(depth + 1), plan.timeout)
     below = parts(tree)
     own: Future[Any] = Future()
     coming: list[Future[Part]] = [Future() for _ in below]
@@ -123,6 +124,11 @@ def reduced(*given: Any) -> Part:
         except Exception as error:
             errors |= lost(error, [plan.workers[place] for place in part])
     return Part(_combined(values, plan.combine, errors, agent.name), errors)
+
+
+def _for_below(limit: float) -> float:
+    """The time that a worker gives to those below it; 0 is no limit."""
+    return limit - max(SPARE * limit, min(ENOUGH, limit / 4))
 
 
 def _combined(values: list[Any], combine: Callable[[Any, Any], Any], errors: dict[str, bytes], here: str) -> list[Any]:

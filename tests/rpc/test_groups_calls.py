@@ -241,7 +241,7 @@ def test_who_is_late_in_a_reduction_is_named(actors: rpc.Group) -> None:
         if each != "w4":
             gates[each].set()
     with pytest.raises(errors.GroupError) as caught:
-        actors.rpc_sync(pass_gate, timeout=3, reduce=operator.add)
+        actors.rpc_sync(pass_gate, timeout=2, reduce=operator.add)
     assert list(caught.value.errors) == ["w4"]
     assert isinstance(caught.value.errors["w4"], errors.CallTimeout)
     assert caught.value.reduced == "w1w2w3w5"
