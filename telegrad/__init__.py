@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from telegrad import errors
 from telegrad.version import VERSION as __version__
@@ -13,8 +13,21 @@ from telegrad.version import VERSION as __version__
 if TYPE_CHECKING:
     from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc
     from telegrad.hosting import LocalGroup
+    from telegrad.rpc import Group
 
-__all__ = ["__version__", "autograd", "checkpoint", "compat", "errors", "insight", "local", "nn", "optim", "rpc"]
+__all__ = [
+    "__version__",
+    "autograd",
+    "checkpoint",
+    "compat",
+    "errors",
+    "insight",
+    "local",
+    "nn",
+    "optim",
+    "process_group",
+    "rpc",
+]
 
 _ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc")
 
@@ -26,12 +39,15 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
 
 
-def local(workers: int | Sequence[str], *, driver: str = "driver", rpc_timeout: float = 60.0) -> LocalGroup:
+def local(
+    workers: int | Sequence[str] | Mapping[str, int], *, driver: str = "driver", rpc_timeout: float = 60.0
+) -> LocalGroup:
     """Start workers on this host, and join them as `driver`; in a `with` statement, or until `shutdown()`.
 
-    `workers` is their number (they are named worker0, worker1 ...) or their names. They can import what this process
-    can, and run what it defines in its main program or notebook. What they print comes out here. They end with this
-    process, however it ends; Ctrl-C does not reach them.
+    `workers` is their number (they are named worker0, worker1 ...), their names, or how many there are of each role:
+    `{"learner": 1, "actor": 4}` makes learner0 and actor0 to actor3. They can import what this process can, and run
+    what it defines in its main program or notebook. What they print comes out here. They end with this process, however
+    it ends; Ctrl-C does not reach them.
 
     Raises:
         RendezvousError: a worker ended before all had met; the message has its last lines.
@@ -40,3 +56,19 @@ def local(workers: int | Sequence[str], *, driver: str = "driver", rpc_timeout: 
     from telegrad.hosting import LocalGroup
 
     return LocalGroup(workers, driver, rpc_timeout)
+
+
+def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) -> Any:
+    """A process group of `torch.distributed` of the workers of `group`, for its collectives: each of them calls this.
+
+    Their ranks in it are their places in the group; it needs no default group. It ends as the worker leaves. `timeout`
+    is that of its forming and of its collectives, else the `rpc_timeout` of the options.
+
+    Raises:
+        UsageError: this worker is not in the group.
+        CallTimeout: not all came in time; it names those that did not.
+        PeerLost: one of them died, or left, before it came.
+    """
+    from telegrad.rpc.process_groups import process_group as make
+
+    return make(group, backend, timeout)

@@ -38,12 +38,15 @@ TelegradError (RuntimeError)
 │   │   └── ContextLost        a worker took the context's owner for dead, and let it go
 │   └── UnusedSends            a fast pass, but something that was sent took no part
 ├── WorkersFailed              several workers failed at one thing that all should do
+│   └── GroupError             some workers failed at a call to a group; what the others gave is on it
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
 
 TelegradWarning (UserWarning)  the program goes on, but most likely does not do what was meant
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 __all__ = [
     "AlreadyInitialized",
@@ -58,6 +61,7 @@ __all__ = [
     "ContextLost",
     "DeviceError",
     "FunctionNotFound",
+    "GroupError",
     "GroupIncomplete",
     "HandshakeError",
     "InvalidArgument",
@@ -243,6 +247,27 @@ class WorkersFailed(TelegradError):
     def __init__(self, message: str, errors: dict[str, BaseException] | None = None) -> None:
         super().__init__(message)
         self.errors = errors or {}
+
+
+class GroupError(WorkersFailed):
+    """Some workers failed at a call to a group.
+
+    `errors` has the error of each, and `results` the values of the others, by the workers' names; of a `map` by the
+    numbers of the items. `reduced` is what the values of the others came to, where they were to be reduced.
+    """
+
+    errors: dict[Any, BaseException]
+
+    def __init__(
+        self,
+        message: str,
+        errors: dict[Any, BaseException] | None = None,
+        results: dict[Any, Any] | None = None,
+        reduced: Any = None,
+    ) -> None:
+        super().__init__(message, errors)
+        self.results = results or {}
+        self.reduced = reduced
 
 
 class RemoteError(TelegradError):

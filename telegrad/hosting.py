@@ -12,12 +12,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
-from telegrad.group.members import check_name
+from telegrad.group.members import check_name, check_role
 from telegrad.progress import Wait, attended, make_room
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ log = logging.getLogger("telegrad")
 class LocalGroup:
     """A group of this process and of workers that it has started; made by `telegrad.local`."""
 
-    def __init__(self, workers: int | Sequence[str], driver: str, rpc_timeout: float) -> None:
-        self.names = _names(workers, driver)
+    def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
+        roles = _roles(workers, driver)
+        self.names = list(roles)
         self.driver = driver
         self._lock = threading.Lock()  # guards _called_off, _store and _formed
         self._called_off = ""
@@ -42,8 +43,8 @@ class LocalGroup:
         self._formed = self._closed = False
         with socket.create_server((HOST, 0)) as listener:
             self._workers = [
-                _Worker(name, rank, self, listener.getsockname()[1], rpc_timeout)
-                for rank, name in enumerate(self.names, 1)
+                _Worker(name, role, rank, self, listener.getsockname()[1], rpc_timeout)
+                for rank, (name, role) in enumerate(roles.items(), 1)
             ]
             try:
                 self._join(listener, rpc_timeout)
@@ -162,10 +163,19 @@ class LocalGroup:
 class _Worker:
     """A worker's process, and what it prints."""
 
-    def __init__(self, name: str, rank: int, group: LocalGroup, port: int, timeout: float) -> None:
+    def __init__(self, name: str, role: str, rank: int, group: LocalGroup, port: int, timeout: float) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        own = ["--rank", str(rank), "--world-size", str(1 + len(group.names)), "--master", f"{HOST}:{port}"]
+        own = [
+            "--role",
+            role,
+            "--rank",
+            str(rank),
+            "--world-size",
+            str(1 + len(group.names)),
+            "--master",
+            f"{HOST}:{port}",
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "telegrad", "worker", name, *own, "--timeout", str(timeout), "--with-parent"],
             stdin=subprocess.PIPE,
@@ -223,16 +233,30 @@ class _Worker:
         group.ended(self, code)
 
 
-def _names(workers: int | Sequence[str], driver: str) -> list[str]:
+def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:
+    """The roles of the workers, by their names."""
+    if isinstance(workers, Mapping):
+        for role in workers:
+            check_role(role)
+        of_roles = [(f"{role}{number}", role) for role, count in workers.items() for number in range(count)]
+        _check_names([name for name, _ in of_roles], driver)
+        return dict(of_roles)
     if isinstance(workers, int):
         workers = [f"worker{number}" for number in range(workers)]
+    _check_names(workers, driver)
+    return dict.fromkeys(workers, "")
+
+
+def _check_names(workers: Sequence[str], driver: str) -> None:
     if not workers or not isinstance(workers, Sequence) or isinstance(workers, str):
-        raise UsageError(f"telegrad.local needs the workers' number, at least 1, or a list of their names: {workers!r}")
+        raise UsageError(
+            "telegrad.local needs the workers' number, at least 1, a list of their names, or how many there are of "
+            f'each role, such as {{"actor": 4}}: {workers!r}'
+        )
     for name in (driver, *workers):
         check_name(name)
     if len({driver, *workers}) <= len(workers):
         raise UsageError(f"each worker needs a name of its own, and so does the driver: {[driver, *workers]}")
-    return list(workers)
 
 
 def _environment(workers: int) -> dict[str, str]:

@@ -26,7 +26,10 @@ where this is started, among others.
 
 def main(arguments: list[str]) -> int:
     """Live; the exit code."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.name is None and not given.role:
+        parser.error("give the worker's name, or its --role")
     if given.with_parent:
         threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()
     from telegrad import errors, rpc  # here, since `--help` needs no torch
@@ -38,15 +41,18 @@ def main(arguments: list[str]) -> int:
             num_worker_threads=given.threads,
             address=given.address,
         )
-        rpc.init_rpc(given.name, rank=given.rank, world_size=given.world_size, rpc_backend_options=options)
+        rpc.init_rpc(
+            given.name, rank=given.rank, world_size=given.world_size, rpc_backend_options=options, role=given.role
+        )
     except errors.TelegradError as error:
-        return _say(f"worker {given.name!r} could not join: {error}", JOINED_NOT)
+        return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
     except KeyboardInterrupt:
         return INTERRUPTED
+    name = rpc.get_worker_info().name
     try:
         rpc.serve(require=True)
     except errors.TelegradError as error:
-        return _say(f"worker {given.name!r} has ended: {error}", LOST)
+        return _say(f"worker {name!r} has ended: {error}", LOST)
     except KeyboardInterrupt:
         return INTERRUPTED
     return ENDED
@@ -59,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", help="the worker's name in its group")
+    parser.add_argument("name", nargs="?", help="the worker's name in its group; else made of its role and a number")
+    parser.add_argument("--role", default="", help="its role: workers of one role are a group of their own")
     parser.add_argument("--rank", type=int, default=-1, help="its rank; else RANK, and in a dynamic group a free one")
     parser.add_argument("--world-size", type=int, help="how many workers the group has; without, it is dynamic")
     parser.add_argument("--master", metavar="HOST:PORT", help="where rank 0 serves; else MASTER_ADDR and MASTER_PORT")

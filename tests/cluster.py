@@ -35,7 +35,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def agents(
-    count: int, dynamic: bool = False, of_rank: Callable[[int], dict[str, Any]] = lambda _: {}, **options: Any
+    count: int,
+    dynamic: bool = False,
+    of_rank: Callable[[int], dict[str, Any]] = lambda _: {},
+    role_of: Callable[[int], str] = lambda _: "",
+    **options: Any,
 ) -> Iterator[list[Worker]]:
     """A group of `count` workers in this process; closed without ceremony. `of_rank` gives the options of one alone."""
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +47,7 @@ def agents(
         def begin(rank: int) -> Worker:
             own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options, **of_rank(rank)})
             meet = partial(open_store, f"file://{folder}/store", rank, None if dynamic else count)
-            return start(f"w{rank}", meet, own, current.enter)
+            return start(f"w{rank}", meet, own, current.enter, role=role_of(rank))
 
         with ThreadPoolExecutor(count) as pool:
             workers = list(pool.map(begin, range(count)))

@@ -101,6 +101,8 @@ class Agent:
 
     def join(self, me: Member, key: bytes, directory: Directory, used: Iterable[int] = ()) -> None:
         """Take part in a group: from now on calls are accepted, which may touch the accelerators that are `used`."""
+        self.name = me.name
+        self._server.name_is(me.name)
         for index in used:
             self.streams.use(index)
         self._connections.join(me, key, directory)

@@ -41,7 +41,7 @@ class Answers:
         undelivered: Callable[[Identity, PeerError], None],
     ) -> None:
         """`undelivered` is told where an answer that carries something finds no connection any more."""
-        self._name = name
+        self.name = name
         self._reactor = reactor
         self._layers = layers
         self._streams = streams
@@ -88,18 +88,18 @@ class Answers:
 
     def _failure(self, call: Incoming, error: BaseException, name: str) -> Message:
         self._streams.publish()
-        flags, body = 0, describe(error, self._name, name)
+        flags, body = 0, describe(error, self.name, name)
         if call.destination is not None:
             call.destination.fail(body)
             flags, body = HAS_REFERENCES, append(body, call.destination.receipt())
         return Message(FAILURE, call.message.id, flags, body=body)
 
     def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
-        if told_before(error, self._name):
+        if told_before(error, self.name):
             return  # it was raised here by an earlier call, which has noted it
         log.warning(
             "telegrad: worker %r: %s, called by worker %r, raised %s: %s",
-            *(self._name, name or "a call", call.caller.name, type(error).__name__, first_line(error)),
+            *(self.name, name or "a call", call.caller.name, type(error).__name__, first_line(error)),
         )
 
     def send(self, call: Incoming, answer: Message) -> None:

@@ -133,6 +133,11 @@ class Arrival:
         assert self._opened is not None
         return self._opened[0]
 
+    def is_really(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """What was called stands for this."""
+        assert self._opened is not None
+        self._opened = function, args, self._opened[2]
+
     @property
     def hops(self) -> Hops:
         scene = self.call.scene

@@ -126,12 +126,16 @@ class Future(torch.futures.Future[T]):
         if hasattr(self, "heeded"):  # only now: whoever asks to be told from here on finds the failure
             failure.seen = True
 
+    def _another(self) -> Future[Any]:
+        """One that follows from this."""
+        return type(self)()
+
     @not_compiled
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of what `callback` returns when it is given this one, done."""
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments. {callback!r} is no function of the future")
-        child: Future[S] = type(self)()  # type: ignore[assignment]
+        child: Future[S] = self._another()
         if self.call is not None or getattr(self, "follows", None) is not None:
             child.follows = self
 

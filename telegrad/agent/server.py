@@ -63,7 +63,7 @@ class Server:
 
         `undelivered` is told where an answer that carries something finds no connection any more.
         """
-        self._name = name
+        self.name = name
         self._reactor = reactor
         self._layers = layers
         self._streams = streams
@@ -154,7 +154,7 @@ class Server:
                 call.name = user_name(function, args)
             run = function
             if profiling.follower is not None:
-                run = profiling.follower.in_place_of(function, args, self._name, call.caller.name)
+                run = profiling.follower.in_place_of(function, args, self.name, call.caller.name)
             token = serving.set(call)
             try:
                 if message.flags or call.context is not None:
@@ -208,6 +208,10 @@ class Server:
         return function, args, kwargs
 
     # Calls whose order counts
+
+    def name_is(self, name: str) -> None:
+        """The worker has its name, which it may have got as it joined."""
+        self.name = self._answers.name = name
 
     def _heeds(self, name: bytes) -> bool:
         return self.doorkeeper is not None and self.doorkeeper.heeds(name)

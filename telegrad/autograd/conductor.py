@@ -98,7 +98,6 @@ class Conductor:
 
     def __init__(self, agent: Agent, open_roots: OpenRoots) -> None:
         """`open_roots` gives the tensors of values that live here, once they are there."""
-        self.name = agent.name
         self.contexts = Contexts(agent, self._context_ended)
         self._agent = agent
         self._parts = LocalParts(agent, self.contexts, open_roots, self._on_report, self._on_failed)
@@ -115,6 +114,10 @@ class Conductor:
     def __repr__(self) -> str:
         part = f"{len(self.contexts)} contexts, part in {self.passes} passes"
         return f"<Conductor of {self.name!r}: {part}, drives {list(self._driven.copy().values())}>"
+
+    @property
+    def name(self) -> str:
+        return self._agent.name
 
     @property
     def passes(self) -> int:

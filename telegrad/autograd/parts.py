@@ -56,7 +56,6 @@ class LocalParts:
         `reported`, with this worker's name, and `failed` are told what concerns a pass that this worker drives.
         """
         self._agent = agent
-        self._name = agent.name
         self._contexts = contexts
         self._open_roots = open_roots
         self._reported = reported
@@ -77,13 +76,13 @@ class LocalParts:
         return len(parts) - parts.count(None)
 
     def __repr__(self) -> str:
-        return f"<LocalParts of {self._name!r}: {list(self._mailboxes.copy().values())}>"
+        return f"<LocalParts of {self._agent.name!r}: {list(self._mailboxes.copy().values())}>"
 
     # Tasks come
 
     def give(self, context: AutogradContext, worker: str, task: Task, here: bool = False) -> None:
         """Have a worker do something. If it is this one: with `here`, by this thread where nobody is at it."""
-        if worker == self._name:
+        if worker == self._agent.name:
             self._post(context, task, here)
         else:
             context.meet(self._agent.identify(worker))
@@ -175,8 +174,8 @@ class LocalParts:
             if part.outbox.send_with(part.participant.report):
                 return
             report = part.participant.report()
-            if spec.driver == self._name:
-                self._reported(self._name, report)
+            if spec.driver == self._agent.name:
+                self._reported(self._agent.name, report)
             else:
                 self._agent.notify(spec.driver, report)
         except BaseException as error:
@@ -199,7 +198,7 @@ class LocalParts:
             with Inside(None):
                 return True, rider.ride(context_id, request)
         except Exception as error:
-            return False, describe(error, self._name, user_name(rider.ride))
+            return False, describe(error, self._agent.name, user_name(rider.ride))
 
     def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:
         """Make this worker's part, once its own roots are there; what there is to do then.
@@ -207,7 +206,7 @@ class LocalParts:
         What comes before waits for them: nodes that they lead to must not run without.
         """
         roots: Sequence[Tensor] = ()
-        if self._name in spec.roots:
+        if self._agent.name in spec.roots:
             early = mailbox.early.setdefault(spec, [])
             for task in tasks:
                 if isinstance(task, Start):
@@ -250,9 +249,9 @@ class LocalParts:
 
     def _failed(self, spec: PassSpec, error: BaseException) -> None:
         """This worker cannot do its part: the driver has to know."""
-        failed = Failed(spec, describe(_advised(error), self._name))
+        failed = Failed(spec, describe(_advised(error), self._agent.name))
         self.abandon(spec)
-        if spec.driver == self._name:
+        if spec.driver == self._agent.name:
             self._tell_failed(failed)
         else:
             with contextlib.suppress(TelegradError):  # it has gone, and its context with it

@@ -39,6 +39,8 @@ class DynamicGroup:
     ) -> tuple[Member, bytes]:
         """Claim a name and a rank, the lowest free one from 1 on where `me.id` is -1; what came of it, and the key.
 
+        Who has a role and no name gets the lowest number with it that makes a free one.
+
         Rank 0 is for whoever asks for it, who need not be the first to come. A worker that crashed leaves its entries
         behind: they are taken over where `is_alive` denies that it lives.
 
@@ -48,9 +50,10 @@ class DynamicGroup:
             RendezvousError: all ranks are taken.
         """
         shared = agree(self._board, me, -1, key)
+        me, reserved = (me, "") if me.name else self._reserve_name(me)
         me = self._claim_rank(me, is_alive)
         try:
-            self._claim(f"name/{me.name}", f"name {me.name!r}", me, is_alive)
+            self._claim(f"name/{me.name}", f"name {me.name!r}", me, is_alive, reserved)
         except BaseException:
             self._free(f"rank/{me.id}", me)
             raise
@@ -63,6 +66,14 @@ class DynamicGroup:
         self._me = me
         return me, shared
 
+    def _reserve_name(self, me: Member) -> tuple[Member, str]:
+        for number in range(MOST_RANKS):
+            mine = me._replace(name=f"{me.role}{number}")
+            entry = mine.to_json()
+            if self._board.swap(f"name/{mine.name}", "", entry) == entry:
+                return mine, entry
+        raise RendezvousError(f"all {MOST_RANKS} names for the role {me.role!r} are taken")
+
     def _claim_rank(self, me: Member, is_alive: Callable[[Member], bool]) -> Member:
         if me.id >= 0:
             self._claim(f"rank/{me.id}", f"rank {me.id}", me, is_alive)
@@ -74,9 +85,9 @@ class DynamicGroup:
                 return mine
         raise RendezvousError(f"all {MOST_RANKS} ranks of the group are taken")
 
-    def _claim(self, slot: str, what: str, me: Member, is_alive: Callable[[Member], bool]) -> None:
+    def _claim(self, slot: str, what: str, me: Member, is_alive: Callable[[Member], bool], expected: str = "") -> None:
         entry = me.to_json()
-        found = self._board.swap(slot, "", entry)
+        found = self._board.swap(slot, expected, entry)
         while found != entry:
             other = Member.from_json(found)
             if is_alive(other):

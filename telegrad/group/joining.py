@@ -30,7 +30,7 @@ def join(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joi
     """
     if meeting.world_size is not None:
         roster = _join_static(meeting, me, meeting.world_size, key, timeout)
-        return Joined(me, roster.members, roster.key)
+        return Joined(roster.members.find(me.id), roster.members, roster.key)
     if fixed_group_lives(meeting.store, _is_alive):
         raise mixed(me)
     group = DynamicGroup(meeting.store, meeting.serves)

@@ -5,7 +5,9 @@ A worker goes by several names, after what is wanted of it:
     Member      all that it publishes about itself: how it is reached, where it runs, which devices it has
     Identity    the part of this that tells it from all others, also from those that had or will have its name: what
                 messages, references and contexts remember of a worker
-    WorkerInfo  what users see: a name and a rank, which another may have later
+    WorkerInfo  what users see: a name and a rank, which another may have later, and its role
+
+One that joins by its role alone has no name yet: it gets one from its role and a number as it joins (`named`).
 
 Others are no names of a worker, but of what one has with it: a `Claim` is what it says at the door, before it is
 believed; a peer the calls from here to it (`OutgoingCalls`); a `Caller` who makes those from it to here.
@@ -14,9 +16,10 @@ believed; a peer the calls from here to it (`OutgoingCalls`); a `Caller` who mak
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from telegrad.devices.maps import Devices
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LONGEST_NAME = 127
+LONGEST_ROLE = 120  # with a number behind it, it makes a name
 SHOWN = 16  # names in a message
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
@@ -49,15 +53,16 @@ class Member(NamedTuple):
     unix: str  # its Unix socket's name, empty where it has none
     tcp: tuple[str, int]
     devices: Devices = Devices()
+    role: str = ""
 
     def to_json(self) -> str:
         return json.dumps(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed) = json.loads(text)
+        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role = json.loads(text)
         devices = Devices(count, maps, tuple(allowed))
-        return cls(name, id_, incarnation, program, host, unix, (address, port), devices)
+        return cls(name, id_, incarnation, program, host, unix, (address, port), devices, role)
 
     @property
     def identity(self) -> Identity:
@@ -65,7 +70,8 @@ class Member(NamedTuple):
 
     def __str__(self) -> str:
         address, port = self.tcp
-        return f"{self.name!r} (rank {self.id}, at {f'[{address}]' if ':' in address else address}:{port})"
+        name = repr(self.name) if self.name else f"one of role {self.role!r}"
+        return f"{name} (rank {self.id}, at {f'[{address}]' if ':' in address else address}:{port})"
 
 
 class _NameAndId(NamedTuple):
@@ -74,13 +80,37 @@ class _NameAndId(NamedTuple):
 
 
 class WorkerInfo(_NameAndId):
-    """Names a worker of the group; from `get_worker_info`, to be given to calls."""
+    """Names a worker of the group; from `get_worker_info`, to be given to calls. A pair, which has a `role`, too."""
 
-    __slots__ = ()
+    role: str = ""
 
-    def __new__(cls, name: str, id: int) -> Self:  # noqa: A002 - its name in the API
+    def __new__(cls, name: str, id: int, role: str = "") -> Self:  # noqa: A002 - its name in the API
         check_name(name)
-        return super().__new__(cls, name, id)
+        made = super().__new__(cls, name, id)
+        if role:
+            made.role = role
+        return made
+
+    def __repr__(self) -> str:
+        role = f", role={self.role!r}" if self.role else ""
+        return f"WorkerInfo(name={self.name!r}, id={self.id!r}{role})"
+
+
+def info(member: Member) -> WorkerInfo:
+    """What users see of a member."""
+    return WorkerInfo(member.name, member.id, member.role)
+
+
+def named(members: Iterable[Member]) -> list[Member]:
+    """The members by rank; those without a name get their role and a number: 0, 1, ... within each role."""
+    by_rank = sorted(members, key=lambda member: member.id)
+    taken = {member.name for member in by_rank}
+    numbers = {member.role: itertools.count() for member in by_rank}
+    return [each if each.name else each._replace(name=_free(each.role, numbers[each.role], taken)) for each in by_rank]
+
+
+def _free(role: str, numbers: Iterator[int], taken: Collection[str]) -> str:
+    return next(name for number in numbers if (name := f"{role}{number}") not in taken)
 
 
 class Members:
@@ -141,6 +171,15 @@ def listed(names: list[str]) -> str:
     """So many of them as somebody reads."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more or "nobody"
+
+
+def check_role(role: str) -> None:
+    """Raise InvalidName where `role` is none that a worker may have; "" is none at all."""
+    if role != "" and not (isinstance(role, str) and _NAME.fullmatch(role) and len(role) <= LONGEST_ROLE):
+        raise InvalidName(
+            f"{role!r} cannot be a worker's role: a role has letters, digits, _, : and -, and at most {LONGEST_ROLE} "
+            "of them"
+        )
 
 
 def check_name(name: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, RendezvousError, ShutDown, StoreLost
 from telegrad.group.address import knock
 from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Identity, Member, Members, WorkerInfo
+from telegrad.group.members import Identity, Member, Members, WorkerInfo, info
 from telegrad.group.post import Post
 from telegrad.group.stores import Place, find_store
 from telegrad.progress import Wait
@@ -38,6 +38,13 @@ log = logging.getLogger("telegrad")
 
 class Greeting(NamedTuple):
     """Nothing; but the connection that brings it will tell of the receiver's end."""
+
+
+class View(NamedTuple):
+    """Who is there, by rank. Two of one worker with the same version are the same."""
+
+    version: int
+    workers: tuple[WorkerInfo, ...]
 
 
 class _Doubt(NamedTuple):
@@ -93,9 +100,12 @@ class Membership:
         self._group = directory if isinstance(directory, DynamicGroup) else None
         self._place = place
         self._teller = Teller(entered)
-        self._changed = threading.Condition()  # guards what follows, up to _closed, which is also loaded without
+        # Guards what follows, up to _closed; this and _view are also loaded without.
+        self._changed = threading.Condition()
         present = directory if isinstance(directory, Members) else [me]
         self._present = {member.incarnation: member for member in present}
+        self._view: View | None = None  # of these, made when it is asked for
+        self._version = 0  # of the view
         self._on_join: list[Callable[[WorkerInfo], Any]] = []
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
         self._doubts: list[_Doubt] = []
@@ -133,17 +143,29 @@ class Membership:
     def workers(self) -> list[WorkerInfo]:
         """Who is there now, by rank."""
         self.refresh()
-        with self._changed:
-            present = sorted(self._present.values(), key=lambda member: member.id)
-        return [_info(member) for member in present]
+        return list(self.view().workers)
+
+    def view(self) -> View:
+        """Who was there at the last look."""
+        view = self._view
+        if view is None:
+            with self._changed:
+                present = sorted(self._present.values(), key=lambda member: member.id)
+                view = self._view = View(self._version, tuple(map(info, present)))
+        return view
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether nobody joins any more."""
+        return self._group is None
 
     def refresh(self) -> None:
         """See what is new in the store of a dynamic group."""
         if self._group is not None and not self._group.over:
             self._look(self._group)
 
-    def wait_for(self, wanted: int | Collection[str], timeout: float) -> list[WorkerInfo]:
-        """Wait until so many workers, or those of these names, are there.
+    def wait_for(self, wanted: int | Collection[str], timeout: float, role: str = "") -> list[WorkerInfo]:
+        """Wait until so many workers, of that role if one is given, or those of these names, are there.
 
         Raises:
             CallTimeout: they did not come in time.
@@ -153,11 +175,11 @@ class Membership:
         self.refresh()
         with Wait(
             "wait_for_workers",
-            lambda: f"wait_for_workers: {self._lack(wanted)}",
+            lambda: f"wait_for_workers: {self._lack(wanted, role)}",
             lambda: self._missing(wanted),
             worker=self._me.name,
         ) as wait:
-            while lack := self._lack(wanted):
+            while lack := self._lack(wanted, role):
                 if self._group is None or self._group.over:
                     raise PeerLost(f"wait_for_workers waits in vain: {lack}; {self._why_none_joins()}")
                 left = until - monotonic()
@@ -172,20 +194,22 @@ class Membership:
         """Wait until a dynamic group ends, or this worker shall serve no more."""
         self.ended.wait()
 
-    def _names(self) -> set[str]:
+    def _names(self, role: str = "") -> set[str]:
         with self._changed:
-            return {member.name for member in self._present.values()}
+            return {member.name for member in self._present.values() if role in ("", member.role)}
 
     def _missing(self, wanted: int | Collection[str]) -> list[str]:
         """Who is not there, of those that are wanted by name."""
         names = self._names()
         return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
 
-    def _lack(self, wanted: int | Collection[str]) -> str:
+    def _lack(self, wanted: int | Collection[str], role: str = "") -> str:
         """What is not as wanted, or ""."""
-        names = self._names()
+        names = self._names(role)
         if isinstance(wanted, int):
-            return "" if len(names) >= wanted else f"there are {len(names)} workers, not {wanted}: {', '.join(names)}"
+            of_role = f" of role {role!r}" if role else ""
+            there = f"there are {len(names)} workers{of_role}, not {wanted}: {', '.join(sorted(names)) or 'none'}"
+            return "" if len(names) >= wanted else there
         missing = ", ".join(map(repr, self._missing(wanted)))
         return f"{missing} not there; there are {', '.join(sorted(names))}" if missing else ""
 
@@ -198,7 +222,7 @@ class Membership:
         with self._changed:
             self._on_join.append(callback)
             for member in self._others():
-                self._teller.tell(callback, _info(member))
+                self._teller.tell(callback, info(member))
 
     def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
         """Have `callback` called with each worker that goes, and with "left" or "lost"."""
@@ -236,16 +260,22 @@ class Membership:
     def _take_out(self, member: Member, how: str) -> None:
         """With the lock held: a member has gone."""
         if self._present.pop(member.incarnation, None) is not None:
+            self._new_version()
             for callback in self._on_leave:
-                self._teller.tell(callback, _info(member), how)
+                self._teller.tell(callback, info(member), how)
             self._changed.notify_all()
+
+    def _new_version(self) -> None:
+        self._version += 1
+        self._view = None
 
     def _take_in(self, member: Member) -> None:
         """With the lock held: a member has come."""
         self._present[member.incarnation] = member
+        self._new_version()
         if member.incarnation != self._me.incarnation:
             for callback in self._on_join:
-                self._teller.tell(callback, _info(member))
+                self._teller.tell(callback, info(member))
         self._changed.notify_all()
 
     # The thread that looks
@@ -403,7 +433,3 @@ class Membership:
 
 def _later(doubt: _Doubt) -> _Doubt:
     return _Doubt(doubt.who, doubt.knocks + 1, monotonic() + KNOCKS[doubt.knocks + 1])
-
-
-def _info(member: Member) -> WorkerInfo:
-    return WorkerInfo(member.name, member.id)

@@ -1,9 +1,9 @@
 """How the workers of a group of fixed size find each other through a store.
 
 Each worker agrees to the group's terms, claims its rank and its name, and the last to come opens the first gate,
-COMPLETE. All read the table, and the last reader opens the second gate, READY. Behind that nobody needs the store any
-more, so its server may go. What stands at a gate is OPENED, VOID or a fault, decided once and for all: so whoever waits
-there learns of it by looking at one key.
+COMPLETE. All read the table, which names those that came without a name, and the last reader opens the second gate,
+READY. Behind that nobody needs the store any more, so its server may go. What stands at a gate is OPENED, VOID or a
+fault, decided once and for all: so whoever waits there learns of it by looking at one key.
 
 A store that lasts sees one group after the other. Each forms in a round of its own; the store keeps the round's number,
 so workers that met before and workers that were just started find the same one. A round is past once something stands
@@ -31,7 +31,7 @@ from telegrad.errors import (
     WorkerTaken,
 )
 from telegrad.group.attendance import Attendance
-from telegrad.group.members import Member, Members
+from telegrad.group.members import Member, Members, named
 from telegrad.group.stores import OVER, SERVED, Board
 from telegrad.progress import Times, Wait
 
@@ -184,7 +184,10 @@ class _Static:
             raise RendezvousError(f"{me} is not within its group of {size}: ranks go from 0 to {size - 1}")
         shared = self._agree(key)
         entry = me.to_json()
-        for slot, what in ((f"rank/{me.id}", f"rank {me.id}"), (f"name/{me.name}", f"name {me.name!r}")):
+        slots = [(f"rank/{me.id}", f"rank {me.id}")]
+        if me.name:
+            slots.append((f"name/{me.name}", f"name {me.name!r}"))
+        for slot, what in slots:
             found = self._board.swap(slot, "", entry)
             if found != entry:
                 other = Member.from_json(found)
@@ -209,7 +212,7 @@ class _Static:
 
     def _read(self) -> Members:
         entries = self._board.read_all([f"rank/{rank}" for rank in range(self._size)])
-        return Members(Member.from_json(entry) for entry in entries)
+        return Members(named(map(Member.from_json, entries)))
 
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
         found = self._board.wait(gate, self._until, meanwhile)

@@ -1,4 +1,7 @@
-"""Places of a program where all workers meet, and who is missing there: guesses, from the lines of threads. Pure."""
+"""Places of a program where all workers meet, and who is missing there: guesses, from the lines of threads. Pure.
+
+Those of groups (`Group.barrier` and the like) tell of themselves who is missing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import NamedTuple
 
 from telegrad.insight.phrases import BUSY, standing
 from telegrad.insight.waits import Call, Node, Task, Waits
-from telegrad.witness.account import Thread
+from telegrad.witness.account import MEETINGS, Thread
 
 _MEETS = re.compile(
     r"barrier|init_process_group|all_?reduce|all_?gather|reduce_scatter|all_to_all|broadcast|rendezvous|arrive|store\.(wait|get)"
@@ -24,17 +27,29 @@ class Gathering(NamedTuple):
     parties: list[str]
     absent: list[str]  # who seem to be meant to come, too
     certain: bool  # as far as this can be
+    meeting: str = ""  # what a group's meeting is called
 
 
 def gatherings(waits: Waits, waiters: Callable[[Collection[Node]], list[Node]], long: float) -> list[Gathering]:
     """Where a worker is missing for so many seconds, as far as these are known: those of calls are."""
+    meetings: dict[str, list[Task]] = defaultdict(list)
     lines: dict[tuple[str, int], list[Task]] = defaultdict(list)
     for task, thread in waits.threads.items():
-        at = thread["at"]
-        if at is not None and not waits.awaits[task] and not waits.next(task) and _meets(thread):
+        at, wait = thread["at"], thread["wait"]
+        if wait is not None and wait["what"] in MEETINGS and wait["age"] >= long:
+            meetings[wait["about"]].append(task)
+        elif at is not None and not waits.awaits[task] and not waits.next(task) and _meets(thread):
             lines[at["file"], at["line"]].append(task)
     found = (_gathering(waits, tasks, waiters) for tasks in lines.values() if _age(waits, tasks) >= long)
-    return [each for each in found if each is not None]
+    told = [_meeting(waits, tasks, what) for what, tasks in meetings.items()]
+    return [each for each in (*told, *found) if each is not None]
+
+
+def _meeting(waits: Waits, tasks: list[Task], what: str) -> Gathering | None:
+    """Of a group: whoever waits there knows who is missing, once it has asked."""
+    absent = {name for task in tasks for name in (waits.threads[task]["wait"] or {"on": []})["on"]}
+    absent -= {task.worker for task in tasks}
+    return Gathering(tasks, sorted({task.worker for task in tasks}), sorted(absent), True, what) if absent else None
 
 
 def _meets(thread: Thread) -> bool:

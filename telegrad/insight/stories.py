@@ -199,8 +199,12 @@ class Stories:
     def gathering(self, gathering: Gathering) -> Said:
         parties, absent = several(gathering.parties), several(gathering.absent)
         verb = "have" if len(gathering.absent) > 1 else "has"
-        title = f"{absent} {verb} not come, it seems, to where {parties} wait for all."
+        waits = "wait" if len(gathering.parties) > 1 else "waits"
+        title = f"{absent} {verb} not come, it seems, to where {parties} {waits} for all."
         details = [f"{parties} stand at the same line:", *lines_of(self._waits.threads[gathering.tasks[0]])]
+        if gathering.meeting:
+            title = f"{absent} {verb} not come to {gathering.meeting}, where {parties} {waits}."
+            details = self._names.waiting(gathering.tasks[0])
         for name in gathering.absent:
             details += self._instead(name)
         return Said(title, details, None if gathering.certain else NOTE)

@@ -14,7 +14,18 @@ from typing import NamedTuple
 
 from telegrad.insight.paths import circles, reached
 from telegrad.insight.source import Sight
-from telegrad.witness.account import LEAVING, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, CallIn, CallOut, Thread
+from telegrad.witness.account import (
+    LEAVING,
+    MEETINGS,
+    MEMBER,
+    MOST_ALIKE,
+    QUEUED,
+    RUNNING,
+    Account,
+    CallIn,
+    CallOut,
+    Thread,
+)
 
 MOST_GUESSES = 16  # edges from one node that are guesses
 AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
@@ -193,6 +204,8 @@ class Waits:
         task = Task(call.to, came["thread"]) if came["thread"] is not None else None
         if task in self.threads:
             return [Edge(task, "runs")]
+        if meeting := self._at_meeting(call.caller, came["function"]):
+            return [Edge(each, "meeting") for each in meeting]
         if self.is_fetch(call):
             return self._to_makers(call)
         if _OF_PIPELINE in came["function"]:
@@ -201,6 +214,8 @@ class Waits:
 
     def _from_task(self, task: Task) -> list[Edge]:
         thread = self.threads[task]
+        if thread["wait"] is not None and thread["wait"]["what"] in MEETINGS:
+            return []  # it is seen together with those of the others
         calls = [call for call in self.awaits[task] if self.calls_out[call]["age"] >= self._young]
         if calls:
             return [Edge(call, "call") for call in calls]
@@ -323,6 +338,11 @@ class Waits:
     def _at_gradients(self, name: str) -> list[Task]:
         """Threads that run user code inside of a backward pass."""
         return self._inside(name, _AUTOGRAD)
+
+    def _at_meeting(self, name: str, what: str) -> list[Task]:
+        """Threads of a worker that wait for a meeting of a group: what they have called tells who is missing."""
+        waits = ((task, self.threads[task]["wait"]) for task in self._tasks[name])
+        return [task for task, wait in waits if wait is not None and wait["what"] in MEETINGS and wait["about"] == what]
 
     def _inside(self, name: str, code: re.Pattern[str]) -> list[Task]:
         """Threads of a worker that run what code of that kind has called."""

@@ -24,8 +24,11 @@ from telegrad.rpc.api import (
     wait_for_workers,
     workers,
 )
+from telegrad.rpc.groupcalls import GroupFuture
+from telegrad.rpc.groups import Group, group
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.refgroups import RefGroup
 from telegrad.rpc.streams import Stream
 from telegrad.transport.tls import TlsFiles
 
@@ -35,8 +38,11 @@ __all__ = [
     "UNSET_RPC_TIMEOUT",
     "BackendType",
     "Future",
+    "Group",
+    "GroupFuture",
     "PyRRef",
     "RRef",
+    "RefGroup",
     "RpcBackendOptions",
     "Stream",
     "TelegradOptions",
@@ -49,6 +55,7 @@ __all__ = [
     "debug_info",
     "functions",
     "get_worker_info",
+    "group",
     "init_rpc",
     "on_join",
     "on_leave",

@@ -20,7 +20,7 @@ from telegrad.agent.futures import Signal
 from telegrad.agent.scene import Hops, Scene, Turn, entered, hops
 from telegrad.errors import RRefError, UsageError
 from telegrad.rpc.batching import Batched
-from telegrad.rpc.values import METHODS, TURNS, Method, methods
+from telegrad.rpc.values import METHODS, TURNS, Method, MethodOfEach, methods
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
 from telegrad.rref.table import ReferenceTable
@@ -168,6 +168,9 @@ class Actors:
         return name.startswith(self._heeded)
 
     def admit(self, arrival: Arrival) -> bool:
+        if isinstance(arrival.function, MethodOfEach):
+            ids, *args = arrival.args
+            arrival.is_really(arrival.function.one, (*ids[self.agent.name], *args))
         maker, number = arrival.args[:2]
         try:
             box = self._references.box((maker, number))

@@ -16,7 +16,7 @@ from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.errors import AlreadyInitialized, UsageError
-from telegrad.group.members import WorkerInfo
+from telegrad.group.members import WorkerInfo, info
 from telegrad.group.stores import Meeting, open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
@@ -36,35 +36,49 @@ _lock = threading.Lock()  # one init at a time: only that sets current.worker, a
 
 @not_compiled
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: BackendType | None = None,
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    role: str = "",
 ) -> None:
     """Join the group under `name`; returns once every worker of it can be called.
+
+    Workers of one `role` are a group of their own: `group("actor")`. Who gives a role and no name is named after it:
+    actor0, actor1, ... by rank in a group of fixed size, else with the lowest number that is free.
 
     Without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
 
     Raises:
         UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
         AlreadyInitialized: this process is in a group already.
-        InvalidName: `name` has forbidden characters or is too long.
+        InvalidName: `name` or `role` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
+    if name is None and not role:
+        raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
     options = _options(rpc_backend_options)
-    enter_group(name, options, partial(open_store, options.init_method, rank, world_size))
+    enter_group(name, options, partial(open_store, options.init_method, rank, world_size), role=role)
 
 
 def enter_group(
-    name: str, options: TelegradOptions, meet: Callable[[float], Meeting], kind: type[RRef[Any]] = RRef
+    name: str | None,
+    options: TelegradOptions,
+    meet: Callable[[float], Meeting],
+    kind: type[RRef[Any]] = RRef,
+    role: str = "",
 ) -> None:
-    """Make this process a worker: `meet` opens the store within a time, references are of the class `kind`."""
+    """Make this process a worker: `meet` opens the store within a time, references are of the class `kind`.
+
+    Without a name it gets one from its role and a number.
+    """
     with _lock:
         check_free()
-        current.worker = start(name, meet, options, current.enter, kind)
+        current.worker = start(name, meet, options, current.enter, kind, role)
     if options.dashboard is not None:
         _show(current.worker, options.dashboard)
 
@@ -76,7 +90,7 @@ def _show(worker: Worker, port: int) -> None:
     except OSError as error:  # it is in a group by now, which shall not suffer from that
         log.warning("telegrad: worker %r does not show the group: %s", worker.me.name, error)
         return
-    worker.at_end = shown.close
+    worker.at_end.append(shown.close)
     log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
 
 
@@ -274,7 +288,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The worker of that name, or this one."""
     agent = current.agent()
     member = agent.me if worker_name is None else agent.find(worker_name)
-    return WorkerInfo(member.name, member.id)
+    return info(member)
 
 
 def workers() -> list[WorkerInfo]:
@@ -286,14 +300,16 @@ def workers() -> list[WorkerInfo]:
     return current.joined().membership.workers()
 
 
-def wait_for_workers(wanted: int | Collection[str], timeout: float = 0) -> list[WorkerInfo]:
+def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
     """Wait until the group has so many workers, this one included, or those of these names; `workers()` then.
+
+    With a `role`, so many workers of that role.
 
     Raises:
         CallTimeout: they were not there within `timeout` seconds (0 for no limit).
         PeerLost: they cannot come: the group is of fixed size and has lost them, or its store has gone.
     """
-    return current.joined().membership.wait_for([wanted] if isinstance(wanted, str) else wanted, timeout)
+    return current.joined().membership.wait_for([wanted] if isinstance(wanted, str) else wanted, timeout, role)
 
 
 def on_join(callback: Callable[[WorkerInfo], Any]) -> None:

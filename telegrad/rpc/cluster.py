@@ -19,7 +19,7 @@ from telegrad.errors import DeviceError
 from telegrad.group.address import host_identity, own_address
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import join
-from telegrad.group.members import Member, Members, check_name
+from telegrad.group.members import Member, Members, check_name, check_role
 from telegrad.group.stores import Meeting
 from telegrad.rpc import actors, feeding
 from telegrad.rpc.options import TelegradOptions
@@ -33,21 +33,24 @@ KEY_VARIABLE = "TELEGRAD_KEY"
 
 
 def start(
-    name: str,
+    name: str | None,
     meet: Callable[[float], Meeting],
     options: TelegradOptions,
     entered: Callable[[Worker], None],
     kind: type[RRef[Any]] = RRef,
+    role: str = "",
 ) -> Worker:
-    """Make a worker and bring it into its group.
+    """Make a worker and bring it into its group; without a name it gets one from its role and a number.
 
     `meet` opens the store within a time. `entered` is called on each thread that will run user code. References are
     of the class `kind`.
     """
-    check_name(name)
-    witness = Witness(name)
+    check_role(role)
+    if name is not None:
+        check_name(name)
+    witness = Witness(name or role)
     try:
-        return _join(name, meet, options, entered, kind, witness)
+        return _join(name or "", role, meet, options, entered, kind, witness)
     except BaseException:
         witness.close()
         raise
@@ -55,6 +58,7 @@ def start(
 
 def _join(
     name: str,
+    role: str,
     meet: Callable[[float], Meeting],
     options: TelegradOptions,
     entered: Callable[[Worker], None],
@@ -64,11 +68,11 @@ def _join(
     timeout = options.rpc_timeout or float("inf")
     meeting = meet(timeout)
     address = own_address(options.address, meeting.host)
-    worker = Worker(name, _settings(options), address, entered, kind._of_handle, open_roots, witness)
+    worker = Worker(name or role, _settings(options), address, entered, kind._of_handle, open_roots, witness)
     try:
         actors.serve(worker.agent, worker.references)
         feeding.serve(worker.agent, worker.references)
-        me = worker.agent.describe(meeting.rank, host_identity())
+        me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         witness.watch(_parts(worker, meeting))
         joined = join(meeting, me, key, timeout)

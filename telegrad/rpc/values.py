@@ -86,6 +86,23 @@ class Method:
         return user_name(self) if box.failure or not box.full else _method_name(box.value, self.__name__)
 
 
+class MethodOfEach(Method):
+    """The same, called on many workers: each picks its own value."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__(attribute)
+        self.__name__ = self.__name__.removeprefix(_EACH)
+        known_as(f"{self.__name__ or '__call__'}() of the value of a reference")(self)
+        self.one = Method(attribute.replace(_EACH, "", 1))
+        setattr(self, OWN_ARGUMENTS, 1)
+
+    def __call__(self, ids: dict[str, Id], /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return self.one(*ids[current.agent().name], *args, **kwargs)
+
+    def _telegrad_runs(self, ids: dict[str, Id], *_: Any) -> str:  # type: ignore[override]
+        return self.one._telegrad_runs(*ids[current.agent().name])
+
+
 class _Methods:
     """A function for each method: the callee learns of each function by its name how long it takes."""
 
@@ -96,10 +113,16 @@ class _Methods:
         made: Method = getattr(self, self._kind + name)
         return made
 
+    def of_each(self, name: str) -> MethodOfEach:
+        """The one that takes, in the place of a reference's id, those of several by the names of their owners."""
+        made: MethodOfEach = getattr(self, self._kind + _EACH + name)
+        return made
+
     def __getattr__(self, attribute: str) -> Method:
         if not attribute.startswith((_CALL, _TURN)):
             raise AttributeError(attribute)
-        made = self.__dict__[attribute] = Method(attribute)
+        kind = MethodOfEach if attribute.startswith(_EACH, len(_CALL)) else Method
+        made = self.__dict__[attribute] = kind(attribute)
         return made
 
     def may_take_turns(self) -> None:
@@ -109,6 +132,7 @@ class _Methods:
 
 _CALL = "call_"  # before a method's name, which may be that of any attribute
 _TURN = "turn_"
+_EACH = "*"  # behind these, where many are called
 METHODS = f"{__name__}:methods.".encode()  # with what their names begin on the way
 TURNS = METHODS + _TURN.encode()
 methods = _Methods()

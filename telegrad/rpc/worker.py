@@ -49,7 +49,7 @@ class Worker:
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.witness = witness
-        self.at_end: Callable[[], None] = lambda: None  # called as this worker leaves
+        self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
 
@@ -65,6 +65,7 @@ class Worker:
         """Take part in a group, whose store is served at `place`; calls may touch the accelerators that are `used`."""
         self.me, self.directory, key = joined
         directory = self.directory
+        self.references.name_is(self.me.name)
         # Before the agent joins, since the others may say farewell from that moment on.
         self.parting: Parting = (
             Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
@@ -72,7 +73,7 @@ class Worker:
         self.membership = Membership(self.agent, self.me, directory, place, self._entered)
         self.agent.join(self.me, key, directory, used)
         self.membership.begin()
-        self.witness.observer.joined(self.me.id, self.membership.present)
+        self.witness.joined(self.me.name, self.me.id, self.membership.present)
 
     def shutdown(
         self, graceful: bool, timeout: float, require: bool | Collection[str | int] = (), serving: bool = False
@@ -128,7 +129,8 @@ class Worker:
 
     def end(self, how: str) -> None:
         """Leave now; a group whose workers leave together is told `how`, where that is not in order."""
-        self.at_end()
+        for act in self.at_end:
+            act()
         self.membership.close()
         if isinstance(self.directory, DynamicGroup):
             self.directory.leave()

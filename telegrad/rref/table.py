@@ -29,6 +29,7 @@ from telegrad.rref.creation import Creation, Landing, failed, tell_user
 from telegrad.rref.faults import DELETED, error_for
 from telegrad.rref.handle import Handle
 from telegrad.rref.letters import Id, Letter, key_of, number
+from telegrad.rref.making import CREATE, CREATED, Maker
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, References
 from telegrad.threads import Background
@@ -40,10 +41,8 @@ TRY_AGAIN = 0.1  # seconds after something failed that should not
 
 log = logging.getLogger("telegrad")
 
-_CREATE, _CREATED, _HERE = range(3)  # a call whose value stays, the answer to it, one whose maker is the owner
 
-
-class ReferenceTable:
+class ReferenceTable(Maker):
     """All references of one worker.
 
     Uses of a reference take no lock. They rely on each of these being one step of the interpreter: `get` of the
@@ -54,13 +53,12 @@ class ReferenceTable:
     def __init__(self, agent: Agent, wrap: Callable[[ReferenceTable, Handle], Any]) -> None:
         """`wrap` makes what users see of a handle."""
         self.agent = agent
-        self._me = f"{agent.name}#{agent.incarnation}"
         self._wrap = wrap
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ids of ended handles; None to wake; things to do
         self._thread = Background("telegrad-references", self._serve)
         self._lock = threading.Lock()  # guards all below, and the fields `done` and `future` of creations
         self._origins = Origins()
-        self._machine = References(self._me)
+        self.name_is(agent.name)
         self._courier: Courier[Letter] = Courier()
         self._boxes: dict[Id, Box] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # while the reference lives
@@ -71,6 +69,11 @@ class ReferenceTable:
         agent.on(Batch, self._on_batch)
         agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
 
+    def name_is(self, name: str) -> None:
+        """The worker has its name, which it may have got as it joined: before there were any references."""
+        self._me = f"{name}#{self.agent.incarnation}"
+        self._machine = References(self._me)
+
     # Making references
 
     def own(self, box: Box) -> Handle:
@@ -80,55 +83,6 @@ class ReferenceTable:
             ref = self._machine.own()
             self._boxes[ref] = box
             return self._new_handle(ref, self.agent.me.identity, box)
-
-    def create(
-        self,
-        to: str | int | Identity,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        timeout: float,
-        keeps: Any = None,
-        asked: Any = None,
-    ) -> Any:
-        """Have a worker make a value that stays there; a reference to it, as users see them."""
-        owner = self.agent.identify(to)
-        if owner == self.agent.me.identity:
-            handle = self.own(Box())
-            fork, kind = handle.id, _HERE
-        else:
-            self._thread.want()
-            with self._lock:
-                ref, fork = self._machine.create(key_of(owner))
-                handle = self._new_handle(ref, owner, None)
-            kind = _CREATE
-        creation = Creation(handle.id, fork, key_of(owner), self._on_created)
-        with self._lock:
-            self._creations[handle.id] = creation
-        target = kind, handle.id, fork
-        try:
-            self.agent.call_for(creation, owner, function, args, kwargs, timeout, keeps, target, asked)
-        except BaseException:
-            handle.fault = "never made"
-            with self._lock:
-                del self._creations[handle.id]
-                (self._machine.drop if kind == _HERE else self._machine.cancel)(handle.id)
-            raise
-        with self._lock:
-            self._expected.add(owner.name)
-            self._wake()
-        return self._wrap(self, handle)
-
-    def _on_created(self, creation: Creation) -> None:
-        with self._lock:
-            creation.done, future = True, creation.future
-            if creation.error is None:
-                self._creations.pop(creation.ref, None)
-            elif isinstance(creation.error, PeerError):
-                self._machine.stillborn(creation.ref, creation.fork, creation.owner)
-                self._wake()
-        if future is not None:
-            self.agent.later(tell_user, creation)
 
     def _new_handle(self, ref: Id, owner: Identity, box: Box | None, fault: str = "") -> Handle:
         """With the lock held."""
@@ -268,13 +222,13 @@ class ReferenceTable:
         return self._new_handle(ref, owner, box, fault)
 
     def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id) -> Landing | None:
-        if kind == _CREATED:
+        if kind == CREATED:
             self._machine.created(ref, fork, sender)
             return None
         box = self._boxes.get(ref) or Box()
-        if kind == _CREATE and self._machine.expect(ref, fork, sender):
+        if kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # else nobody wants the value
-        return Landing(box, pickle.dumps(((), (_CREATED, ref, fork)), 5))
+        return Landing(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
 
     # The thread that sees to letters and ends
 

@@ -47,6 +47,9 @@ class CallIn(_Alike):
     thread: int | None  # which runs it
 
 
+MEETINGS = ("barrier", "all_reduce", "process_group")  # functions that all workers of a group call, and wait in
+
+
 class _Dated(TypedDict, total=False):
     age: float  # seconds, where it is known
 

@@ -68,7 +68,7 @@ class Dumper:
 
     def __init__(self, worker: str, tell: Callable[[], dict[str, Any]]) -> None:
         """`tell` gives what is to be written."""
-        self._worker = worker
+        self.worker = worker
         self._tell = tell
         self._wanted = threading.Semaphore(0)
         self._reason = ""  # of the next file; whoever wants it stores it first
@@ -89,14 +89,14 @@ class Dumper:
     def write(self, reason: str) -> pathlib.Path | None:
         """Write one now; None where none are wanted, or none can be, which is told to the log."""
         try:
-            path = write(self._worker, reason, self._tell())
+            path = write(self.worker, reason, self._tell())
         except OSError as error:
             level = logging.INFO if self.failure else logging.WARNING  # once is enough
-            self.failure = f"what worker {self._worker!r} was at could not be written ({VARIABLE}): {error}"
+            self.failure = f"what worker {self.worker!r} was at could not be written ({VARIABLE}): {error}"
             log.log(level, "telegrad: %s", self.failure)
             return None
         if path is not None:
-            log.info("telegrad: %s; what worker %r was at is in %s", reason, self._worker, path)
+            log.info("telegrad: %s; what worker %r was at is in %s", reason, self.worker, path)
         return path
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from telegrad.witness import stacks
 from telegrad.witness.account import (
     GOING_ON,
     JOINING,
+    MEETINGS,
     MEMBER,
     QUEUED,
     RUNNING,
@@ -82,9 +83,9 @@ class Observer:
         """From now on the worker is in that phase of its life."""
         self.phase, self._since, self.missing = phase, perf_counter(), missing
 
-    def joined(self, rank: int, members: Callable[[], list[Member]]) -> None:
-        """The worker is in its group."""
-        self._rank, self.members = rank, members
+    def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
+        """The worker is in its group, and has its name there."""
+        self._name, self._rank, self.members = name, rank, members
         self.enter(MEMBER)
 
     def account(self) -> Account:
@@ -183,7 +184,7 @@ class Observer:
 
     def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
         """The threads, the calls that they run, and by ids of calls which waits for them."""
-        frames = sys._current_frames()
+        frames = stacks.all_frames()
         frames[threading.get_ident()] = sys._getframe(1)  # not this one, which would hold all these, and itself
         threads: list[Thread] = []
         calls_in: list[CallIn] = []
@@ -203,11 +204,12 @@ class Observer:
         return threads, calls_in, waiting
 
     def _thread(self, thread: threading.Thread, frames: list[FrameType], stood: inspection.Stands) -> Thread | None:
-        wait = wait_on(frames, self.missing)
+        told = wait_of(thread.ident)
+        wait = told if told is not None and told["what"] in MEETINGS else wait_on(frames, self.missing)
         if stood.room is not None:
             wait = Wait(what="room", on=[stood.room.name], about="as many calls as may be are in flight to it")
         elif wait is None and stood.waits is None and not stood.serves:
-            wait = wait_of(thread.ident)
+            wait = told
         serves = stood.serves or stood.waits or wait or any(map(stacks.is_users, frames))
         if thread.name.startswith("telegrad-") and not serves:
             return None

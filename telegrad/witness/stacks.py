@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
+import sys
 import sysconfig
 import threading
 from types import FrameType
@@ -15,6 +17,25 @@ _PATHS = sysconfig.get_paths()
 _STANDARD = tuple(_PATHS[kind] + os.sep for kind in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 MOST_FRAMES = 60
+
+
+_no_collection = threading.Lock()  # one at a time: guards that the garbage collector is off
+
+
+def all_frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread.
+
+    The interpreter holds a lock of its own meanwhile, which each new thread needs. Did the garbage collector run a
+    finalizer there that lets others run, one that starts a thread would wait for that lock, and all others for it.
+    """
+    with _no_collection:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_on:
+                gc.enable()
 
 
 def frames_of(frame: FrameType | None) -> list[FrameType]:

@@ -15,7 +15,7 @@ from telegrad.group import joining, stores
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Parting
 from telegrad.rref.box import Opening
-from telegrad.witness.account import Wait
+from telegrad.witness.account import MEETINGS, Wait
 from telegrad.witness.stacks import is_library
 
 Missing = Callable[[], list[str]]
@@ -42,7 +42,9 @@ def wait_of(thread: int | None) -> Wait | None:
     told = next((each for each in reversed(progress.under_way()) if each.thread == thread), None)
     if told is None:
         return None
-    return Wait(what=told.what, on=list(told.missing()), about=told.text(), age=monotonic() - told.begun)
+    text = told.text()
+    about = text.partition(":")[0] if told.what in MEETINGS else text  # the rest tells who is missing
+    return Wait(what=told.what, on=list(told.missing()), about=about, age=monotonic() - told.begun)
 
 
 def _joining(_: Names, missing: Missing) -> Wait:

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from telegrad.group.members import Member
 from telegrad.instruments import Event
 from telegrad.witness import dump
 from telegrad.witness.account import LEAVING, Account
@@ -35,6 +36,14 @@ class Witness:
         """The worker has been made, and is about to join."""
         self.observer.watch(parts)
         self._inquiry = Inquiry(parts.agent, self._answer)
+
+    def joined(self, name: str, rank: int, members: Callable[[], list[Member]]) -> None:
+        """The worker is in its group, and has its name there."""
+        self.observer.joined(name, rank, members)
+        if name != self._name:
+            self._name = self._dumper.worker = name
+            self._desk.close()
+            self._desk = Desk(name, self._signalled.file, self._answer)
 
     def account(self) -> Account:
         """What this worker is at."""

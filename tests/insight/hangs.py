@@ -393,6 +393,14 @@ def load_data() -> None:
     time.sleep(1e6)
 
 
+def forgotten_meeting(rank: int, stage: Stage) -> None:
+    stage.join(rank, 4)
+    if rank == 3:
+        load_data()
+    say()
+    rpc.group().barrier("epoch")
+
+
 def died_before_the_barrier(rank: int, stage: Stage) -> None:
     stage.join(rank, 4)
     if rank == 3:
@@ -511,6 +519,14 @@ HANGS = {
     "never joined": Hang(2, never_joined, "unknown", ("worker7",), ("worker7", "rpc.wait_for_workers([")),
     "barrier": Hang(4, forgotten_barrier, "barrier", ("worker3",), ("worker3 has not come", "in load_data"), 4),
     "died": Hang(4, died_before_the_barrier, "barrier", ("worker3",), ("worker3 has not come", "worker3 is gone"), 4),
+    "meeting": Hang(
+        4,
+        forgotten_meeting,
+        "barrier",
+        ("worker3",),
+        ("worker3 has not come to barrier 'epoch' of the group (everybody)", "in load_data", 'barrier("epoch")'),
+        4,
+    ),
     "collective": Hang(3, forgotten_collective, "barrier", ("worker1",), ("worker1 has not come", "barrier()"), 3),
     "no shutdown": Hang(
         3, no_shutdown, "shutdown", ("worker2",), ("worker2 has not called shutdown", "in load_data"), 3

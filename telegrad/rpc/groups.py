@@ -1,0 +1,302 @@
+"""Groups of workers, as values: made of roles or names, sliced, filtered, sent, and called as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, overload
+
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
+from telegrad.errors import InvalidArgument, UnknownWorker
+from telegrad.group.members import WorkerInfo, listed
+from telegrad.group.membership import View
+from telegrad.rpc import collectives, current, groupcalls, handout, reduction, refgroups
+from telegrad.rpc.choices import Choice, Everybody, Filtered, Part, Role, These, Together, Without
+from telegrad.rpc.conversion import convert
+from telegrad.rpc.groupcalls import GroupFuture
+from telegrad.rpc.refgroups import RefGroup
+
+Named = str | int | WorkerInfo
+
+
+@not_compiled
+def group(of: str | Iterable[Named] | Group | None = None) -> Group:
+    """The workers of a role (`group("actor")`), or those of these names or ranks, or, without an argument, all.
+
+    One of a role, or of all, is live: it follows who joins and leaves.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UnknownWorker: there is no worker of that name, or none of that role, and none can come.
+        InvalidArgument: a worker is there twice, or nobody is.
+    """
+    membership = current.here().membership
+    membership.refresh()
+    if isinstance(of, Group):
+        return of
+    if of is None:
+        return Group(Everybody())
+    if not isinstance(of, str):
+        return Group(_these(of, membership.view()))
+    made = Group(Role(of))
+    if membership.is_fixed and not made:
+        raise UnknownWorker(made._emptiness())
+    return made
+
+
+def _these(named: Iterable[Named], there: View) -> These:
+    if isinstance(named, WorkerInfo) or not isinstance(named, Iterable):
+        raise InvalidArgument(f"group() takes a role, or a list of workers, not {named!r}; for one worker: [{named!r}]")
+    workers = [_found(each, there) for each in named]
+    if not workers:
+        raise InvalidArgument("a group of named workers needs at least one")
+    names = [worker.name for worker in workers]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidArgument(f"worker {twice!r} is in the group twice; a worker is in a group once")
+    return These(tuple(workers))
+
+
+def _found(named: Named, there: View) -> WorkerInfo:
+    wanted = named.name if isinstance(named, WorkerInfo) else named
+    for worker in there.workers:
+        if wanted in (worker.name, worker.id):
+            return worker
+    member = current.agent().find(wanted)
+    return WorkerInfo(member.name, member.id, member.role)
+
+
+class Group:
+    """Some workers: a value that can be kept, sent, compared, and called; from `group`.
+
+    What it stands for is looked up at each use, on the worker that uses it. Parts of a live group are live, too.
+    """
+
+    __slots__ = ("_choice", "_last")
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        self._last: tuple[View, tuple[WorkerInfo, ...]] | None = None  # what was last looked up; replaced as a whole
+
+    def _look(self) -> tuple[View, tuple[WorkerInfo, ...]]:
+        """Whom it stands for now, and in which view."""
+        view = current.here().membership.view()
+        last = self._last
+        if last is None or last[0] is not view:
+            last = self._last = view, tuple(self._choice.of(view.workers))
+        return last
+
+    def _members(self) -> tuple[WorkerInfo, ...]:
+        """The same, of a group that is to do something."""
+        members = self._look()[1]
+        if not members:
+            raise UnknownWorker(self._emptiness())
+        return members
+
+    def _emptiness(self) -> str:
+        there = self._look()[0].workers
+        roles = sorted({worker.role for worker in there if worker.role})
+        have = f"the roles that there are: {listed(roles)}" if roles else "no worker here has a role"
+        choice = self._choice
+        if isinstance(choice, Role) and any(worker.name == choice.role for worker in there):
+            return f"no worker has the {choice}; there is a worker of that name: group([{choice.role!r}])"
+        if isinstance(choice, Role):
+            later = "" if current.here().membership.is_fixed else "; rpc.wait_for_workers(1, role=...) waits for some"
+            return f"no worker has the {choice}; {have}{later}"
+        return f"the group ({choice}) has no worker in it now; there are {listed([each.name for each in there])}"
+
+    # Who is in it
+
+    @property
+    def live(self) -> bool:
+        """Whether it follows who joins and leaves."""
+        return self._choice.live
+
+    @property
+    def version(self) -> int:
+        """Of a live group, as this worker sees it: while it stays the same, so do the members. Else 0."""
+        return self._look()[0].version if self.live else 0
+
+    @property
+    def said(self) -> str:
+        """How it was made, in words: the same wherever it is."""
+        return str(self._choice)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its workers, in its order: by rank, or as they were given."""
+        return [worker.name for worker in self]
+
+    def __iter__(self) -> Iterator[WorkerInfo]:
+        return iter(self._look()[1])
+
+    def __len__(self) -> int:
+        return len(self._look()[1])
+
+    def __contains__(self, worker: Named) -> bool:
+        if isinstance(worker, WorkerInfo):
+            worker = worker.name
+        return any(worker in (each.name, each.id) for each in self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self._choice == other._choice
+
+    def __hash__(self) -> int:
+        return hash(self._choice)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Group, (self._choice,)
+
+    def __repr__(self) -> str:
+        said = f"{self._choice}"
+        if not self.live:
+            return f"<Group {said}>"
+        return f"<Group {said}: {listed(self.names)}>"
+
+    # Groups made of it
+
+    @overload
+    def __getitem__(self, which: int) -> WorkerInfo: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> Group: ...
+
+    def __getitem__(self, which: int | slice) -> WorkerInfo | Group:
+        if isinstance(which, slice):
+            return Group(Part(self._choice, which.start, which.stop, which.step))
+        members = self._look()[1]
+        try:
+            return members[which]
+        except IndexError:
+            raise IndexError(
+                f"the group ({self._choice}) has {len(members)} workers now, and none at {which}"
+            ) from None
+        except TypeError:
+            raise InvalidArgument(
+                f"a group is asked for a worker by its place, or for a slice, not {which!r}"
+            ) from None
+
+    def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
+        """Those for which `keep(worker)` is true; it is asked again as others come. It is sent along with the group."""
+        if not callable(keep):
+            raise InvalidArgument(f"filter takes a function of a worker, not {keep!r}")
+        return Group(Filtered(self._choice, keep))
+
+    def without(self, *workers: Named | Group) -> Group:
+        """The same but for these workers, or those of these groups."""
+        left = self._choice
+        for each in workers:
+            left = Without(left, each._choice if isinstance(each, Group) else group([each])._choice)
+        return Group(left)
+
+    def now(self) -> Group:
+        """Those that are in it at this moment, as a group that does not change."""
+        return Group(These(self._members()))
+
+    def __sub__(self, other: Group) -> Group:
+        return self.without(other) if isinstance(other, Group) else NotImplemented
+
+    def __or__(self, other: Group) -> Group:
+        return Group(Together(self._choice, other._choice)) if isinstance(other, Group) else NotImplemented
+
+    # Calls
+
+    @not_compiled
+    def rpc_async(
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        reduce: Callable[[Any, Any], Any] | None = None,
+    ) -> GroupFuture:
+        """Begin to run `func(*args, **kwargs)` on each worker; a future of the list of their values, in their order.
+
+        With `reduce`, a function of two values such as `torch.add`, of the one value that it makes of all: workers
+        combine what they have along a tree, in their order, and one value comes back.
+
+        Raises:
+            UnknownWorker: nobody is in the group.
+            CannotEncode: an argument cannot be sent, and nothing was.
+        """
+        members = self._members()
+        call = convert(func, args, kwargs)
+        if reduce is not None:
+            return reduction.begin(self.version, members, call, timeout, reduce)
+        return groupcalls.begin(self.version, members, call, timeout)
+
+    @not_compiled
+    def rpc_sync(
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        reduce: Callable[[Any, Any], Any] | None = None,
+    ) -> Any:
+        """As `rpc_async`, and wait: the values, or the one that they were reduced to.
+
+        Raises:
+            GroupError: some workers failed; it has the error of each, and the values of the others.
+        """
+        return self.rpc_async(func, args, kwargs, timeout, reduce=reduce).wait()
+
+    @not_compiled
+    def map(self, func: Callable[..., Any], *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture:
+        """Run `func(item)` for each item, or `func(*each)` of several lists that are as long; a future of all values.
+
+        The first worker gets the first item, the second the second, and so on; where there are more items than
+        workers, each gets the next one as soon as it is through with one. `timeout` is that of each call. The item of
+        a worker that dies fails; the others go on with those that are left.
+        """
+        return handout.begin(self.version, self._members(), func, items, timeout)
+
+    @not_compiled
+    def remote(
+        self, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = DEFAULT
+    ) -> RefGroup:
+        """Begin to run `func(*args, **kwargs)` on each worker, where its value stays; references to these."""
+        return refgroups.create(self._members(), convert(func, args, kwargs), timeout)
+
+    # Things that all do
+
+    @not_compiled
+    def broadcast(self, value: Any, timeout: float = DEFAULT) -> RefGroup:
+        """Send `value` to each worker, where it stays; references to the copies."""
+        return refgroups.create(self._members(), convert(refgroups.kept_value, (value,), None), timeout)
+
+    @not_compiled
+    def gather(
+        self, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = DEFAULT
+    ) -> dict[str, Any]:
+        """What `func(*args, **kwargs)` gives on each worker, by the names of the workers.
+
+        Raises:
+            GroupError: some workers failed.
+        """
+        future = self.rpc_async(func, args, kwargs, timeout)
+        future.wait()
+        return future.results()
+
+    @not_compiled
+    def barrier(self, name: str = "", timeout: float = DEFAULT) -> None:
+        """Wait here until each worker of the group has called this, by this `name`. Each of them calls it.
+
+        Raises:
+            UsageError: this worker is not in the group.
+            CallTimeout: not all came in time; it names those that did not.
+            PeerLost: one of them died, or left, before it came.
+        """
+        collectives.meet("barrier", self, name, None, timeout)
+
+    @not_compiled
+    def all_reduce(
+        self, value: Any, op: Callable[[Any, Any], Any] | None = None, name: str = "", timeout: float = DEFAULT
+    ) -> Any:
+        """What `op`, else `torch.add`, makes of the values that the workers give. Each calls it, and gets that.
+
+        For small things, since all values meet on one worker. Raises as `barrier`.
+        """
+        return collectives.meet("all_reduce", self, name, value, timeout, op or collectives.add)

@@ -1,0 +1,220 @@
+"""Groups of references: one on each worker of a group, used as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar, overload
+
+from telegrad.agent import profiling
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
+from telegrad.agent.fanout import EachCall
+from telegrad.agent.futures import Future
+from telegrad.agent.naming import known_as
+from telegrad.errors import InvalidArgument, UnknownWorker
+from telegrad.group.members import Identity, WorkerInfo, listed
+from telegrad.rpc import current
+from telegrad.rpc.conversion import Call
+from telegrad.rpc.groupcalls import GroupFuture, Share, follow, group_error
+from telegrad.rpc.handout import Handout, Unusable, zipped
+from telegrad.rpc.references import Proxy, RRef
+from telegrad.rpc.values import fetch, methods
+from telegrad.rref.letters import Id
+
+T = TypeVar("T")
+
+
+@known_as("broadcast")
+def kept_value(value: T) -> T:
+    """What has come, and stays."""
+    return value
+
+
+def create(workers: Sequence[WorkerInfo], call: Call, timeout: float) -> RefGroup:
+    """Have each of these workers make a value.
+
+    Raises:
+        GroupError: some are not there any more; nobody was called.
+    """
+    table = current.references()
+    owners = _identified([worker.name for worker in workers], table.agent.identify)
+    return RefGroup(table.create_each(owners, *call[:3], timeout, call.keeps, call.asked))
+
+
+def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> list[Identity]:
+    found: list[Identity] = []
+    errors: dict[str, BaseException] = {}
+    for name in names:
+        try:
+            found.append(identify(name))
+        except Exception as error:
+            errors[name] = error
+    if errors:
+        raise group_error("a remote call", errors, len(names), {})
+    return found
+
+
+class RefGroup:
+    """References, one to a value of each worker of a group; from `Group.remote`. It can be sent as a reference can."""
+
+    __slots__ = ("_references",)
+
+    def __init__(self, references: Sequence[RRef[Any]]) -> None:
+        self._references = tuple(references)
+
+    # What is in it
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the workers where the values live."""
+        return [each.owner_name() for each in self]
+
+    def __iter__(self) -> Iterator[RRef[Any]]:
+        return iter(self._references)
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    @overload
+    def __getitem__(self, which: int | str | WorkerInfo) -> RRef[Any]: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> RefGroup: ...
+
+    def __getitem__(self, which: int | str | WorkerInfo | slice) -> RRef[Any] | RefGroup:
+        if isinstance(which, slice):
+            return RefGroup(self._references[which])
+        if isinstance(which, int):
+            return self._references[which]
+        name = which.name if isinstance(which, WorkerInfo) else which
+        for each in self:
+            if each.owner_name() == name:
+                return each
+        raise UnknownWorker(f"none of these references is to a value of worker {name!r}; they are of {self._owners()}")
+
+    def __contains__(self, worker: str | WorkerInfo) -> bool:
+        return (worker.name if isinstance(worker, WorkerInfo) else worker) in self.names
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefGroup, (self._references,)
+
+    def __repr__(self) -> str:
+        return f"<RefGroup of {len(self)}, on {self._owners()}>"
+
+    def _owners(self) -> str:
+        return listed([repr(name) for name in self.names])
+
+    # Using them where they are
+
+    @not_compiled
+    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+        """`refs.rpc_sync().method(*args)` runs a method of each value at its owner; the list of what they return.
+
+        Raises:
+            GroupError: some failed.
+        """
+        return Proxy(lambda *call: self._call(*call).wait(), timeout)
+
+    @not_compiled
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but gives a future, as calls to groups do."""
+        return Proxy(self._call, timeout)
+
+    @not_compiled
+    def remote(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but gives references to the results, which stay at the owners."""
+        return Proxy(self._create, timeout)
+
+    @not_compiled
+    def to_here(self, timeout: float = DEFAULT) -> list[Any]:
+        """Copies of all values, or the values themselves that live here; waits until they are made.
+
+        Raises:
+            GroupError: some cannot be had.
+        """
+        future = self._future("to_here()")
+        for share, each in zip(future._shares, self, strict=True):
+            _begin(share, partial(_fetched, each, timeout))
+        return list(future.wait())
+
+    @not_compiled
+    def future(self) -> GroupFuture:
+        """A future that is done once all values exist; of a list of None."""
+        future = self._future("future()")
+        for share, each in zip(future._shares, self, strict=True):
+            _begin(share, each.future)
+        return future
+
+    @not_compiled
+    def map(self, method: str, *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture:
+        """Run `value.method(item)` for each item; a future of all results, in the order of the items.
+
+        The first value gets the first item, and so on; where there are more items than values, each gets the next one
+        as soon as it is through with one. With several lists, a call takes one item of each.
+        """
+        if not isinstance(method, str):
+            raise InvalidArgument(f"map takes the name of a method, not {method!r}")
+        self._check()
+        calls = zipped(items)
+
+        def call(share: Share, place: int) -> None:
+            each = self._references[place]
+            try:
+                each._table.reach(each._handle)
+            except Exception as error:
+                raise Unusable(error) from error
+            follow(share, partial(each._call_async, method, timeout, calls[share.number], {}))
+
+        return Handout(current.agent(), 0, self.names, len(calls), method, call).begin()
+
+    def _call(self, method: str, timeout: float, args: Any, kwargs: Any) -> GroupFuture:
+        future = self._future(method or "__call__")
+        pairs = list(zip(future._shares, self, strict=True))
+        if profiling.wanted():
+            for share, each in pairs:
+                _begin(share, partial(each._call_async, method, timeout, args, kwargs))
+            return future
+        calls = []
+        for share, each in pairs:
+            try:
+                calls.append(EachCall(share, each._table.reach(each._handle), each))
+            except Exception as error:  # whatever its maker has raised
+                share.set_exception(error)
+        current.agent().call_each(calls, methods.of_each(method), (self._ids(), *args), kwargs, timeout)
+        return future
+
+    def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RefGroup:
+        self._check()
+        by_name = {each.owner_name(): each for each in self}
+        owners = _identified(list(by_name), lambda name: by_name[name]._table.reach(by_name[name]._handle))
+        function = methods.of_each(method)
+        table = current.references()
+        return RefGroup(table.create_each(owners, function, (self._ids(), *args), kwargs, timeout, self, None))
+
+    def _ids(self) -> dict[str, Id]:
+        return {each.owner_name(): each._handle.id for each in self}
+
+    def _future(self, about: str) -> GroupFuture:
+        self._check()
+        return GroupFuture(current.agent(), 0, self.names, self.names, f"{about} of the values of references")
+
+    def _check(self) -> None:
+        if not self._references:
+            raise InvalidArgument("there are no references in this group")
+
+
+def _begin(share: Share, call: Callable[[], Future[Any]]) -> None:
+    """Have a share end as the future of a call; where it cannot be made, with that error."""
+    try:
+        follow(share, call)
+    except Exception as error:
+        share.set_exception(error)
+
+
+def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
+    """A future of the value."""
+    if reference.is_owner():
+        return reference.future().then(lambda _: reference.local_value())
+    table, handle = reference._table, reference._handle
+    return table.agent.call_async(table.reach(handle), fetch, handle.id, None, timeout, reference)

@@ -1,0 +1,401 @@
+"""Calls to groups: results in order, as they come and reduced; what fails; what travels; who dies."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import autograd, errors
+from telegrad.rpc import current, functions
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, Process, agents, group
+
+NAMES = [f"w{rank}" for rank in range(1, 6)]
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[list[Worker]]:
+    """`w0` calls `w1` to `w5`, the actors."""
+    with agents(6, role_of=lambda rank: "actor" if rank else "") as made:
+        yield made
+
+
+@pytest.fixture
+def actors(six: list[Worker]) -> Iterator[rpc.Group]:
+    current.enter(six[0])
+    yield rpc.group("actor")
+    current.enter(None)
+
+
+def name(*_: Any) -> str:
+    return rpc.get_worker_info().name
+
+
+def number() -> int:
+    return rpc.get_worker_info().id
+
+
+def odd_ones_fail(value: Any) -> Any:
+    if number() % 2:
+        raise ValueError(f"not on {name()}")
+    return value
+
+
+gates: dict[str, threading.Event] = {each: threading.Event() for each in NAMES}
+
+
+@pytest.fixture
+def closed() -> Iterator[None]:
+    for gate in gates.values():
+        gate.clear()
+    yield
+    for gate in gates.values():
+        gate.set()
+
+
+def pass_gate() -> str:
+    assert gates[name()].wait(PATIENCE)
+    return name()
+
+
+def test_results_come_in_the_order_of_the_group(actors: rpc.Group) -> None:
+    assert actors.rpc_sync(name) == NAMES
+    future = actors[::-1].rpc_async(name)
+    assert future.wait() == NAMES[::-1] == future.workers
+    assert future.done()
+    assert future.results() == {each: each for each in NAMES}
+    assert future.errors() == {}
+    assert repr(future) == f"<GroupFuture of {__name__}.name: done>"
+    assert actors.rpc_sync(operator.add, (1, 2)) == [3] * 5
+    assert actors.rpc_sync(name, kwargs={}, timeout=0) == NAMES
+    assert actors.gather(number) == {f"w{rank}": rank for rank in range(1, 6)}
+
+
+def test_arguments_are_encoded_once(actors: rpc.Group, six: list[Worker]) -> None:
+    before = six[0].agent._fanout.encodings
+    actors.rpc_sync(torch.sum, (torch.ones(1 << 18),))
+    assert six[0].agent._fanout.encodings == before + 1
+    refs = actors.remote(list, ([1],))
+    refs.rpc_sync().append(torch.ones(8))
+    assert six[0].agent._fanout.encodings == before + 3
+    refs.remote().copy()
+    assert six[0].agent._fanout.encodings == before + 4
+
+
+def test_what_fails_is_told_by_worker_and_the_rest_is_there(actors: rpc.Group) -> None:
+    future = actors.rpc_async(odd_ones_fail, (7,))
+    with pytest.raises(errors.GroupError) as caught:
+        future.wait()
+    error = caught.value
+    assert isinstance(error, errors.WorkersFailed)
+    assert sorted(error.errors) == ["w1", "w3", "w5"]
+    assert error.results == {"w2": 7, "w4": 7} == future.results()
+    assert "odd_ones_fail failed for 3 of 5:" in str(error)
+    assert "  w3: ValueError: not on w3" in str(error)
+    assert all(isinstance(each, ValueError) for each in future.errors().values())
+    assert isinstance(error.__cause__, ValueError)
+    assert repr(future).endswith("done, 3 failed>")
+    with pytest.raises(errors.GroupError):
+        actors.gather(odd_ones_fail, (7,))
+
+
+def fails_as_a_group() -> None:
+    rpc.group("actor").rpc_sync(odd_ones_fail, (7,))
+
+
+def test_the_error_of_a_group_travels(actors: rpc.Group) -> None:
+    with pytest.raises(errors.GroupError, match="w5: ValueError: not on w5") as caught:
+        rpc.rpc_sync("w2", fails_as_a_group)
+    assert sorted(caught.value.errors) == ["w1", "w3", "w5"]
+
+
+@pytest.mark.usefixtures("closed")
+def test_results_as_they_come(actors: rpc.Group) -> None:
+    future = actors.rpc_async(pass_gate)
+    assert repr(future).endswith("0 of 5 are there>")
+    come = iter(future.as_completed())
+    for each in ("w3", "w1", "w5"):
+        gates[each].set()
+        assert next(come) == (each, each)
+    assert list(future.first(2)) == ["w3", "w1"]
+    assert not future.done()
+    gates["w2"].set()
+    gates["w4"].set()
+    assert {each for each, _ in come} == {"w2", "w4"}
+    assert [each for each, _ in future.as_completed()][:3] == ["w3", "w1", "w5"]
+    assert future.wait() == NAMES
+
+
+def test_errors_come_as_they_do(actors: rpc.Group) -> None:
+    come = dict(actors.rpc_async(odd_ones_fail, (7,)).as_completed())
+    assert come["w2"] == come["w4"] == 7
+    assert "not on w1" in str(come["w1"])
+
+
+@pytest.mark.usefixtures("closed")
+def test_the_first_few_that_succeed(actors: rpc.Group) -> None:
+    assert set(actors.rpc_async(odd_ones_fail, (7,)).first(2)) == {"w2", "w4"}
+    with pytest.raises(errors.GroupError):
+        actors.rpc_async(odd_ones_fail, (7,)).first(3)
+    with pytest.raises(errors.InvalidArgument, match="a number from 1 to 5"):
+        actors.rpc_async(number).first(6)
+
+
+def test_in_asyncio(actors: rpc.Group) -> None:
+    async def main() -> list[Any]:
+        future = actors.rpc_async(name)
+        seen = [each async for each, _ in future.as_completed()]
+        later = [each async for each, _ in future.as_completed()]
+        return [await future, sorted(seen), sorted(later)]
+
+    assert asyncio.run(main()) == [NAMES, NAMES, NAMES]
+
+
+async def ask_all() -> Any:
+    return await rpc.group("actor").rpc_async(name)
+
+
+def ask_all_later() -> Any:
+    return rpc.group("actor").rpc_async(name).then(lambda future: future.value()[::-1])
+
+
+later = functions.async_execution(ask_all_later)
+
+
+def test_groups_are_called_by_what_was_called(actors: rpc.Group) -> None:
+    assert rpc.rpc_sync("w1", ask_all) == NAMES
+    assert rpc.rpc_sync("w1", later) == NAMES[::-1]
+    assert actors.rpc_sync(ask_all) == [NAMES] * 5
+
+
+def test_callbacks(actors: rpc.Group) -> None:
+    assert actors.rpc_async(number).then(lambda future: sum(future.value())).wait() == 15
+    assert torch.futures.collect_all([actors.rpc_async(number)]).wait()[0].wait() == [1, 2, 3, 4, 5]
+
+
+def test_autograd_goes_through(actors: rpc.Group) -> None:
+    with autograd.context() as context:
+        weight = torch.ones(2, requires_grad=True)
+        loss = sum(actors.rpc_sync(torch.mul, (weight, 3))).sum()
+        reduced = actors.rpc_sync(torch.mul, (weight, 2), reduce=torch.add).sum()
+        mapped = sum(actors[:2].map(torch.mul, [weight] * 4, [1.0] * 4).wait()).sum()
+        autograd.backward(context, [loss + reduced + mapped])
+        assert autograd.get_gradients(context)[weight].tolist() == [29, 29]
+
+
+# Reductions
+
+
+def test_reductions_keep_the_order(actors: rpc.Group) -> None:
+    future = actors.rpc_async(name, reduce=operator.add)
+    assert future.wait() == "".join(NAMES)
+    assert future.errors() == {}
+    assert future.workers == NAMES
+    assert actors[:1].rpc_sync(name, reduce=operator.add) == "w1"
+    assert rpc.group().rpc_sync(name, reduce=operator.add) == "".join(["w0", *NAMES])
+    assert actors.rpc_sync(torch.full, ((2,), 2.0), reduce=torch.add).tolist() == [10, 10]
+    assert actors.rpc_sync(number, reduce=max) == 5
+    assert actors.rpc_sync(later, reduce=lambda first, second: first) == NAMES[::-1]
+
+
+def test_reductions_by_closures(actors: rpc.Group) -> None:
+    factor = 3
+    assert actors.rpc_sync(lambda: number() * factor, reduce=lambda first, second: first + second) == 45
+
+
+def test_what_fails_in_a_reduction(actors: rpc.Group) -> None:
+    future = actors.rpc_async(odd_ones_fail, (7,), reduce=operator.add)
+    with pytest.raises(errors.GroupError, match="not on w1") as caught:
+        future.wait()
+    assert sorted(caught.value.errors) == ["w1", "w3", "w5"] == sorted(future.errors())
+    assert caught.value.reduced == 14
+    assert "failed for 3 of 5" in str(caught.value)
+    with pytest.raises(errors.GroupError, match="unsupported operand"):
+        actors.rpc_sync(name, reduce=operator.sub)
+
+
+def test_mistakes_in_reductions(actors: rpc.Group) -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"such as torch\.add, not 'sum'"):
+        actors.rpc_async(name, reduce="sum")  # type: ignore[arg-type]
+    lock = threading.Lock()
+    with pytest.raises(errors.CannotEncode):
+        actors.rpc_async(name, reduce=lambda first, second: lock)
+    future = actors.rpc_async(name, reduce=operator.add)
+    for ask in (future.results, future.first, future.as_completed):
+        with pytest.raises(errors.UsageError, match="have come together on their way"):
+            ask()
+    assert future.wait()
+
+
+@pytest.mark.usefixtures("closed")
+def test_who_is_late_in_a_reduction_is_named(actors: rpc.Group) -> None:
+    for each in NAMES:
+        if each != "w4":
+            gates[each].set()
+    with pytest.raises(errors.GroupError) as caught:
+        actors.rpc_sync(pass_gate, timeout=2, reduce=operator.add)
+    assert list(caught.value.errors) == ["w4"]
+    assert isinstance(caught.value.errors["w4"], errors.CallTimeout)
+    assert caught.value.reduced == "w1w2w3w5"
+
+
+# Maps
+
+running: dict[str, int] = {}
+most: dict[str, int] = {}
+
+
+def square_alone(value: int) -> int:
+    here = name()
+    running[here] = running.get(here, 0) + 1
+    most[here] = max(most.get(here, 0), running[here])
+    time.sleep(1e-3)
+    running[here] -= 1
+    return value * value
+
+
+def test_a_map_of_as_many_items_as_workers(actors: rpc.Group) -> None:
+    future = actors.map(lambda item: (item, name()), "abcde")
+    assert future.wait() == list(zip("abcde", NAMES, strict=True))
+    assert actors.map(name, [1, 2]).wait() == ["w1", "w2"]
+    assert actors.map(operator.sub, [5, 6, 7], [1, 2, 3]).wait() == [4, 4, 4]
+
+
+def test_a_map_of_more_items_than_workers(actors: rpc.Group) -> None:
+    future = actors.map(square_alone, range(40))
+    assert future.wait() == [item * item for item in range(40)]
+    assert set(most.values()) == {1}
+    assert sorted(item for item, _ in future.as_completed()) == list(range(40))
+    assert future.results()[39] == 39 * 39
+
+
+@pytest.mark.usefixtures("closed")
+def test_items_go_to_whoever_is_free(actors: rpc.Group) -> None:
+    gates["w1"].set()
+    future = actors[:2].map(lambda _: pass_gate(), range(6))
+    assert set(future.first(5).values()) == {"w1"}
+    gates["w2"].set()
+    assert future.wait() == ["w1", "w2", "w1", "w1", "w1", "w1"]
+
+
+def test_items_that_fail(actors: rpc.Group) -> None:
+    with pytest.raises(errors.GroupError, match="item 3: ZeroDivisionError") as caught:
+        actors.map(operator.floordiv, [6] * 5, [1, 2, 3, 0, 6]).wait()
+    assert caught.value.results == {0: 6, 1: 3, 2: 2, 4: 1}
+    lock = threading.Lock()
+    with pytest.raises(errors.GroupError) as caught:
+        actors.map(name, [1, lock, 3]).wait()
+    assert isinstance(caught.value.errors[1], errors.CannotEncode)
+    with pytest.raises(errors.CannotEncode):
+        actors.map(name, [lock, 2])
+
+
+def grad_mode(_: int) -> bool:
+    return torch.is_grad_enabled()
+
+
+def test_all_items_run_in_the_setting_of_the_caller(actors: rpc.Group) -> None:
+    with torch.no_grad():
+        assert not any(actors.map(grad_mode, range(30)).wait())
+    assert all(actors.map(grad_mode, range(30)).wait())
+
+
+def test_mistakes_in_maps(actors: rpc.Group) -> None:
+    with pytest.raises(errors.InvalidArgument, match="map has no items"):
+        actors.map(name, [])
+    with pytest.raises(errors.InvalidArgument, match="map has no items"):
+        actors.map(name)
+    with pytest.raises(errors.InvalidArgument, match="different lengths"):
+        actors.map(name, [1], [1, 2])
+    with pytest.raises(errors.InvalidArgument, match="lists of items, not 3"):
+        actors.map(name, 3)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidArgument, match="should be callable"):
+        actors.map("name", [3])  # type: ignore[arg-type]
+
+
+# Deaths, in processes
+
+
+def hang_on(victim: str) -> str:
+    if name() == victim:
+        time.sleep(1e6)
+    return name()
+
+
+def call_all(victim: str, **how: Any) -> dict[str, Any]:
+    begun.set()
+    try:
+        rpc.group().rpc_sync(hang_on, (victim,), timeout=0, **how)
+    except errors.GroupError as error:
+        return vars(error) | {"errors": {each: type(why).__name__ for each, why in error.errors.items()}}
+    return {}
+
+
+def map_all(victim: str) -> dict[Any, str]:
+    future = rpc.group().map(hang_on, [victim] * 12, timeout=0)
+    return {item: type(error).__name__ for item, error in future.errors().items()}
+
+
+begun = threading.Event()
+
+
+def kill_once_it_is_called(made: list[Process], victim: int) -> None:
+    made[victim].run(time.sleep, 0.3)
+    made[victim].kill()
+
+
+def test_who_dies_during_a_call_is_named() -> None:
+    with group(4) as made:
+        made[0].begin(call_all, "worker2")
+        kill_once_it_is_called(made, 2)
+        told = made[0].end()
+        assert told["errors"] == {"worker2": "PeerLost"}
+        assert told["results"] == {each: each for each in ("worker0", "worker1", "worker3")}
+
+
+def reduce_all(victim: str) -> dict[str, Any]:
+    return call_all(victim, reduce=operator.add)
+
+
+def test_who_dies_during_a_reduction_is_named_and_so_are_those_behind_it() -> None:
+    with group(7) as made:
+        made[0].begin(reduce_all, "worker1")  # through which worker2 goes
+        kill_once_it_is_called(made, 1)
+        told = made[0].end()
+        assert told["errors"] == {"worker1": "PeerLost", "worker2": "PeerLost"}
+        assert told["reduced"] == "worker0worker3worker4worker5worker6"
+
+
+def test_items_of_a_worker_that_dies_go_to_the_others() -> None:
+    with group(4) as made:
+        made[0].begin(map_all, "worker2")
+        kill_once_it_is_called(made, 2)
+        assert made[0].end() == {2: "PeerLost"}
+
+
+async def for_ever(_: Any = None) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_group_call_is_cancelled_on_all(actors: rpc.Group) -> None:
+    future = actors.rpc_async(for_ever)
+    assert future.cancel()
+    assert set(future.errors()) == set(NAMES)
+    with pytest.raises(errors.GroupError, match="CallCancelled"):
+        future.wait()
+    assert not future.cancel()
+
+
+def test_a_map_is_cancelled_with_the_items_that_wait(actors: rpc.Group) -> None:
+    future = actors.map(for_ever, range(20))
+    assert future.cancel()
+    assert all(isinstance(error, errors.CallCancelled) for error in future.errors().values())
+    assert len(future.errors()) == 20

@@ -1,0 +1,212 @@
+"""Where all workers of a group meet: barriers, small reductions, and process groups of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import telegrad
+import telegrad.rpc as rpc
+from telegrad import errors, progress
+from telegrad.rpc import current
+from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, agents, group, processes, run_all
+
+come: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def five() -> Iterator[list[Worker]]:
+    """`w0` calls `w1` to `w4`, the actors."""
+    with agents(5, role_of=lambda rank: "actor" if rank else "") as made:
+        yield made
+
+
+@pytest.fixture
+def actors(five: list[Worker]) -> Iterator[rpc.Group]:
+    current.enter(five[0])
+    yield rpc.group("actor")
+    current.enter(None)
+
+
+def number() -> int:
+    return rpc.get_worker_info().id
+
+
+def meet(members: rpc.Group, name: str = "") -> int:
+    """How many had come as this worker went on."""
+    come.append(rpc.get_worker_info().name)
+    members.barrier(name)
+    return len(come)
+
+
+def sum_up(members: rpc.Group, **how: Any) -> Any:
+    return members.all_reduce(torch.ones(2) * number(), **how)
+
+
+def test_nobody_goes_on_before_all_have_come(actors: rpc.Group) -> None:
+    for _ in range(5):
+        come.clear()
+        assert actors.rpc_sync(meet, (actors,)) == [4] * 4
+        come.clear()
+        assert actors[1:3].rpc_sync(meet, (actors[1:3], "two")) == [2] * 2
+
+
+def test_meetings_of_other_names_and_groups_are_others(actors: rpc.Group) -> None:
+    pair = rpc.group(["w1", "w2"])
+    first = pair.rpc_async(meet, (pair, "a"))
+    second = rpc.rpc_async("w1", meet, (pair, "b"))
+    third = rpc.rpc_async("w1", meet, (actors, "a"))
+    assert first.wait()
+    assert not second.done()
+    assert not third.done()
+    assert rpc.rpc_sync("w2", meet, (pair, "b"))
+    assert actors[1:].rpc_sync(meet, (actors, "a"))
+    second.wait()
+    third.wait()
+
+
+def test_small_things_are_reduced(actors: rpc.Group) -> None:
+    assert [each.tolist() for each in actors.rpc_sync(sum_up, (actors,))] == [[10, 10]] * 4
+    largest = actors.rpc_sync(sum_up, (actors,), {"op": torch.maximum})
+    assert [each.tolist() for each in largest] == [[4, 4]] * 4
+    with pytest.raises(errors.GroupError, match="w3: TypeError"):
+        actors.rpc_sync(sum_up, (actors,), {"op": operator.index})
+
+
+def wait_in_vain(members: rpc.Group) -> str:
+    try:
+        members.barrier("lost", timeout=0.7)
+    except errors.CallTimeout as error:
+        return str(error)
+    return ""
+
+
+def test_those_who_did_not_come_are_named(actors: rpc.Group) -> None:
+    others = actors.without("w2")
+    future = others.rpc_async(wait_in_vain, (actors,))
+    waits: list[progress.Wait] = []
+    until = time.monotonic() + PATIENCE
+    while not (waits and waits[0].missing()) and time.monotonic() < until:
+        waits = [wait for wait in progress.under_way() if wait.what == "barrier"]
+    assert waits[0].missing() == ["w2"]
+    assert waits[0].text() == "barrier 'lost' of the group (role 'actor'): 'w2' did not come yet"
+    for said in future.wait():
+        assert said.startswith("barrier 'lost' of the group (role 'actor'): after 0.7 s 'w2' did not come.")
+    late = rpc.rpc_async("w2", meet, (actors, "lost"))
+    others.rpc_sync(meet, (actors, "lost"))
+    late.wait()
+
+
+def test_only_members_meet(actors: rpc.Group) -> None:
+    with pytest.raises(errors.UsageError, match="barrier is called by the workers of the group, and 'w0' is not in"):
+        actors.barrier()
+    with pytest.raises(errors.UsageError, match="process_group is called by"):
+        telegrad.process_group(actors)
+
+
+# In processes
+
+
+def kill_and_wait(victim: int) -> tuple[str, str]:
+    try:
+        rpc.group().barrier("x", timeout=0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_who_dies_before_it_came_is_named(victim: int) -> None:
+    with group(3) as made:
+        others = [process for rank, process in enumerate(made) if rank != victim]
+        for process in others:
+            process.begin(kill_and_wait, victim)
+        made[victim].run(time.sleep, 0.3)
+        made[victim].kill()
+        for process in others:
+            kind, said = process.end()
+            assert kind == "PeerLost"
+            assert f"worker 'worker{victim}'" in said
+
+
+def join(name: str, where: str) -> None:
+    rpc.init_rpc(name, rpc_backend_options=TelegradOptions(init_method=where, rpc_timeout=PATIENCE), role="actor")
+
+
+def barrier_of_all(_: int) -> list[str]:
+    members = rpc.group("actor")
+    members.barrier()
+    return members.names
+
+
+def test_a_live_group_meets_with_those_that_are_there(tmp_path: pathlib.Path) -> None:
+    where = f"file://{tmp_path}/store"
+    with processes(3) as made:
+        for process, name in zip(made, "abc", strict=True):
+            process.run(join, name, where)
+        assert run_all(made, barrier_of_all) == [["a", "b", "c"]] * 3
+        made[2].run(rpc.shutdown)
+        for process in made[:2]:
+            process.run(rpc.workers)
+        assert run_all(made[:2], barrier_of_all) == [["a", "b"]] * 2
+
+
+made_groups: list[Any] = []
+
+
+def collect(_: int, backend: str = "gloo") -> tuple[list[float], int, int, bool]:
+    members = rpc.group(["worker2", "worker1", "worker0"])
+    pg = telegrad.process_group(members, backend)
+    made_groups.append(pg)
+    value = torch.ones(2) * (number() + 1)
+    dist.all_reduce(value, group=pg)
+    others = [torch.zeros(1) for _ in members]
+    dist.all_gather(others, torch.tensor([float(number())]), group=pg)
+    dist.broadcast(value, 0, group=pg)
+    assert [int(each) for each in others] == [2, 1, 0]
+    return value.tolist(), pg.rank(), pg.size(), dist.is_initialized()
+
+
+def leave(_: int) -> bool:
+    rpc.shutdown()
+    with contextlib.suppress(Exception):
+        dist.get_backend(made_groups[0])
+        return False
+    return True
+
+
+def destroy(_: int) -> None:
+    dist.destroy_process_group(made_groups.pop())
+
+
+def test_process_groups() -> None:
+    with group(3) as made:
+        expected = [([6.0, 6.0], 2 - rank, 3, False) for rank in range(3)]
+        assert run_all(made, collect) == expected
+        assert run_all(made, collect, "cpu:gloo") == expected
+        run_all(made, destroy)
+        assert run_all(made, leave) == [True] * 3
+
+
+def ask_for(backend: Any) -> str:
+    try:
+        telegrad.process_group(rpc.group([0]) if isinstance(backend, str) else backend, str(backend))
+    except errors.InvalidArgument as error:
+        return str(error)
+    return ""
+
+
+def test_mistakes_with_process_groups() -> None:
+    with group(1) as made:
+        assert "no backend 'foo'; it has gloo, " in made[0].run(ask_for, "foo")
+        assert "takes a group of workers, such as" in made[0].run(ask_for, ["worker0"])
