@@ -91,8 +91,9 @@ class Future(torch.futures.Future[T]):
     def wait(self) -> T:
         """Wait for the value; raises the call's error."""
         if not self.done():
-            if self.call is not None:
-                self.call.help()  # the waiting thread fetches the answer by itself, where it can
+            call = self.call  # loaded once: another thread may end it
+            if call is not None:
+                call.help()  # the waiting thread fetches the answer by itself, where it can
             else:
                 wait_for(self)
         value: T = _uncovered(super().wait())

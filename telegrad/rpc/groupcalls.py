@@ -75,6 +75,8 @@ class Share:
     quick = False
     about: str
 
+    future: GroupFuture | None  # until it has ended: no circle stays behind
+
     def __init__(self, future: GroupFuture, number: int, key: Key) -> None:
         self.call: Any = None  # while it is under way
         self.future = future
@@ -85,18 +87,23 @@ class Share:
         self.error: BaseException | None = None
 
     def set_result(self, result: Any) -> None:
-        self.value, self.call = result, None
-        self.future._tell(self)
+        self.value = result
+        self._end()
 
     def set_exception(self, result: Any) -> None:
-        self.error, self.call = kept(result), None
-        self.future._tell(self)
+        self.error = kept(result)
+        self._end()
 
-    def outcome(self) -> Any:
+    def _end(self) -> None:
+        future, self.future, self.call = self.future, None, None
+        assert future is not None
+        future._tell(self)
+
+    def outcome(self, agent: Agent) -> Any:
         """The value, or the error, for a thread that goes on with it."""
         if self.error is not None:
             return fresh(self.error)
-        self.future._agent.streams.adopt(self.value)
+        agent.streams.adopt(self.value)
         return self.value
 
 
@@ -118,7 +125,8 @@ class GroupFuture(Future[Any]):
         self._lock = threading.Lock()  # guards both below
         self._come: list[Share] = []  # those that have ended, in that order
         self._listeners: list[Callable[[], None]] = []  # told once each, when the next one ends
-        self.call = _Calls(self)
+        self._over = Signal()  # happens after this is done
+        self.call = _Calls(agent, self._shares, self._over, about)
 
     def _another(self) -> Future[Any]:
         return Future()
@@ -134,6 +142,7 @@ class GroupFuture(Future[Any]):
             listener()
         if over:
             self._end()
+            self._over.set_result()
 
     def _end(self) -> None:
         if any(share.error is not None for share in self._shares):
@@ -166,7 +175,7 @@ class GroupFuture(Future[Any]):
         found: dict[Key, Any] = {}
         for share in Completed(self).shares():
             if share.error is None:
-                found[share.key] = share.outcome()
+                found[share.key] = share.outcome(self._agent)
                 if len(found) == n:
                     return found
         raise self._failure()
@@ -174,12 +183,12 @@ class GroupFuture(Future[Any]):
     def results(self) -> dict[Key, Any]:
         """The values of those that succeed, by worker; waits for all."""
         self._wait_for_all()
-        return {share.key: share.outcome() for share in self._shares if share.error is None}
+        return {share.key: share.outcome(self._agent) for share in self._shares if share.error is None}
 
     def errors(self) -> dict[Key, BaseException]:
         """The errors of those that fail, by worker; waits for all."""
         self._wait_for_all()
-        return {share.key: share.outcome() for share in self._shares if share.error is not None}
+        return {share.key: share.outcome(self._agent) for share in self._shares if share.error is not None}
 
     def _wait_for_all(self) -> None:
         self.heed()
@@ -204,19 +213,21 @@ def group_error(function: str, errors: dict[Key, BaseException], asked: int, res
 
 
 class _Calls:
-    """The calls of a group's future, for who waits for it."""
+    """The calls of a group's future, for who waits for it; without the future, so that there is no circle."""
 
-    def __init__(self, future: GroupFuture) -> None:
-        self._future = future
+    def __init__(self, agent: Agent, shares: Sequence[Share], over: Signal, about: str) -> None:
+        self._agent = agent
+        self._shares = shares
+        self._over = over
+        self._about = about
 
     def help(self) -> None:
         """Wait for all, reading what comes by this thread where it can."""
-        future = self._future
-        for share in future._shares:
+        for share in self._shares:
             call = share.call
             if call is not None:
                 call.help()
-        future._agent.wait_for(future)
+        self._agent.wait_for(self._over)
 
     def cancel(self) -> bool:
         """Cancel all that are under way."""
@@ -227,12 +238,12 @@ class _Calls:
     @property
     def in_turn(self) -> _InTurns | None:
         """By which method of an actor they were made."""
-        made = [getattr(share.call, "in_turn", None) for share in self._future._shares]
+        made = [getattr(share.call, "in_turn", None) for share in self._shares]
         hops = [each for each in made if each is not None]
         return _InTurns(hops) if hops else None
 
     def __repr__(self) -> str:
-        return f"calls of {self._future._function}"
+        return f"calls of {self._about}"
 
 
 class _InTurns:
@@ -256,7 +267,7 @@ class Completed:
         future.heed()
 
     def __iter__(self) -> Iterator[tuple[Key, Any]]:
-        return ((share.key, share.outcome()) for share in self.shares())
+        return ((share.key, share.outcome(self._future._agent)) for share in self.shares())
 
     def shares(self) -> Iterator[Share]:
         future = self._future
@@ -273,7 +284,7 @@ class Completed:
             if not self._is_there(number, partial(loop.call_soon_threadsafe, news.set)):
                 await news.wait()
             share = future._come[number]
-            yield share.key, share.outcome()
+            yield share.key, share.outcome(future._agent)
 
     def _is_there(self, number: int, listener: Callable[[], Any]) -> bool:
         """Whether so many have ended; else `listener` is told of the next one."""

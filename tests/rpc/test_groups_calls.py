@@ -326,12 +326,12 @@ def test_mistakes_in_maps(actors: rpc.Group) -> None:
 
 def hang_on(victim: str) -> str:
     if name() == victim:
+        called.set()
         time.sleep(1e6)
     return name()
 
 
 def call_all(victim: str, **how: Any) -> dict[str, Any]:
-    begun.set()
     try:
         rpc.group().rpc_sync(hang_on, (victim,), timeout=0, **how)
     except errors.GroupError as error:
@@ -344,11 +344,15 @@ def map_all(victim: str) -> dict[Any, str]:
     return {item: type(error).__name__ for item, error in future.errors().items()}
 
 
-begun = threading.Event()
+called = threading.Event()
+
+
+def is_called() -> bool:
+    return called.wait(PATIENCE)
 
 
 def kill_once_it_is_called(made: list[Process], victim: int) -> None:
-    made[victim].run(time.sleep, 0.3)
+    assert made[victim].run(is_called)
     made[victim].kill()
 
 

@@ -26,6 +26,7 @@ def start_threads():
 over = threading.Event()
 starter = threading.Thread(target=start_threads)
 starter.start()
+gc.freeze()
 gc.set_threshold(1)
 for _ in range(200):
     Garbage()
