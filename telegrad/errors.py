@@ -28,6 +28,7 @@ TelegradError (RuntimeError)
 ├── CodecError                 a value could not travel
 │   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
 │   ├── CannotDecode           it arrived, but cannot be rebuilt there
+│   │   └── DeltaRefused       a delta of weights is damaged, or was made from other values
 │   └── FunctionNotFound       the callee has no function of that name
 ├── RRefError                  a remote reference cannot be used
 │   ├── OwnerLost (PeerLost)   its owner has died or left, and the value with it
@@ -54,6 +55,7 @@ __all__ = [
     "CodecError",
     "ContextEnded",
     "ContextLost",
+    "DeltaRefused",
     "DeviceError",
     "FunctionNotFound",
     "GroupIncomplete",
@@ -197,6 +199,10 @@ class CannotEncode(CodecError, TypeError):
 
 class CannotDecode(CodecError):
     """A value arrived but could not be rebuilt."""
+
+
+class DeltaRefused(CannotDecode):
+    """A delta of weights is damaged, or was made from other values than those that are here."""
 
 
 class FunctionNotFound(CodecError, AttributeError):

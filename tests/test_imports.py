@@ -26,7 +26,8 @@ FLOORS = [
     {"rpc"},
     {"nn"},
     {"optim"},
-    {"checkpoint", "insight"},
+    {"checkpoint", "weights"},
+    {"insight"},
     {"compat"},
 ]
 PURE = [
