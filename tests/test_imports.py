@@ -51,6 +51,7 @@ PURE = [
     "nn/schedule.py",
     "nn/ties.py",
     "nn/agenda.py",
+    "weights/shards.py",
     "insight/finding.py",
     "insight/waits.py",
     "insight/paths.py",
