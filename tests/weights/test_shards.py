@@ -82,8 +82,8 @@ def run_seed(seed: int) -> None:
         shape = [chance.randint(0, 7) for _ in range(chance.randrange(4))]
         wholes[name] = torch.arange(torch.Size(shape).numel()).view(shape)
         for _ in range(chance.randint(1, 2)):
-            for part in split(chance, Box((0,) * len(shape), tuple(shape))):
-                owned[chance.choice(owners)].append(Part(name, part))
+            for piece in split(chance, Box((0,) * len(shape), tuple(shape))):
+                owned[chance.choice(owners)].append(Part(name, piece))
         wanted += [Part(name, random_box(chance, shape)) for _ in range(chance.randrange(4))]
     results = [torch.full(part.box.sizes, -1) for part in wanted]
     for copy in plan(owned, wanted):
