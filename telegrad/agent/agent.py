@@ -238,6 +238,15 @@ class Agent:
         if later:
             self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
 
+    def common(self, size: int) -> Tensor:
+        """Memory of bytes from which what lies at its beginning is lent to workers of this host, and not copied.
+
+        Each sees in it what it holds, and what it writes alone. Nothing may be written to it here once it was sent: it
+        is used anew by itself, when no tensor looks at it, neither here nor there. On TCP, and where no memory can be
+        shared, it is as any other.
+        """
+        return self._connections.common(size)
+
     def expect(self, to: str | int) -> None:
         """Have the answers of a worker read as they come, if nobody does."""
         self._connections.peer(to).expect()

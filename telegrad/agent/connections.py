@@ -13,6 +13,9 @@ from math import inf
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
 from telegrad import instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller
@@ -25,7 +28,7 @@ from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import DeviceError, PeerError, PeerLost, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
-from telegrad.transport.blobs import MemorySources
+from telegrad.transport.blobs import SHARE_FROM, MemorySources
 from telegrad.transport.connect import Target, connect
 from telegrad.transport.handshake import Claim, StreamId
 from telegrad.transport.lanes import LANES
@@ -234,6 +237,15 @@ class Connections:
 
     def _stores(self, shared: bool) -> MemorySources:
         return MemorySources(self._arena, self._pool if shared else None, self.staging)
+
+    def common(self, size: int) -> Tensor:
+        """Memory of bytes that workers of this host map, where that can be had; else plain memory."""
+        shares = size >= SHARE_FROM and self._settings.transport != "tcp"
+        tensor = self._pool.common(size) if shares else None
+        if tensor is not None:
+            return tensor
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8)
 
     def _claim_to(self, name: str) -> Claim:
         return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))

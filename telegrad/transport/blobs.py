@@ -1,6 +1,7 @@
 """How the memory of tensors crosses one connection.
 
-    host to host      between processes of one host by a lent memory file, where large; else in the stream
+    host to host      between processes of one host by a lent memory file, where large: the one that it lies in, where
+                      that is common memory, or one that it is copied into; else in the stream
     device to device  between processes of one host by a lent block of the device, where they can share; else as below
     all others        through page-locked memory of the host, in pieces, in the stream
 
@@ -22,8 +23,9 @@ from telegrad.devices.sharing import DeviceBlock
 from telegrad.devices.staging import StagedCopy, Staging
 from telegrad.devices.streams import Arrived
 from telegrad.errors import ProtocolViolation
+from telegrad.transport.blocks import Block, Loan
 from telegrad.transport.lanes import Lanes
-from telegrad.transport.memory import AnyBlock, Arena, Block, SharedMaps, SharedPool
+from telegrad.transport.memory import Arena, SharedMaps, SharedPool
 from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, encode
 from telegrad.wire.tensors import HOST, Blob, Bound, memory
 
@@ -53,7 +55,7 @@ class Prepared(NamedTuple):
 
     size: int
     device: int
-    block: AnyBlock | None
+    block: Block | DeviceBlock | Loan | None
     streamed: Tensor | StagedCopy | None
 
 
@@ -74,8 +76,13 @@ class Outgoing:
         """Decide how a blob travels, and copy it into a block where it is by that."""
         if isinstance(blob, Bound):
             return self._prepare_bound(blob)
-        size = blob.numel()
-        block = self._pool.take(size) if self._pool is not None and size >= SHARE_FROM else None
+        size, pool = blob.numel(), self._pool
+        if pool is None or size < SHARE_FROM:
+            return Prepared(size, HOST, None, blob)
+        loan = pool.lend(blob)
+        if loan is not None:
+            return Prepared(size, HOST, loan, None)
+        block = pool.take(size)
         if block is None:
             return Prepared(size, HOST, None, blob)
         self._fill(block, lambda: block.fill(blob))
@@ -92,7 +99,7 @@ class Outgoing:
         self._fill(block, lambda: block.fill(bound))
         return Prepared(size, bound.device, block, None)
 
-    def _fill(self, block: AnyBlock, fill: Callable[[], None]) -> None:
+    def _fill(self, block: Block | DeviceBlock, fill: Callable[[], None]) -> None:
         try:
             fill()
         except BaseException:
@@ -109,7 +116,9 @@ class Outgoing:
                 behind.append(self._stream(streamed, striped))
             if block is not None:
                 self._lent.add(block.number)
-                if block.number not in self._known:
+                if isinstance(block, Loan):
+                    fds.append(block.block.fd)
+                elif block.number not in self._known:
                     self._known.add(block.number)
                     if isinstance(block, Block):
                         fds.append(block.fd)

@@ -5,7 +5,8 @@ Touching fresh memory costs ten times a copy (page faults), so what was touched 
     Arena        private memory, for what is received from a stream
     SharedPool   memory files that this worker fills and lends to workers of the same host, by passing the file
                  over a Unix socket; nothing is on the file system, so a killed worker leaves nothing behind.
-                 Also blocks of accelerators, which the other end copies from (`devices.sharing`)
+                 Also common ones (`blocks`), and those of accelerators, which the other end copies from
+                 (`devices.sharing`)
     SharedMaps   the other end: the mappings of what one peer lent
 
 A tensor's death is noticed by a weak reference whose callback may run at any moment in any thread, so it only
@@ -15,7 +16,6 @@ appends to a deque.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import threading
@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,13 @@ from torch import Tensor
 from telegrad.devices.sharing import DeviceBlock, OpenBlock, open_block, sharer
 from telegrad.devices.streams import Arrived, Streams
 from telegrad.errors import ProtocolViolation
+from telegrad.transport.blocks import Block, CommonBlock, Loan
+from telegrad.wire.messages import COMMON
 from telegrad.wire.tensors import HOST, memory
 
 MOST_LENT = 256  # blocks, before those of accelerators are no longer lent
 LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
 WARM_FROM = 1 << 18  # smaller storages come from torch's own allocator
-PARALLEL_FROM = 1 << 21  # below, waking torch's other threads costs more than their help is worth
 KEEP = 10.0  # seconds that memory stays warm without use
 SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 
@@ -128,41 +129,8 @@ def _anonymous(capacity: int) -> memoryview:
     return memoryview(region)
 
 
-class Block:
-    """One memory file of this worker."""
-
-    __slots__ = ("capacity", "fd", "idle_since", "memory", "number")
-    device = HOST
-
-    def __init__(self, number: int, capacity: int) -> None:
-        import fcntl
-
-        self.number = number
-        self.capacity = capacity
-        self.idle_since = 0.0
-        self.fd = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, capacity)
-            # The receiver need not fear that the file shrinks under its tensor.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            with torch.inference_mode(False):
-                self.memory = torch.frombuffer(mmap.mmap(self.fd, capacity), dtype=torch.uint8)
-        except BaseException:
-            os.close(self.fd)
-            raise
-
-    def fill(self, blob: Tensor) -> None:
-        if blob.numel() < PARALLEL_FROM:
-            ctypes.memmove(self.memory.data_ptr(), blob.data_ptr(), blob.numel())
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self.memory[: blob.numel()].copy_(blob)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-AnyBlock = Block | DeviceBlock
+AnyBlock = Block | CommonBlock | DeviceBlock
+B = TypeVar("B", Block, CommonBlock, DeviceBlock)
 
 
 class SharedPool:
@@ -170,67 +138,129 @@ class SharedPool:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit if SHARING else 0
-        self._lock = threading.Lock()  # guards all below; how many blocks are lent is also asked without
-        self._made = 0
+        self._lock = threading.Lock()  # guards all below; what is lent or common is also looked at without
+        self._made = 0  # numbers
         self._bytes: Counter[int] = Counter()  # by device
-        self._free: dict[tuple[int, int], list[AnyBlock]] = {}  # by device and capacity
-        self._lent: dict[int, AnyBlock] = {}
+        self._free: dict[tuple[type[AnyBlock], int, int], list[AnyBlock]] = {}  # by kind, device and capacity
+        self._lent: dict[int, Block | DeviceBlock] = {}
+        self._common: dict[int, CommonBlock] = {}  # those in use, by their addresses
+        self._loans: dict[int, CommonBlock] = {}  # what is lent of these, by number
+        self._ended: deque[CommonBlock] = deque()  # whose tensor here has died
+        self._lender = Lender(self._ended.append)
         self._dropped: list[int] = []  # to be told to those who mapped them
 
     def take(self, size: int) -> Block | None:
         """A memory file of at least `size` bytes, or None where the bound is reached, or there is no memory for it."""
-        block = self._take(HOST, size_class(size), self._limit, Block)
-        assert block is None or isinstance(block, Block)
-        return block
+        with self._lock:
+            block = self._take(Block, HOST, size_class(size), self._limit, Block)
+            if block is not None:
+                self._lent[block.number] = block
+            return block
 
     def take_on(self, device: int, size: int) -> DeviceBlock | None:
         """The same, of an accelerator that can share."""
         shares = sharer()
         if shares is None or not self._limit or len(self._lent) >= MOST_LENT:
             return None
-        make = partial(DeviceBlock, index=device)
-        block = self._take(device, size_class(max(size, LEAST_ON_DEVICE)), shares.limit(device), make)
-        assert block is None or isinstance(block, DeviceBlock)
-        return block
-
-    def _take(self, device: int, capacity: int, limit: int, make: Callable[[int, int], AnyBlock]) -> AnyBlock | None:
+        capacity, make = size_class(max(size, LEAST_ON_DEVICE)), partial(DeviceBlock, index=device)
         with self._lock:
-            shelf = self._free.get((device, capacity))
-            if shelf:
-                block = shelf.pop()
-            elif self._make_room(device, capacity, limit):
-                self._made += 1
-                try:
-                    block = make(self._made, capacity)
-                except (OSError, MemoryError, torch.OutOfMemoryError):
-                    return None
-                self._bytes[device] += capacity
-            else:
-                return None
-            self._lent[block.number] = block
+            block = self._take(DeviceBlock, device, capacity, shares.limit(device), make)
+            if block is not None:
+                self._lent[block.number] = block
             return block
+
+    def _take(self, kind: type[B], device: int, capacity: int, limit: int, make: Callable[[int, int], B]) -> B | None:
+        shelf = self._free.get((kind, device, capacity))
+        if shelf:
+            block = shelf.pop()
+            assert isinstance(block, kind)
+            return block
+        self._collect()
+        if not self._make_room(device, capacity, limit):
+            return None
+        self._made += 1
+        try:
+            block = make(self._made, capacity)
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            return None
+        self._bytes[device] += capacity
+        return block
 
     def give_back(self, numbers: Iterable[int]) -> None:
         """The receivers are done with these blocks."""
         with self._lock:
             for number in numbers:
-                block = self._lent.pop(number, None)
-                if block is not None:
-                    block.idle_since = monotonic()
-                    self._free.setdefault((block.device, block.capacity), []).append(block)
+                if number & COMMON:
+                    self._end_loan(number)
+                elif (block := self._lent.pop(number, None)) is not None:
+                    self._keep(block)
 
     def abandon(self, numbers: Iterable[int]) -> None:
         """Their receiver cannot tell any more when it is done: leave the memory to it."""
         with self._lock:
             for number in numbers:
-                block = self._lent.pop(number, None)
-                if block is not None:
+                if number & COMMON:
+                    self._end_loan(number, spoiled=True)
+                elif (block := self._lent.pop(number, None)) is not None:
                     self._dropped.append(number)  # others may have mapped it before
                     self._drop(block)
+
+    # Common blocks
+
+    def common(self, size: int) -> Tensor | None:
+        """A tensor of `size` bytes that is lent without a copy; None where `take` would say so."""
+        with self._lock:
+            self._collect()
+            block = self._take(CommonBlock, HOST, size_class(size), self._limit, CommonBlock)
+            if block is None:
+                return None
+            block.is_used = True
+            self._common[block.address] = block
+        return self._lender.lend(block.memory, size, block)
+
+    def lend(self, blob: Tensor) -> Loan | None:
+        """A loan of the common block at whose beginning `blob` lies; None where it lies in none."""
+        address = blob.data_ptr()
+        if address not in self._common:
+            return None
+        with self._lock:
+            block = self._common.get(address)
+            if block is None or blob.numel() > block.capacity:
+                return None
+            self._made += 1
+            loan = Loan(COMMON | self._made, block)
+            self._loans[loan.number] = block
+            block.loans += 1
+            return loan
+
+    def _end_loan(self, number: int, spoiled: bool = False) -> None:
+        block = self._loans.pop(number, None)
+        if block is not None:
+            block.loans -= 1
+            block.spoiled |= spoiled
+            self._let_go(block)
+
+    def _collect(self) -> None:
+        while self._ended:
+            block = self._ended.popleft()
+            block.is_used = False
+            self._let_go(block)
+
+    def _let_go(self, block: CommonBlock) -> None:
+        """Where a common block has no user left, it is free, unless somebody may still read it."""
+        if block.is_used or block.loans or self._common.pop(block.address, None) is None:
+            return
+        if block.spoiled:
+            self._drop(block)
+        else:
+            self._keep(block)
+
+    # The end of blocks
 
     def trim(self, now: float) -> list[int]:
         """Let go the blocks that nobody used for a while; the numbers of all that went since the last time."""
         with self._lock:
+            self._collect()
             for block in self._idle():
                 if now - block.idle_since >= KEEP:
                     self._evict(block)
@@ -239,15 +269,15 @@ class SharedPool:
 
     def close(self) -> None:
         with self._lock:
-            for block in [*self._lent.values(), *self._idle()]:
+            for block in [*self._lent.values(), *self._common.values(), *self._idle()]:
                 self._drop(block)
-            self._lent.clear()
-            self._free.clear()
+            for table in (self._lent, self._common, self._loans, self._free):
+                table.clear()
             self._limit = 0
 
     @property
     def lent(self) -> int:
-        return len(self._lent)
+        return len(self._lent) + len(self._loans)
 
     def _idle(self) -> list[AnyBlock]:
         return sorted((b for shelf in self._free.values() for b in shelf), key=lambda b: b.idle_since)
@@ -262,8 +292,12 @@ class SharedPool:
                     break
         return self._bytes[device] + capacity <= limit
 
+    def _keep(self, block: AnyBlock) -> None:
+        block.idle_since = monotonic()
+        self._free.setdefault((type(block), block.device, block.capacity), []).append(block)
+
     def _evict(self, block: AnyBlock) -> None:
-        self._free[block.device, block.capacity].remove(block)
+        self._free[type(block), block.device, block.capacity].remove(block)
         self._dropped.append(block.number)
         self._drop(block)
 
@@ -284,12 +318,17 @@ class SharedMaps:
         self._lender = Lender(self.released.append)
 
     def attach(self, number: int, size: int) -> Tensor:
-        """The tensor that lies in block `number`; a block seen for the first time came with a descriptor."""
+        """The tensor that lies in block `number`.
+
+        A block seen for the first time came with a descriptor; a loan of a common one always does.
+        """
         base = self._bases.get(number)
         if base is None:
             if not self.arrived:
                 raise ProtocolViolation(f"shared block {number} was named but never passed")
-            base = self._bases[number] = _map(self.arrived.popleft())
+            base = _map(self.arrived.popleft(), mmap.ACCESS_COPY if number & COMMON else mmap.ACCESS_WRITE)
+            if not number & COMMON:
+                self._bases[number] = base
         if size > len(base):
             raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
         return self._lender.lend(base, size, number)
@@ -327,8 +366,8 @@ class SharedMaps:
             del self._open[number]
 
 
-def _map(fd: int) -> memoryview:
+def _map(fd: int, access: int) -> memoryview:
     try:
-        return memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+        return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, access=access))
     finally:
         os.close(fd)

@@ -39,6 +39,7 @@ PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, b
 ENTRY = struct.Struct("<QQi")  # of the table: number of the lent block, or one of the two below, bytes, on which device
 IN_STREAM = 0
 STRIPED = 2**64 - 1  # in the stream its first stripe, the others in further streams
+COMMON = 1 << 62  # in the number of what is lent of a block that others may have, too: its descriptor comes along
 
 
 @dataclass(slots=True, repr=False)

@@ -1,0 +1,299 @@
+"""Common memory is lent to many, read by them as it is, written to by none of them, and used anew after the last."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from telegrad.devices.streams import Streams
+from telegrad.transport.memory import KEEP, SHARING, SharedMaps, SharedPool
+from telegrad.wire.messages import COMMON
+from tests.cluster import PATIENCE, agents, group
+
+MB = 1 << 20
+pytestmark = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def common(pool: SharedPool, size: int = MB) -> torch.Tensor:
+    tensor = pool.common(size)
+    assert tensor is not None
+    return tensor
+
+
+def lend(pool: SharedPool, tensor: torch.Tensor, maps: SharedMaps) -> torch.Tensor:
+    """What one receiver has of it."""
+    loan = pool.lend(tensor)
+    assert loan is not None
+    assert loan.number & COMMON
+    maps.arrived.append(os.dup(loan.block.fd))
+    return maps.attach(loan.number, tensor.numel())
+
+
+# The pool
+
+
+def test_all_see_it_and_each_writes_for_itself() -> None:
+    pool, maps = SharedPool(8 * MB), [SharedMaps(Streams()) for _ in range(3)]
+    tensor = common(pool)
+    tensor.fill_(7)
+    seen = [lend(pool, tensor, each) for each in maps]
+    assert all(bool((each == 7).all()) for each in seen)
+    seen[0].fill_(1)
+    assert [int(each[-1]) for each in (tensor, *seen)] == [7, 1, 7, 7]
+    pool.close()
+
+
+def test_it_is_used_anew_after_the_last_release_only() -> None:
+    pool, maps = SharedPool(8 * MB), [SharedMaps(Streams()) for _ in range(2)]
+    tensor = common(pool)
+    where = tensor.data_ptr()
+    seen = [lend(pool, tensor, each) for each in maps]
+    del tensor
+    for _ in range(2):
+        assert common(pool).data_ptr() != where
+        seen.pop()
+        gc.collect()
+        for each in maps:
+            pool.give_back(each.released)
+            each.released.clear()
+    assert pool.lent == 0
+    assert where in {each.data_ptr() for each in [common(pool) for _ in range(2)]}
+    pool.close()
+
+
+def test_it_can_be_lent_again_while_its_tensor_lives() -> None:
+    pool = SharedPool(8 * MB)
+    tensor = common(pool)
+    for _ in range(3):
+        loan = pool.lend(tensor[: MB // 2])  # its first bytes
+        assert loan is not None
+        pool.give_back([loan.number])
+    assert pool.lend(tensor[1:]) is None
+    assert pool.lend(torch.empty(MB, dtype=torch.uint8)) is None
+    assert common(pool).data_ptr() != tensor.data_ptr()
+    pool.close()
+
+
+def test_what_a_lost_receiver_may_read_is_never_written_to() -> None:
+    pool, maps = SharedPool(8 * MB), SharedMaps(Streams())
+    tensor = common(pool)
+    tensor.fill_(7)
+    seen, other = lend(pool, tensor, maps), pool.lend(tensor)
+    assert other is not None
+    pool.abandon([COMMON | 2])
+    assert pool.lent == 1
+    pool.give_back([other.number])
+    del tensor
+    assert pool.trim(0.0) == []
+    assert not any(pool._bytes.values())  # the block has gone
+    assert bool((seen == 7).all())
+    pool.close()
+
+
+def test_one_limit_holds_for_both_kinds_and_idle_ones_make_room() -> None:
+    pool = SharedPool(4 * MB)
+    block, tensor = pool.take(2 * MB), common(pool, 2 * MB)
+    assert block is not None
+    assert pool.common(MB) is None
+    assert pool.take(MB) is None
+    del tensor
+    assert pool.take(MB) is not None  # the idle common block went
+    pool.give_back([block.number])
+    assert pool.common(2 * MB) is not None
+    pool.close()
+
+
+def test_idle_ones_go_after_a_while() -> None:
+    pool, before = SharedPool(4 * MB), len(os.listdir("/proc/self/fd"))
+    common(pool)
+    now = time.monotonic()
+    pool.trim(now)
+    assert any(pool._bytes.values())
+    pool.trim(now + 2 * KEEP)
+    assert not any(pool._bytes.values())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_tensor_outlives_the_pool() -> None:
+    pool = SharedPool(4 * MB)
+    tensor = common(pool)
+    loan = pool.lend(tensor)
+    assert loan is not None
+    pool.close()
+    tensor.fill_(3)
+    assert int(tensor.sum()) == 3 * MB
+    assert pool.lend(tensor) is None
+    assert pool.common(MB) is None
+    pool.give_back([loan.number])
+    del tensor
+    assert pool.trim(0.0) == []
+
+
+def test_nobody_else_can_map_it_for_writing() -> None:
+    pool = SharedPool(4 * MB)
+    tensor = common(pool)
+    loan = pool.lend(tensor)
+    assert loan is not None
+    try:
+        mmap.mmap(loan.block.fd, MB)
+    except PermissionError:
+        pass
+    else:
+        pytest.skip("this kernel has no such seal")
+    pool.close()
+
+
+# Over connections
+
+_kept: dict[str, torch.Tensor] = {}
+
+
+def keep(name: str, value: torch.Tensor) -> None:
+    _kept[name] = value
+
+
+def scribble(value: torch.Tensor) -> float:
+    value.add_(1)
+    return float(value.sum())
+
+
+def total(value: torch.Tensor) -> float:
+    return float(value.sum())
+
+
+def total_of(name: str) -> float:
+    return float(_kept.pop(name).sum())
+
+
+def mapped() -> tuple[int, int]:
+    """Descriptors and mappings of memory files of this process."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        return len(os.listdir("/proc/self/fd")), sum("memfd:telegrad" in line for line in maps)
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_many_receivers_that_write_do_no_harm(way: str) -> None:
+    with agents(4, transport=way) as workers:
+        agent = workers[0].agent
+        tensor = agent.common(MB).view(torch.float32)
+        tensor.fill_(1)
+        count = tensor.numel()
+        for _ in range(3):
+            futures = [agent.call_async(f"w{rank}", scribble, (tensor,), None) for rank in (1, 2, 3)]
+            assert [future.wait() for future in futures] == [2 * count] * 3
+        assert float(tensor.sum()) == count
+        pool = agent._connections._pool
+        assert bool(pool._common) is (way == "unix")
+        assert not pool._free  # nothing was copied into others
+        until(lambda: pool.lent == 0)
+
+
+def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
+    with agents(2, transport="unix") as workers:
+        answer = workers[1].agent.common(MB)
+        answer.fill_(5)
+        _kept["answer"] = answer
+        assert torch.equal(workers[0].agent.call("w1", _kept.get, ("answer",), None), answer)
+        pool = workers[1].agent._connections._pool
+        assert not pool._free
+        small = workers[1].agent.common(1024)
+        assert small.numel() == 1024
+        assert len(pool._common) == 1
+        _kept.clear()
+
+
+def test_without_room_it_is_plain_memory() -> None:
+    with agents(2, transport="unix", shared_memory=2 * MB) as workers:
+        agent = workers[0].agent
+        held = [agent.common(MB) for _ in range(4)]
+        assert len(agent._connections._pool._common) == 2
+        for tensor in held:
+            tensor.fill_(2)
+            assert agent.call("w1", total, (tensor,), None) == 2 * MB
+
+
+def test_a_first_message_that_waits_for_its_connection_lends_it() -> None:
+    with agents(3, transport="unix") as workers:
+        agent = workers[0].agent
+        tensor = agent.common(MB)
+        tensor.fill_(1)
+        futures = [agent.call_async(f"w{rank}", total, (tensor,), None) for rank in (1, 2)]
+        assert [future.wait() for future in futures] == [MB, MB]
+        assert not agent._connections._pool._free
+
+
+def test_a_receiver_that_is_killed_spoils_it_and_leaves_the_others_alone() -> None:
+    with group(3) as made:
+        made[0].run(_publish)
+        made[0].run(_send_to_both)
+        made[1].kill()
+        assert made[0].run(_after_the_death)
+
+
+def _publish() -> None:
+    from telegrad.rpc import current
+
+    _kept["source"] = current.agent().common(MB)
+    _kept["source"].fill_(1)
+
+
+def _send_to_both() -> None:
+    from telegrad.rpc import current
+
+    for rank in (1, 2):
+        current.agent().call(f"worker{rank}", keep, ("it", _kept["source"]), None)
+
+
+def _after_the_death() -> bool:
+    from telegrad.rpc import current
+
+    agent = current.agent()
+    pool = agent._connections._pool
+    until(lambda: pool.lent == 1)  # that of the dead one was given up
+    agent.call("worker2", keep, ("again", _kept["source"]), None)  # the others can be lent more
+    _kept.clear()
+    for name in ("it", "again"):
+        assert agent.call("worker2", total_of, (name,), None) == MB
+    gc.collect()
+    until(lambda: not any(pool._bytes.values()))
+    return pool.lent == 0
+
+
+def test_many_messages_leave_no_descriptor_and_no_mapping() -> None:
+    with group(2) as made:
+        made[0].run(_publish)
+        made[0].run(_send_often, 20)
+        before = [each.run(mapped) for each in made]
+        made[0].run(_send_often, 300)
+        made[0].run(_release)
+        assert [each.run(mapped) for each in made] == before
+
+
+def _send_often(times: int) -> None:
+    from telegrad.rpc import current
+
+    agent = current.agent()
+    for _ in range(times // 20):
+        futures = [agent.call_async("worker1", total, (_kept["source"],), None) for _ in range(20)]
+        assert [future.wait() for future in futures] == [MB] * 20
+    _release()
+
+
+def _release() -> None:
+    from telegrad.rpc import current
+
+    until(lambda: current.agent()._connections._pool.lent == 0)
