@@ -179,7 +179,12 @@ def test_the_checks_find_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "boot"], ids=str)  # which is run, not imported
 def test_public_names_exist(path: pathlib.Path) -> None:
-    module = importlib.import_module(dotted(path))
+    try:
+        module = importlib.import_module(dotted(path))
+    except ImportError as error:
+        if "pip install 'telegrad[torchrl]'" not in str(error):  # the only extra that is not among those for developers
+            raise
+        pytest.skip(str(error))
     assert all(hasattr(module, name) for name in getattr(module, "__all__", []))
 
 
