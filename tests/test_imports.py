@@ -26,7 +26,8 @@ FLOORS = [
     {"rpc"},
     {"nn"},
     {"optim"},
-    {"checkpoint", "insight"},
+    {"checkpoint", "weights"},
+    {"insight"},
     {"compat"},
 ]
 PURE = [
@@ -50,6 +51,11 @@ PURE = [
     "nn/schedule.py",
     "nn/ties.py",
     "nn/agenda.py",
+    "weights/words.py",
+    "weights/versions.py",
+    "weights/chain.py",
+    "weights/feed.py",
+    "weights/follower.py",
     "insight/finding.py",
     "insight/waits.py",
     "insight/paths.py",
