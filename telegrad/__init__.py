@@ -11,12 +11,24 @@ from telegrad import errors
 from telegrad.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc
+    from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc, weights
     from telegrad.hosting import LocalGroup
 
-__all__ = ["__version__", "autograd", "checkpoint", "compat", "errors", "insight", "local", "nn", "optim", "rpc"]
+__all__ = [
+    "__version__",
+    "autograd",
+    "checkpoint",
+    "compat",
+    "errors",
+    "insight",
+    "local",
+    "nn",
+    "optim",
+    "rpc",
+    "weights",
+]
 
-_ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc")
+_ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc", "weights")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -6,6 +6,7 @@ TelegradError (RuntimeError)
 │   ├── AlreadyInitialized     `init_rpc` twice without `shutdown` between
 │   ├── InvalidName            a worker name with forbidden characters
 │   ├── UnknownWorker          no worker of that name or rank
+│   ├── UnknownPublisher       the worker publishes no weights of that name
 │   ├── NotOwner               the value of a reference was asked for where it is not
 │   ├── InvalidArgument (TypeError, ValueError) an argument is of the wrong kind, or out of range
 │   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
@@ -17,6 +18,7 @@ TelegradError (RuntimeError)
 │   └── GroupIncomplete        not all workers came in time
 ├── PeerError                  the other worker, or the way to it
 │   ├── PeerLost               it died, or its connection broke
+│   │   └── PublisherLost      who published weights has gone, or has closed the publisher
 │   ├── PeerUnreachable        no connection could be made
 │   ├── HandshakeError         it is not who it should be
 │   │   ├── AuthenticationFailed
@@ -70,6 +72,7 @@ __all__ = [
     "PeerLost",
     "PeerUnreachable",
     "ProtocolViolation",
+    "PublisherLost",
     "RRefError",
     "RRefLost",
     "RemoteError",
@@ -80,6 +83,7 @@ __all__ = [
     "StoreUnreachable",
     "TelegradError",
     "TelegradWarning",
+    "UnknownPublisher",
     "UnknownWorker",
     "UnusedSends",
     "UsageError",
@@ -111,6 +115,10 @@ class InvalidName(UsageError, ValueError):
 
 class UnknownWorker(UsageError, ValueError):
     """No worker of that name or rank is in the group."""
+
+
+class UnknownPublisher(UsageError, ValueError):
+    """A worker publishes no weights under that name."""
 
 
 class NotOwner(UsageError):
@@ -155,6 +163,10 @@ class PeerError(TelegradError):
 
 class PeerLost(PeerError, ConnectionError):
     """The worker died or its connection broke; calls in flight may or may not have run."""
+
+
+class PublisherLost(PeerLost):
+    """Who published weights has died, cannot be reached, or has closed the publisher; versions that are here stay."""
 
 
 class PeerUnreachable(PeerError, ConnectionError):
