@@ -33,6 +33,11 @@ class Chain:
     def __contains__(self, party: Party) -> bool:
         return party in self._host_of
 
+    @property
+    def leaves_the_host(self) -> bool:
+        """Whether anybody is on another."""
+        return bool(self._hosts.keys() - {self._host})
+
     def __iter__(self) -> Iterator[Party]:
         return iter([*self._host_of])
 

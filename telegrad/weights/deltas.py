@@ -47,8 +47,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GAPS = {1: torch.uint8, 2: torch.uint16}
 
 
-def encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+def encode(old: Sequence[Tensor], new: Sequence[Tensor], small: bool = True) -> Tensor:
     """What `apply` needs to make `new` of `old`, which lie on the host and are of the same types and shapes.
+
+    Not `small`: without planes, which take ten times as long.
 
     Raises:
         UsageError: they are of others.
@@ -58,7 +60,7 @@ def encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
         raise UsageError("a delta is made between tensors of the same number, types and shapes")
     parts = [_bytes(HEAD.pack(MARK, 0, digest))]
     for before, after in zip(_pieces(old), _pieces(new), strict=True):
-        parts += _encode_piece(_joined(before), _joined(after))
+        parts += _encode_piece(_joined(before), _joined(after), small)
     delta = torch.cat(parts)
     room = memory(delta)
     HEAD.pack_into(room, 0, MARK, zlib.crc32(room[SUMMED:]), digest)
@@ -136,7 +138,7 @@ def _checksum(row: Row) -> int:
 # To bytes
 
 
-def _encode_piece(old: Row, new: Row) -> list[Tensor]:
+def _encode_piece(old: Row, new: Row, small: bool) -> list[Tensor]:
     """The parts of a piece, in the way that takes the fewest bytes."""
     changed = (old != new).nonzero().view(-1)
     way, gap, count, parts = SAME, 0, 0, []
@@ -151,7 +153,7 @@ def _encode_piece(old: Row, new: Row) -> list[Tensor]:
                 len(gaps),
                 [gaps.view(torch.uint8), values.view(torch.uint8)],
             )
-        planes = _planes(old ^ new, sum(map(len, parts)))
+        planes = _planes(old ^ new, sum(map(len, parts))) if small else None
         if planes:
             way, gap, count, parts = PLANES, 0, len(new), planes
     head = _bytes(PIECE_HEAD.pack(way, gap, count, _checksum(new)))

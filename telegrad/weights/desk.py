@@ -17,6 +17,7 @@ from torch import Tensor
 from telegrad.agent.agent import Agent
 from telegrad.errors import PeerError, TelegradError, UsageError
 from telegrad.group.members import Identity
+from telegrad.weights.changes import Changes
 from telegrad.weights.versions import Shelf
 from telegrad.weights.words import Forgot, Leave, Lent, Out, Party, Piece
 
@@ -49,6 +50,7 @@ class Box:
         self.me = me
         self.changed = threading.Condition()  # guards the machine, and all below
         self.stock: dict[int, Tensor] = {}  # the memory of the versions that are here
+        self.changes = Changes()  # between versions
         self.steps = 0  # of the machine
         self._desk = desk
         self._machine = machine
@@ -57,7 +59,7 @@ class Box:
         """Have the machine do something, and say what it wants said."""
         with self.changed:
             out = act()
-            parcels = [(to, word, self._bytes_of(word)) for to, word in out]
+            parcels = [(to, *self._with_bytes(word)) for to, word in out]
             shelf = self._machine.shelf
             for number in [number for number in self.stock if number not in shelf.about]:
                 del self.stock[number]
@@ -77,12 +79,14 @@ class Box:
     def look(self) -> None:
         """Now and then."""
 
-    def _bytes_of(self, word: Any) -> Sequence[Tensor]:
+    def _with_bytes(self, word: Any) -> tuple[Any, Sequence[Tensor]]:
         if isinstance(word, Lent):
-            return (self.stock[word.number],)
+            return word, (self.stock[word.number],)
         if isinstance(word, Piece):
-            return (self.piece(word),)
-        return ()
+            whole = self.piece(word)
+            deltas = self.changes.between(word.base, word.number, word.piece, len(whole))
+            return (word, deltas) if deltas else (word._replace(base=0), (whole,))
+        return word, ()
 
     def piece(self, word: Piece) -> Tensor:
         """Where its bytes are, or shall be."""

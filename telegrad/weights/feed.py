@@ -23,6 +23,11 @@ class Feed:
         self._chain = Chain(me, host)
         self._keep = keep
 
+    @property
+    def leaves_the_host(self) -> bool:
+        """Whether anybody subscribes on another."""
+        return self._chain.leaves_the_host
+
     def publish(self, about: About) -> Out:
         """A version is here; its number is the shelf's newest."""
         number = self.shelf.newest + 1

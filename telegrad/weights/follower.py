@@ -46,6 +46,7 @@ class Follower:
         self._want: Fetch | None = None  # of the user, where versions are lent
         self._number = 0  # of the version whose pieces are being fetched, or 0
         self._asked: set[int] = set()
+        self._distrusted = 0  # the version whose changes do not fit
         self._layouts: dict[int, bytes] = {}  # the last one's description, and those of what is here
         self._looks = 0  # since something came
 
@@ -83,6 +84,11 @@ class Follower:
     def expects(self, word: Piece) -> bool:
         """Whether the bytes of a piece are to be kept."""
         return word.piece in self.shelf.missing(word.number)
+
+    def distrust(self, number: int) -> Out:
+        """What has changed in a version does not fit what is here: let all of it come."""
+        self._distrusted = number
+        return self._again() if number == self._number else []
 
     def want(self, least: int, exact: bool, patient: bool) -> Out:
         """The user wants a version that is not here."""
@@ -210,7 +216,14 @@ class Follower:
             return out + self._pursue()
         fresh = [piece for piece in missing if piece not in self._asked][: WINDOW - len(self._asked)]
         self._asked.update(fresh)
-        return [(self.source, Ask(self._number, piece)) for piece in fresh]
+        base = self._base()
+        return [(self.source, Ask(self._number, piece, base)) for piece in fresh]
+
+    def _base(self) -> int:
+        """A version that is here, from which changes may lead to the one that is being fetched; or 0."""
+        base, number, about = self.shelf.newest_whole(), self._number, self.shelf.about
+        fits = 0 < base < number != self._distrusted and about[base].layout == about[number].layout
+        return base if fits else 0
 
     def _drop(self) -> Out:
         number, self._number = self._number, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -9,15 +10,16 @@ from torch import Tensor
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.naming import known_as
-from telegrad.errors import PublisherLost, TelegradError, UnknownPublisher
+from telegrad.errors import DeltaRefused, PublisherLost, TelegradError, UnknownPublisher
 from telegrad.group.members import Identity, listed
 from telegrad.rpc import current
+from telegrad.weights.changes import renew
 from telegrad.weights.desk import LOOK, Box, Desk
 from telegrad.weights.follower import Follower
 from telegrad.weights.layout import Layout
 from telegrad.weights.publisher import PublisherBox
 from telegrad.weights.version import Version
-from telegrad.weights.words import Forgot, Leave, Lent, Opened, Over, Party, Piece
+from telegrad.weights.words import About, Forgot, Leave, Lent, Opened, Over, Party, Piece
 
 MARGIN = 5.0  # seconds more for a call than for what it waits for
 
@@ -111,7 +113,7 @@ class SubscriberBox(Box):
                 self.steps += 1
                 self.changed.notify_all()
         elif isinstance(word, Piece):
-            self._store(sender, word, tensors[0])
+            self._store(sender, word, tensors)
         else:
             memory = tensors[0] if isinstance(word, Lent) else None
             if isinstance(word, Opened):
@@ -123,12 +125,33 @@ class SubscriberBox(Box):
             self.stock[word.number] = memory
         return self.machine.receive(sender, word)
 
-    def _store(self, sender: Party, word: Piece, content: Tensor) -> None:
+    def _store(self, sender: Party, word: Piece, content: Sequence[Tensor]) -> None:
         with self.changed:
-            place = self.piece(word) if self.machine.expects(word) else None
-        if place is not None:
-            place.copy_(content)
-        self.step(lambda: self.machine.receive(sender, word) if place is not None else [])
+            if not self.machine.expects(word):
+                return
+            place, about = self.piece(word), self.machine.shelf.about[word.number]
+            new, old = self.stock[word.number], self.stock.get(word.base)
+        if word.base:
+            try:
+                renew(self._layout(about), about, old, new, word.piece, content)
+            except DeltaRefused:
+                self.step(lambda: self.machine.distrust(word.number))
+                return
+        else:
+            place.copy_(content[0])
+        self.step(lambda: self._stored(sender, word, content, about.size))
+
+    def _stored(self, sender: Party, word: Piece, content: Sequence[Tensor], size: int) -> Any:
+        for number, delta in enumerate(content if word.base else (), word.base + 1):
+            self.changes.keep(number, word.piece, delta, size)
+        return self.machine.receive(sender, word)
+
+    def _layout(self, about: About) -> Layout:
+        layout = self._layouts.get(about.layout)
+        if layout is None:
+            layout = Layout(about.layout, about.description)
+            self._layouts = {about.layout: layout}
+        return layout
 
     # What its user wants
 
@@ -148,11 +171,7 @@ class SubscriberBox(Box):
             if number < least or not shelf.is_whole(number):
                 return None
             about, memory = shelf.about[number], self.stock[number]
-            layout = self._layouts.get(about.layout)
-        if layout is None:
-            layout = Layout(about.layout, about.description)
-            self._layouts = {about.layout: layout}
-        return Version(number, layout, memory)
+        return Version(number, self._layout(about), memory)
 
     def is_newer_here(self, number: int) -> bool:
         return self.machine.shelf.newest_whole() > number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import InvalidArgument
+from telegrad.weights.rounding import Rounding, named, published_type
 from telegrad.wire.pickling import decode, encode
 
 ALIGNED = 64  # bytes: of a line of the processor's cache
@@ -50,6 +52,15 @@ class Layout:
                 for dtype, shape, start, end in self._places
             ]
 
+    def parts(self, memory: Tensor, start: int, end: int) -> list[Tensor]:
+        """The tensors between two places in it, or their elements there, in rows; the places part no element."""
+        found = []
+        for dtype, _, first, last in self._places[bisect_right(self._places, start, key=lambda place: place[3]) :]:
+            if first >= end:
+                break
+            found.append(memory[max(first, start) : min(last, end)].view(dtype))
+        return found
+
     def tree(self, memory: Tensor) -> Any:
         """What lies in it."""
         views = self.views(memory)
@@ -64,7 +75,8 @@ class Layout:
 class Layouts:
     """Those of one publisher: the last one, as long as trees have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: Rounding = None) -> None:
+        self._rounding = rounding
         self._last: Layout | None = None
         self._kind: _Kind | None = None  # of the last tree, where it is known by that
 
@@ -85,7 +97,11 @@ class Layouts:
             _check(tensor)
         slots = _slots(tensors)
         firsts = [*dict(zip(reversed(slots), reversed(tensors), strict=True)).values()][::-1]
-        specs = [(tensor.dtype, tuple(tensor.shape)) for tensor in firsts]
+        names = {_identity(tensor): name for name, tensor in named(tree)} if callable(self._rounding) else {}
+        specs = [
+            (published_type(self._rounding, names.get(_identity(tensor), ""), tensor), tuple(tensor.shape))
+            for tensor in firsts
+        ]
         description = pickle.dumps((bytes(body), specs, slots), 5)
         if self._last is None or description != self._last.description:
             self._last = Layout(self._last.number + 1 if self._last else 1, description)

@@ -7,14 +7,18 @@ import weakref
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from telegrad.agent.compiling import not_compiled
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.group.members import listed
 from telegrad.progress import Wait
 from telegrad.rpc import current
+from telegrad.weights.changes import Deltas, Finder
 from telegrad.weights.desk import LOOK, Box, Desk
 from telegrad.weights.feed import Feed
-from telegrad.weights.layout import Layouts
+from telegrad.weights.layout import Layout, Layouts
+from telegrad.weights.rounding import Rounding
 from telegrad.weights.sources import read_from
 from telegrad.weights.words import About, Out, Party
 
@@ -31,6 +35,12 @@ class Publisher:
     The source is a module, a `RemoteModule`, a `Pipeline`, a reference to a module, a state dict or any other tree of
     tensors, or a function that gives one. It is read at each `publish`, and then only.
 
+    `dtype`: floating numbers that take more room are rounded to this type, such as `torch.bfloat16`; or a function of
+    a tensor's name and the tensor that gives its type, or None to leave it as it is.
+
+    `deltas`: other hosts that have the version before get only what has changed since. "fast" finds what is the same;
+    "small" also takes a second per 100 MB to deflate the bits that flip, which pays on links slower than that; "off".
+
     `keep`: so many of the last versions are kept for who iterates over all of them and has not come to them yet.
 
     Raises:
@@ -38,17 +48,22 @@ class Publisher:
         InvalidArgument: nothing can be published from that source.
     """
 
-    def __init__(self, name: str, source: Any, keep: int = KEEP) -> None:
+    def __init__(
+        self, name: str, source: Any, keep: int = KEEP, dtype: Rounding = None, deltas: Deltas = "fast"
+    ) -> None:
         if not isinstance(name, str) or not name:
             raise UsageError(f'a publisher has a name: Publisher("policy", model), not {name!r}')
         if not isinstance(keep, int) or keep < 1:
             raise UsageError(f"a publisher keeps one version or more, not {keep!r}")
+        if deltas not in ("off", "fast", "small"):
+            raise UsageError(f'deltas are "off", "fast" or "small", not {deltas!r}')
         self.name = name
         self._read = read_from(source)
         worker = current.here()
         self._agent = worker.agent
         self._desk = worker.attached(Desk)
-        self._layouts = Layouts()
+        self._layouts = Layouts(dtype)
+        self._finder = Finder(deltas)
         self._box = PublisherBox(self._desk, secrets.token_hex(8), keep)
         self._desk.publish(name, self._box)
         self._end = weakref.finalize(self, _close_later, self._desk, name, self._box)
@@ -71,7 +86,7 @@ class Publisher:
         layout, tensors = self._layouts.of(self._read())
         memory = self._agent.common(layout.size)
         layout.fill(memory, tensors)
-        number = self._box.publish(About(layout.number, layout.description, layout.size, PIECE), memory)
+        number = self._box.publish(layout, memory, self._finder)
         if wait is not None:
             self._wait_for_readers(number, wait)
         return number
@@ -141,17 +156,30 @@ class PublisherBox(Box):
         self.feed_ = Feed(me, desk.agent.me.host, keep)
         super().__init__(desk, feed, me, self.feed_)
 
-    def publish(self, about: About, memory: Any) -> int:
+    def publish(self, layout: Layout, memory: Tensor, finder: Finder) -> int:
+        about = About(layout.number, layout.description, layout.size, PIECE)
+        base, old = self._base(about)
+        found = finder.find(layout, about, old, memory) if old is not None else {}
         number = 0
 
         def put() -> Out:
             nonlocal number
             number = self.feed_.shelf.newest + 1
             self.stock[number] = memory
+            for piece, delta in found.items() if number == base + 1 else ():
+                self.changes.keep(number, piece, delta, about.size)
             return self.feed_.publish(about)
 
         self.step(put)
         return number
+
+    def _base(self, about: About) -> tuple[int, Tensor | None]:
+        """The newest version, whose memory is given where others may want what changes in it."""
+        with self.changed:
+            shelf = self.feed_.shelf
+            last = shelf.about.get(shelf.newest)
+            fits = last is not None and last.layout == about.layout and self.feed_.leaves_the_host
+            return shelf.newest, self.stock[shelf.newest] if fits else None
 
     def look(self) -> None:
         self.step(self.feed_.look)

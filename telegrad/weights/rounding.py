@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,3 +32,12 @@ def published_type(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype
             f"{name!r} cannot be published as {chosen}: weights are rounded to floating numbers, such as torch.bfloat16"
         )
     return chosen
+
+
+def named(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree of dictionaries, lists and tuples, with the way to each, such as `layers.0.weight`."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from named(part, f"{name}.{key}" if name else str(key))

@@ -21,7 +21,7 @@ class Shelf:
         self.about: dict[int, About] = {}
         self._missing: dict[int, set[int]] = {}  # pieces of those that are not whole
         self._wants: dict[Party, Fetch] = {}  # that cannot be answered yet
-        self._asks: dict[tuple[int, int], list[Party]] = {}  # likewise, by version and piece
+        self._asks: dict[tuple[int, int], list[tuple[Party, int]]] = {}  # likewise, by version and piece; with bases
         self._reads: dict[Party, int] = {}  # who is at the pieces of which version
 
     # What is here
@@ -54,7 +54,7 @@ class Shelf:
         if missing is None or piece not in missing:
             return []
         missing.remove(piece)
-        out: Out = [(reader, Piece(number, piece)) for reader in self._asks.pop((number, piece), ())]
+        out: Out = [(reader, Piece(number, piece, base)) for reader, base in self._asks.pop((number, piece), ())]
         if missing:
             return out
         del self._missing[number]
@@ -89,13 +89,13 @@ class Shelf:
         return self._settle()
 
     def ask(self, reader: Party, asked: Ask) -> Out:
-        number, piece = asked
+        number, piece, base = asked
         if self._reads.get(reader) != number:
             return []  # it has asked before it heard that this version was dropped
         if piece in self._missing.get(number, ()):
-            self._asks.setdefault((number, piece), []).append(reader)
+            self._asks.setdefault((number, piece), []).append((reader, base))
             return []
-        return [(reader, Piece(number, piece))]
+        return [(reader, Piece(number, piece, base))]
 
     def done(self, reader: Party, number: int) -> Out:
         if self._reads.get(reader) == number:
@@ -116,10 +116,8 @@ class Shelf:
 
     def _end_read(self, reader: Party) -> None:
         if self._reads.pop(reader, None) is not None:
-            for readers in self._asks.values():
-                while reader in readers:
-                    readers.remove(reader)
-            self._asks = {asked: readers for asked, readers in self._asks.items() if readers}
+            rest = {asked: [each for each in asks if each[0] != reader] for asked, asks in self._asks.items()}
+            self._asks = {asked: asks for asked, asks in rest.items() if asks}
 
     # What follows
 

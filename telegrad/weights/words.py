@@ -93,10 +93,11 @@ class Fetch(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """One piece, once it is there."""
+    """One piece, once it is there; what has changed in it since a version that the reader has will do."""
 
     number: int
     piece: int
+    base: int = 0  # that version
 
 
 class Done(NamedTuple):
@@ -123,10 +124,11 @@ class Opened(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Its bytes go along."""
+    """Its bytes go along, or what has changed in it."""
 
     number: int
     piece: int
+    base: int = 0  # since which version
 
 
 class Refused(NamedTuple):
