@@ -133,6 +133,8 @@ class SubscriberBox(Box):
             new, old = self.stock[word.number], self.stock.get(word.base)
         if word.base:
             try:
+                if old is None:
+                    raise DeltaRefused(f"a delta leads from version {word.base}, which is not here any more")
                 renew(self._layout(about), about, old, new, word.piece, content)
             except DeltaRefused:
                 self.step(lambda: self.machine.distrust(word.number))

@@ -86,8 +86,8 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
     # Both
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_publisher": None, "_state": {}, "_sender_transports": None, "_receiver_transport": None}
-        return super().__getstate__() | own  # type: ignore[no-any-return]
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_publisher": None, "_state": {}, "_sender_transports": None, "_receiver_transport": None}
 
     def shutdown(self) -> None:
         """Publish and read no more."""

@@ -1,6 +1,7 @@
 """A feed of versions under a seeded scheduler: hosts, slow readers, late ones, deaths, and connections that break.
 
-    W1  whole       what a reader takes is one version: all its pieces are of the number that it has
+    W1  whole       what a reader takes is one version: all its pieces are of the number that it has, also where it
+                    was told no more of them than what has changed since another
     W2  forward     the numbers that a reader takes grow
     W3  every       who wants every version misses none, as long as it is no more than `KEEP` behind
     W4  free        the publisher never waits, and keeps no more than it must
@@ -184,7 +185,10 @@ class World:
             if isinstance(word, Lent):
                 content = stock[word.number]
             elif isinstance(word, Piece):
+                assert set(stock[word.number]) >= {word.piece}, "W1"
                 content = {word.piece: stock[word.number][word.piece]}
+                if self.random.random() < 0.5:
+                    word = word._replace(base=0)  # what has changed is not known here
             if to.worker in self.living():
                 self.lines.setdefault((sender.worker, to.worker), []).append((sender, to, word, content))
             elif (sender.worker, to.worker) not in self.losses:
@@ -210,6 +214,10 @@ class World:
             return
         if isinstance(word, Piece) and machine.expects(word):
             assert content is not None
+            if word.base and (word.base not in reader.stock or self.random.random() < 0.05):
+                self.send(reader.party, machine.distrust(word.number), reader)
+                return
+            assert not word.base or machine.shelf.is_whole(word.base), "W1: from one that is not whole"
             reader.stock[word.number] |= content
         out = machine.receive(sender, word)
         if isinstance(word, Lent):
