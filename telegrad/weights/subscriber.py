@@ -41,7 +41,7 @@ class Subscriber:
         to = self._agent.identify(worker.name if isinstance(worker, WorkerInfo) else worker)
         self.worker = to.name
         desk = here.attached(Desk)
-        limit = self._agent.timeout if timeout == DEFAULT else seconds(timeout)
+        limit = self._limit(timeout)
         with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
             feed = find_feed(self._agent, to, name, limit)
         self._box = SubscriberBox(desk, feed, name, to)
@@ -125,6 +125,14 @@ class Subscriber:
             self._every = False
             self._box.taken(self.version, False)
 
+    def _after(self, number: int, timeout: float) -> Version:
+        """The version that follows that one, or the oldest later one that is kept.
+
+        From now on, all that come are kept for this reader.
+        """
+        self._every = True
+        return self._obtain("after", lambda: self._box.next_after(number), True, timeout)
+
     @property
     def version(self) -> int:
         """The number of the version that was taken last; 0 before the first."""
@@ -155,7 +163,7 @@ class Subscriber:
 
     def _obtain(self, what: str, least: Callable[[], int], exact: bool, timeout: float) -> Version:
         box, agent = self._box, self._agent
-        limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
+        limit = self._limit(timeout)
         until = monotonic() + limit if limit else float("inf")
 
         def text() -> str:
@@ -181,6 +189,9 @@ class Subscriber:
                 wait.look()
                 with box.changed:
                     box.changed.wait_for(lambda steps=steps: box.steps != steps, min(left, LOOK))  # type: ignore[misc]
+
+    def _limit(self, timeout: float) -> float:
+        return self._agent.timeout if timeout == DEFAULT else seconds(timeout)
 
     def _story(self, doing: str) -> str:
         return f"{doing} of {self.name!r} on worker {self.worker!r}"
