@@ -64,8 +64,7 @@ class SubscriberBox(Box):
         with self.changed:
             self._joining = False
             self._trouble = trouble
-            self.steps += 1
-            self.changed.notify_all()
+        self.tell()
 
     def check(self) -> None:
         """Raise PublisherLost where that is so; one that is out of reach is asked once more."""
@@ -106,10 +105,8 @@ class SubscriberBox(Box):
         if sender == self._source and isinstance(word, Forgot):
             self.join()
         elif isinstance(word, Over):
-            with self.changed:
-                self.over = True
-                self.steps += 1
-                self.changed.notify_all()
+            self.over = True
+            self.tell()
         elif isinstance(word, Piece):
             self._store(sender, word, tensors[0])
         else:
@@ -117,6 +114,7 @@ class SubscriberBox(Box):
             if isinstance(word, Opened):
                 memory = self._desk.agent.common(word.about.size)
             self.step(lambda: self._received(sender, word, memory))
+            self.tell()
 
     def _received(self, sender: Party, word: Any, memory: Tensor | None) -> Any:
         if memory is not None and word.number not in self.machine.shelf.about:
@@ -128,7 +126,9 @@ class SubscriberBox(Box):
             place = self.piece(word) if self.machine.expects(word) else None
         if place is not None:
             place.copy_(content)
-        self.step(lambda: self.machine.receive(sender, word) if place is not None else [])
+            self.step(lambda: self.machine.receive(sender, word))
+            if self.machine.shelf.is_whole(word.number):
+                self.tell()
 
     # What its user wants
 
@@ -174,6 +174,9 @@ class SubscriberBox(Box):
     def taken(self, number: int, every: bool) -> None:
         self._taken = number, every
         self.step(lambda: self.machine.taken(number, every))
+        source = self.machine.source
+        if source is not None:  # which fills the memory of old versions anew
+            self._desk.agent.give_back(source.worker)
 
 
 def _failure(done: Any) -> str:
