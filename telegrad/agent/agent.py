@@ -247,6 +247,11 @@ class Agent:
         """
         return self._connections.common(size)
 
+    def give_back(self, to: str) -> None:
+        """Tell a worker at once which of the memory that it has lent is free; else that goes with what is said next."""
+        for link in self._connections.accepted_from((to,)):
+            link.release()
+
     def expect(self, to: str | int) -> None:
         """Have the answers of a worker read as they come, if nobody does."""
         self._connections.peer(to).expect()

@@ -51,7 +51,7 @@ class Box:
         self.changed = threading.Condition()  # guards the machine, and all below
         self.stock: dict[int, Tensor] = {}  # the memory of the versions that are here
         self.changes = Changes()  # between versions
-        self.steps = 0  # of the machine
+        self.heard = 0  # how often something has changed for who waits
         self._desk = desk
         self._machine = machine
 
@@ -63,18 +63,24 @@ class Box:
             shelf = self._machine.shelf
             for number in [number for number in self.stock if number not in shelf.about]:
                 del self.stock[number]
-            self.steps += 1
-            self.changed.notify_all()
         for to, word, tensors in parcels:
             self._desk.send(self, to, word, tensors)
 
     def take(self, sender: Party, word: Any, tensors: Sequence[Tensor]) -> None:
         """Somebody says something."""
         self.step(lambda: self._machine.receive(sender, word))
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake who waits."""
+        with self.changed:
+            self.heard += 1
+            self.changed.notify_all()
 
     def lost(self, incarnation: str) -> None:
         """A connection with that worker has ended."""
         self.step(lambda: self._machine.lost(incarnation))
+        self.tell()
 
     def look(self) -> None:
         """Now and then."""

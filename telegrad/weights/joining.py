@@ -66,8 +66,7 @@ class SubscriberBox(Box):
         with self.changed:
             self._joining = False
             self._trouble = trouble
-            self.steps += 1
-            self.changed.notify_all()
+        self.tell()
 
     def check(self) -> None:
         """Raise PublisherLost where that is so; one that is out of reach is asked once more."""
@@ -108,10 +107,8 @@ class SubscriberBox(Box):
         if sender == self._source and isinstance(word, Forgot):
             self.join()
         elif isinstance(word, Over):
-            with self.changed:
-                self.over = True
-                self.steps += 1
-                self.changed.notify_all()
+            self.over = True
+            self.tell()
         elif isinstance(word, Piece):
             self._store(sender, word, tensors)
         else:
@@ -119,6 +116,7 @@ class SubscriberBox(Box):
             if isinstance(word, Opened):
                 memory = self._desk.agent.common(word.about.size)
             self.step(lambda: self._received(sender, word, memory))
+            self.tell()
 
     def _received(self, sender: Party, word: Any, memory: Tensor | None) -> Any:
         if memory is not None and word.number not in self.machine.shelf.about:
@@ -142,6 +140,8 @@ class SubscriberBox(Box):
         else:
             place.copy_(content[0])
         self.step(lambda: self._stored(sender, word, content, about.size))
+        if self.machine.shelf.is_whole(word.number):
+            self.tell()
 
     def _stored(self, sender: Party, word: Piece, content: Sequence[Tensor], size: int) -> Any:
         for number, delta in enumerate(content if word.base else (), word.base + 1):
@@ -195,6 +195,9 @@ class SubscriberBox(Box):
     def taken(self, number: int, every: bool) -> None:
         self._taken = number, every
         self.step(lambda: self.machine.taken(number, every))
+        source = self.machine.source
+        if source is not None:  # which fills the memory of old versions anew
+            self._desk.agent.give_back(source.worker)
 
 
 def _failure(done: Any) -> str:

@@ -68,8 +68,9 @@ class Layout:
 
     def fill(self, memory: Tensor, tensors: list[Tensor]) -> None:
         """Copy the tensors of a tree into it."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.views(memory), tensors)
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self.views(memory), tensors)
 
 
 class Layouts:

@@ -174,7 +174,7 @@ class Subscriber:
             while True:
                 if not self._end.alive:
                     raise UsageError(f"the subscriber to {self.name!r} was closed: make a new one")
-                steps = box.steps
+                heard = box.heard
                 found = box.find(least(), exact)
                 if found is not None:
                     return self._take(found)
@@ -188,7 +188,7 @@ class Subscriber:
                     )
                 wait.look()
                 with box.changed:
-                    box.changed.wait_for(lambda steps=steps: box.steps != steps, min(left, LOOK))  # type: ignore[misc]
+                    box.changed.wait_for(lambda heard=heard: box.heard != heard, min(left, LOOK))  # type: ignore[misc]
 
     def _limit(self, timeout: float) -> float:
         return self._agent.timeout if timeout == DEFAULT else seconds(timeout)

@@ -250,7 +250,11 @@ def test_from_modules_elsewhere() -> None:
         with speaking_for(learner):
             remote = RemoteModule("w1", nn.Linear, (5, 3))
             pipeline = Pipeline([remote, nn.Linear(3, 2)])
-            publishers = [Publisher("remote", remote), Publisher("pipeline", pipeline), Publisher("ref", rpc.RRef(remote))]
+            publishers = [
+                Publisher("remote", remote),
+                Publisher("pipeline", pipeline),
+                Publisher("ref", rpc.RRef(remote)),
+            ]
             for each in publishers[:2]:
                 each.publish()
             wanted = [remote.state_dict(), pipeline.state_dict()]
@@ -279,7 +283,9 @@ def test_what_is_said_of_mistakes() -> None:
             on(learner, Publisher, "other", {"a": torch.empty(3, device="meta")}).publish()
         reader = on(actor, Subscriber, "w0", "policy")
         publisher.publish()
-        with pytest.raises(InvalidArgument, match=r"does not fit: more is not in it; bias is in it alone; weight \(\(4, 3"):
+        with pytest.raises(
+            InvalidArgument, match=r"does not fit: more is not in it; bias is in it alone; weight \(\(4, 3"
+        ):
             reader.newest().load_into({"weight": torch.rand(4, 3), "more": torch.rand(3)})
         with pytest.raises(InvalidArgument, match="other types: weight, bias"):
             reader.swap_into(nn.Linear(3, 2).double())
@@ -302,7 +308,8 @@ def test_a_subscriber_may_come_first() -> None:
     with agents(2) as (learner, actor), ThreadPoolExecutor(1) as pool:
         early = pool.submit(on, actor, Subscriber, "w0", "late")
         time.sleep(0.05)
-        on(learner, Publisher, "late", state(1)).publish()
+        publisher = on(learner, Publisher, "late", state(1))
+        publisher.publish()
         assert number_in(early.result(PATIENCE).newest()) == 1
 
 
