@@ -247,6 +247,10 @@ class Connections:
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8)
 
+    def private(self, tensor: Tensor) -> Tensor:
+        """Common memory as others of this host see it: what is written to it is one's own."""
+        return self._pool.private(tensor)
+
     def _claim_to(self, name: str) -> Claim:
         return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))
 

@@ -40,7 +40,9 @@ class SubscriberBox(Box):
         self.over = False  # in order
         self._trouble = ""  # why the publisher is out of reach
         self._joining = False
-        self._layouts: dict[int, Layout] = {}
+        self._layout: Layout | None = None
+        self._common: set[int] = set()  # versions whose memory here is what others of the host see, too
+        self._last: Version | None = None  # that was found
         self._taken = (0, False)  # what was said of it last
 
     # Joining
@@ -94,6 +96,9 @@ class SubscriberBox(Box):
     def leave(self) -> None:
         self._desk.remove(self)
         self.step(lambda: [*self.machine.leave(), (self._source, Leave())])
+        with self.changed:
+            self.stock.clear()
+            self._last = None
 
     def look(self) -> None:
         if not self.over and not self._trouble:
@@ -119,6 +124,9 @@ class SubscriberBox(Box):
     def _received(self, sender: Party, word: Any, memory: Tensor | None) -> Any:
         if memory is not None and word.number not in self.machine.shelf.about:
             self.stock[word.number] = memory
+            if isinstance(word, Opened) or sender.incarnation == self.me.incarnation:
+                self._common.add(word.number)
+        self._common &= self.stock.keys()
         return self.machine.receive(sender, word)
 
     def _store(self, sender: Party, word: Piece, content: Tensor) -> None:
@@ -147,12 +155,16 @@ class SubscriberBox(Box):
             number = least if exact else shelf.newest_whole()
             if number < least or not shelf.is_whole(number):
                 return None
-            about, memory = shelf.about[number], self.stock[number]
-            layout = self._layouts.get(about.layout)
-        if layout is None:
+            if self._last is not None and self._last.number == number:
+                return self._last
+            about, memory, is_common = shelf.about[number], self.stock[number], number in self._common
+            layout = self._layout
+        if layout is None or layout.number != about.layout:
             layout = Layout(about.layout, about.description)
-            self._layouts = {about.layout: layout}
-        return Version(number, layout, memory)
+        version = Version(number, layout, self._desk.agent.private(memory) if is_common else memory)
+        with self.changed:
+            self._layout, self._last = layout, version
+        return version
 
     def is_newer_here(self, number: int) -> bool:
         return self.machine.shelf.newest_whole() > number
