@@ -222,11 +222,10 @@ class SharedPool:
 
     def lend(self, blob: Tensor) -> Loan | None:
         """A loan of the common block at whose beginning `blob` lies; None where it lies in none."""
-        address = blob.data_ptr()
-        if address not in self._common:
+        if not self.is_common(blob):
             return None
         with self._lock:
-            block = self._common.get(address)
+            block = self._common.get(blob.data_ptr())
             if block is None or blob.numel() > block.capacity:
                 return None
             self._made += 1
@@ -242,6 +241,10 @@ class SharedPool:
             return blob.clone()
         base = memoryview(mmap.mmap(loan.block.fd, loan.block.capacity, access=mmap.ACCESS_COPY))
         return self._views.lend(base, blob.numel(), loan.number)
+
+    def is_common(self, blob: Tensor) -> bool:
+        """Whether it lies at the beginning of a common block."""
+        return blob.data_ptr() in self._common
 
     def _end_loan(self, number: int, spoiled: bool = False) -> None:
         block = self._loans.pop(number, None)
