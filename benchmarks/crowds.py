@@ -1,18 +1,24 @@
-"""Many workers that call at once."""
+"""Many workers that call at once, and one that calls many."""
 
 from __future__ import annotations
 
 import importlib
+import statistics
 from functools import partial
 from itertools import cycle, islice
-from time import perf_counter
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import torch
 
-from benchmarks.calls import calls_per_second, nothing
-from benchmarks.measuring import Row
-from benchmarks.targets import OfPeer, OfRow
+from benchmarks.calls import calls_per_second, nothing, take
+from benchmarks.measuring import MB, OTHER, TELEGRAD, Row, times
+from benchmarks.targets import Absolute, OfPeer, OfRow
+from telegrad.agent.fanout import EachCall
+from telegrad.agent.futures import Future
+from telegrad.rpc import current
+from telegrad.transport.link import Link
+from telegrad.wire.messages import RELEASE, Message, encode, pack_numbers
 
 SIZES = (2, 8, 32)
 WINDOW = 31  # calls in flight of each worker, whatever their number: one to each of the others in the largest group
@@ -62,6 +68,51 @@ def all_to_all(rpc: Any, size: int, calls: int = 32 * WINDOW * 8) -> float:
     return (perf_counter() - start) / (each * size) * 1e6
 
 
+def _call_each(names: list[str], function: Any, *args: Any) -> list[Future[Any]]:
+    futures: list[Future[Any]] = [Future() for _ in names]
+    current.agent().call_each(list(map(EachCall, futures, names)), function, args, None)
+    return futures
+
+
+def fanout_in_writes(rpc: Any, size: int, rounds: int = 200) -> float:
+    """Processor time of an empty call to many, until all is sent, in that of writing as much to each."""
+    names = [f"worker{rank}" for rank in range(1, size + 1)]
+    frame = encode(Message(RELEASE, body=pack_numbers([1])))  # of a block that was never lent: it is ignored
+
+    def write() -> list[Future[Any]]:
+        for name in names:
+            link = current.agent()._connections.peer(name).link
+            assert isinstance(link, Link)
+            link._sock.send(frame)
+        return []
+
+    spent: dict[str, list[float]] = {"calls": [], "writes": []}
+    for future in _call_each(names, nothing):
+        future.wait()
+    for _ in range(rounds):
+        for what, begin in (("calls", partial(_call_each, names, nothing)), ("writes", write)):
+            start = thread_time()
+            begun = begin()
+            spent[what].append(thread_time() - start)
+            for future in begun:
+                future.wait()
+            sleep(2e-3)  # all of them wait again
+    return statistics.median(spent["calls"]) / statistics.median(spent["writes"])
+
+
+def fanout_of_memory(rpc: Any, size: int, bytes_: int) -> float:
+    """How many times as long a large argument takes to some workers of this host as to one."""
+    tensor = torch.ones(bytes_ // 4)
+
+    def round_of(names: list[str]) -> None:
+        for future in _call_each(names, take, tensor):
+            future.wait()
+
+    all_, one = [f"worker{rank}" for rank in range(1, size + 1)], [OTHER]
+    to_all, to_one = (statistics.median(times(20, partial(round_of, names))) for names in (all_, one))
+    return to_all / to_one
+
+
 def _name(size: int) -> str:
     return f"all to all, {size} workers, per call"
 
@@ -86,5 +137,23 @@ CROWDS = [
             targets=() if size == SIZES[0] else (OfRow(1.5, _name(SIZES[0])),),
         )
         for size in SIZES
+    ),
+    Row(
+        "empty call to 32 workers, sending",
+        "writes",
+        False,
+        partial(fanout_in_writes, size=32),
+        workers=33,
+        targets=(Absolute(2),),
+        libraries=(TELEGRAD,),
+    ),
+    Row(
+        "64 MB argument to 4 workers",
+        "of one",
+        False,
+        partial(fanout_of_memory, size=4, bytes_=64 * MB),
+        workers=5,
+        targets=(Absolute(1.3),),
+        libraries=(TELEGRAD,),
     ),
 ]

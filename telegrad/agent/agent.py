@@ -16,44 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.agent import helping, scene
+from telegrad.agent import helping
 from telegrad.agent.attachments import GraphContext, Layers
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory, Settings
 from telegrad.agent.deadlines import seconds
 from telegrad.agent.entrance import Doorkeeper
+from telegrad.agent.fanout import EachCall, Fanout
 from telegrad.agent.futures import Future, Outcome, Signal, may_lie_on, wait_for
-from telegrad.agent.naming import OWN_ARGUMENTS, user_name
-from telegrad.agent.outgoing import OutgoingCalls
+from telegrad.agent.naming import user_name
+from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import LONG, OWED, QUICK, Reactor, Work
 from telegrad.agent.server import Server
 from telegrad.agent.underway import Underway
+from telegrad.agent.wording import attach, encoded
 from telegrad.devices.streams import Streams
-from telegrad.errors import CannotEncode, PeerError, ShutDown, UnknownWorker
+from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
 from telegrad.wire.failures import fresh, rebuild
-from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import (
-    CALL,
-    FAILURE,
-    HAS_GRAPH,
-    HAS_REFERENCES,
-    INFERENCE,
-    NO_GRAD,
-    NOTICE,
-    PATIENT,
-    SCENE,
-    Message,
-    append,
-)
+from telegrad.wire.functions import program
+from telegrad.wire.messages import CALL, FAILURE, HAS_GRAPH, NOTICE, PATIENT, Message, append
 from telegrad.wire.packing import pack
-from telegrad.wire.pickling import blame_again, decode, encode
+from telegrad.wire.pickling import decode
 
 DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
 BUSY_TICK = 0.02
-COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
 
 
 class Agent:
@@ -92,6 +81,7 @@ class Agent:
         self._connections = Connections(
             settings, address, self._reactor, self.layers, self.streams, self._server.on_messages, self._complete
         )
+        self._fanout = Fanout(self._connections, self._reactor, self.layers, self._clock)
         self.lost = self._connections.lost  # called when a connection to a worker ended
         self._clock.start(self._reactor)
         self._reactor.start()
@@ -238,6 +228,27 @@ class Agent:
         if later:
             self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
 
+    def call_each(
+        self,
+        calls: Iterable[EachCall],
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float = DEFAULT,
+        asked: Any = None,
+    ) -> None:
+        """As `call_for` to each of many workers, with one encoding for all: see `fanout`.
+
+        Raises what fails for all, before anything is sent; what fails for one is told to its outcome.
+        """
+        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        self._fanout.call(calls, function, args, kwargs, limit, asked, self.program)
+
+    @property
+    def encodings(self) -> int:
+        """How often arguments for many workers were encoded."""
+        return self._fanout.encodings
+
     def common(self, size: int) -> Tensor:
         """Memory of bytes from which what lies at its beginning is lent to workers of this host, and not copied.
 
@@ -246,6 +257,10 @@ class Agent:
         shared, it is as any other.
         """
         return self._connections.common(size)
+
+    def private(self, tensor: Tensor) -> Tensor:
+        """What lies in memory of `common`, as who gets it sees it; plain memory is copied."""
+        return self._connections.private(tensor)
 
     def give_back(self, to: str) -> None:
         """Tell a worker at once which of the memory that it has lent is free; else that goes with what is said next."""
@@ -280,37 +295,16 @@ class Agent:
         self, peer: OutgoingCalls, pending: Pending, function: Any, args: Any, kwargs: Any, creation: Any = None
     ) -> tuple[Message, int]:
         """What a call says, and the bytes of its tensors."""
-        layers = self.layers
-        same = peer.program == self.program != ""
-        name = name_of(function, same)
-        args, kwargs = args or (), kwargs or {}
-        try:
-            body, tensors, references, buffers = encode((args, kwargs) if name else (function, args, kwargs), same)
-        except CannotEncode as error:
-            own = getattr(function, OWN_ARGUMENTS, 0)
-            raise (blame_again((args[own:], kwargs), error, same) if own else error) from error.__cause__
-        message, weight = Message(CALL, 0, 0, (name or "").encode(), b"", body), 0
+        name, arguments = encoded(function, args, kwargs, peer.program == self.program != "")
+        body, tensors, references, buffers = arguments
+        message, weight = Message(CALL, 0, 0, name), 0
         if tensors:
             message.meta, blobs = pack(tensors, peer.places.calls, buffers)
             if blobs:
                 message.blobs = blobs
                 weight = sum(blob.nbytes for blob in blobs)
                 pending.underway = Underway(tensors[: len(tensors) - buffers], pending.outcome is None)
-        flags = 0 if torch.is_grad_enabled() else NO_GRAD | (INFERENCE if torch.is_inference_mode_enabled() else 0)
-        if scene.matters():
-            said, pending.in_turn = scene.described()
-            if said:
-                flags |= SCENE
-                body = append(body, said)
-        context = layers.graphs.current() if layers.graphs is not None else None
-        if context is not None:
-            flags |= HAS_GRAPH
-            body = append(body, context.sent(tensors, peer.identity, function, not flags & NO_GRAD))
-        if references or creation is not None:  # last, since nothing can fail from here on
-            assert layers.references is not None
-            flags |= HAS_REFERENCES
-            body = append(body, layers.references.pack(references, peer.identity, creation))
-        message.flags, message.body = flags, body
+        attach(self.layers, message, body, pending, function, tensors, references, creation)
         return message, weight
 
     def _open(self, pending: Pending) -> Any:

@@ -170,8 +170,14 @@ class Connections:
                     self._complete,
                     self._peer_lost,
                     self._layers,
+                    self._is_near(member),
                 )
         return peer
+
+    def _is_near(self, member: Member) -> bool:
+        """Whether memory can be lent to it, as far as is known before there is a connection."""
+        ways = member.unix and self.listener.unix and self._settings.transport != "tcp"
+        return bool(ways) and member.host == self._me.host and member.incarnation != self._me.incarnation
 
     def _places(self, member: Member) -> Places:
         mine, theirs = self._me.devices, member.devices
@@ -246,6 +252,18 @@ class Connections:
             return tensor
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8)
+
+    def private(self, tensor: Tensor) -> Tensor:
+        """Common memory as others of this host see it: what is written to it is one's own."""
+        return self._pool.private(tensor)
+
+    def in_common(self, blob: Tensor) -> Tensor:
+        """A copy in common memory, for many workers of this host, unless it lies there, or there is no room."""
+        copy = None if self._pool.is_common(blob) else self._pool.common(blob.numel())
+        if copy is None:
+            return blob
+        with torch.inference_mode(False), torch.no_grad():
+            return copy.copy_(blob)
 
     def _claim_to(self, name: str) -> Claim:
         return self.joined.claim._replace(map=tuple(self._me.devices.maps.get(name, {}).items()))

@@ -32,6 +32,7 @@ from telegrad.wire.messages import BYE, FAILURE, HAS_REFERENCES, Message
 
 RAISED, GAVE_UP = "raised", "gave up"  # what became of a call: its function raised; its caller was interrupted
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
+COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
 LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 
 AnyLink = Link | LoopEnd
@@ -52,8 +53,12 @@ class OutgoingCalls:
         complete: Callable[[Pending], None],
         on_lost: Callable[[Identity, PeerError], None],
         layers: Layers,
+        is_near: bool,
     ) -> None:
-        """`limits`: calls in flight and bytes in them. `complete` is called once for each call that has an outcome."""
+        """`limits`: calls in flight and bytes in them. `complete` is called once for each call that has an outcome.
+
+        `is_near`: memory can be lent to the other.
+        """
         self.identity = identity
         self.name = identity.name
         self.program = program
@@ -63,6 +68,7 @@ class OutgoingCalls:
         self.complete = complete
         self._on_lost = on_lost
         self._layers = layers
+        self.is_near = is_near
         self._lock = new_lock()  # guards all below, and who completes a call that several threads may
         self._calls: Calls[Pending, Message] = guarded(Calls(*limits), self._lock, ("begun", "crowded", "in_flight"))
         self._link: AnyLink | None = None  # while the calls are connected; peeked at by who waits, who looks again
@@ -73,8 +79,8 @@ class OutgoingCalls:
 
     # Calls
 
-    def call(self, pending: Pending, message: Message, weight: int) -> tuple[bool, bool]:
-        """Send a call; `pending` will be done. After one with a quick outcome `expect` must follow.
+    def call(self, pending: Pending, message: Message, weight: int, alone: bool = True) -> tuple[bool, bool]:
+        """Send a call; `pending` will be done. After one with a quick outcome, or not `alone`, `expect` must follow.
 
         Whether it was left for `Reactor.send_unsent`, being one of many, for which nobody waits in place; and whether
         `next_deadline` may have come nearer.
@@ -93,7 +99,7 @@ class OutgoingCalls:
             link = self._link
         if instruction is not Instruction.SEND or not self._sent(link, pending, message, later):
             self._follow(instruction, pending, message, later)
-        if outcome is not None and not outcome.quick:
+        if alone and outcome is not None and not outcome.quick:
             self.expect()
         return later, nearer
 
@@ -136,12 +142,19 @@ class OutgoingCalls:
         except Exception as error:  # where it is more than a call that fails, the other side must hear of it
             with self._lock:
                 call = self._take(pending.id) if pending is not None else None
+                if call is not None:
+                    call.connection = 0
             if call is None or message.flags & HAS_REFERENCES:
                 link.fail(error)
             raise
         if later and isinstance(link, Link):
             self._reactor.sent_later(link)
         return True
+
+    def withdraw(self, pending: Pending) -> bool:
+        """A call has raised instead of being sent; whether nobody tells its outcome of that."""
+        with self._lock:
+            return self._take(pending.id) is not None or not pending.connection
 
     def forget(self, pending: Pending) -> None:
         """The caller gave up; a late answer is ignored."""

@@ -42,7 +42,9 @@ class SubscriberBox(Box):
         self.over = False  # in order
         self._trouble = ""  # why the publisher is out of reach
         self._joining = False
-        self._layouts: dict[int, Layout] = {}
+        self._layout: Layout | None = None
+        self._common: set[int] = set()  # versions whose memory here is what others of the host see, too
+        self._last: Version | None = None  # that was found
         self._taken = (0, False)  # what was said of it last
 
     # Joining
@@ -96,6 +98,9 @@ class SubscriberBox(Box):
     def leave(self) -> None:
         self._desk.remove(self)
         self.step(lambda: [*self.machine.leave(), (self._source, Leave())])
+        with self.changed:
+            self.stock.clear()
+            self._last = None
 
     def look(self) -> None:
         if not self.over and not self._trouble:
@@ -121,19 +126,22 @@ class SubscriberBox(Box):
     def _received(self, sender: Party, word: Any, memory: Tensor | None) -> Any:
         if memory is not None and word.number not in self.machine.shelf.about:
             self.stock[word.number] = memory
+            if isinstance(word, Opened) or sender.incarnation == self.me.incarnation:
+                self._common.add(word.number)
+        self._common &= self.stock.keys()
         return self.machine.receive(sender, word)
 
     def _store(self, sender: Party, word: Piece, content: Sequence[Tensor]) -> None:
         with self.changed:
-            if not self.machine.expects(word):
+            new, old = self.stock.get(word.number), self.stock.get(word.base)
+            if new is None or not self.machine.expects(word):
                 return
             place, about = self.piece(word), self.machine.shelf.about[word.number]
-            new, old = self.stock[word.number], self.stock.get(word.base)
         if word.base:
             try:
                 if old is None:
                     raise DeltaRefused(f"a delta leads from version {word.base}, which is not here any more")
-                renew(self._layout(about), about, old, new, word.piece, content)
+                renew(self._layout_of(about), about, old, new, word.piece, content)
             except DeltaRefused:
                 self.step(lambda: self.machine.distrust(word.number))
                 return
@@ -148,11 +156,10 @@ class SubscriberBox(Box):
             self.changes.keep(number, word.piece, delta, size)
         return self.machine.receive(sender, word)
 
-    def _layout(self, about: About) -> Layout:
-        layout = self._layouts.get(about.layout)
-        if layout is None:
-            layout = Layout(about.layout, about.description)
-            self._layouts = {about.layout: layout}
+    def _layout_of(self, about: About) -> Layout:
+        layout = self._layout
+        if layout is None or layout.number != about.layout:
+            layout = self._layout = Layout(about.layout, about.description)
         return layout
 
     # What its user wants
@@ -172,8 +179,13 @@ class SubscriberBox(Box):
             number = least if exact else shelf.newest_whole()
             if number < least or not shelf.is_whole(number):
                 return None
-            about, memory = shelf.about[number], self.stock[number]
-        return Version(number, self._layout(about), memory)
+            if self._last is not None and self._last.number == number:
+                return self._last
+            about, memory, is_common = shelf.about[number], self.stock[number], number in self._common
+        version = Version(number, self._layout_of(about), self._desk.agent.private(memory) if is_common else memory)
+        with self.changed:
+            self._last = version
+        return version
 
     def is_newer_here(self, number: int) -> bool:
         return self.machine.shelf.newest_whole() > number

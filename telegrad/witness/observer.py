@@ -171,6 +171,7 @@ class Observer:
     def _threads(self, now: float) -> tuple[list[Thread], list[CallIn], dict[int, int]]:
         """The threads, the calls that they run, and by ids of calls which waits for them."""
         frames = sys._current_frames()
+        del frames[threading.get_ident()]  # it would hold all these, and their memory, as long as it holds them
         threads: list[Thread] = []
         calls_in: list[CallIn] = []
         waiting: dict[int, int] = {}

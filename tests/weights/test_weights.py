@@ -20,7 +20,8 @@ from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, Unknown
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
-from telegrad.weights import Publisher, Subscriber, Version, publisher
+from telegrad.weights import Publisher, Subscriber, Version
+from telegrad.weights import publisher as publishing
 from tests.cluster import PATIENCE, agents
 
 
@@ -45,7 +46,7 @@ def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Work
     numbers = itertools.count()
     names = [f"host {host}" for host in hosts]
     monkeypatch.setattr("telegrad.rpc.cluster.host_identity", lambda: names[next(numbers)])
-    monkeypatch.setattr(publisher, "PIECE", 1000)
+    monkeypatch.setattr(publishing, "PIECE", 1000)
     with agents(len(hosts)) as workers:
         yield workers
 
@@ -60,6 +61,17 @@ def eventually(holds: Callable[[], bool]) -> None:
 def state(number: int, size: int = 5000) -> dict[str, Any]:
     """Whose every value tells which version it is of."""
     return {"weight": torch.full((size,), float(number)), "bias": torch.full((7,), number), "step": number}
+
+
+class Numbered:
+    """A source whose every version tells which it is."""
+
+    def __init__(self, size: int = 5000) -> None:
+        self._size = size
+        self._numbers = itertools.count(1)
+
+    def __call__(self) -> dict[str, Any]:
+        return state(next(self._numbers), self._size)
 
 
 def number_in(version: Version) -> int:
@@ -90,10 +102,9 @@ def test_a_reader_gets_what_was_published() -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         assert list(version.state) == list(before)
         with torch.no_grad():
-            model[0].weight.zero_()
+            model[0].weight.zero_()  # type: ignore[operator]
         for name, value in before.items():
-            torch.testing.assert_close(version.state[name], value)
-            assert version.state[name].dtype == value.dtype
+            assert_same(version.state[name], value)
         twin = nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(100))
         reader.load_into(twin)
         torch.testing.assert_close(twin.state_dict(), before)
@@ -105,10 +116,11 @@ def test_any_tree_of_tensors() -> None:
     tree = [{"a": tied, "b": (torch.arange(5), "text", None)}, torch.rand(3).bfloat16(), tied, torch.rand(4, 6).t()]
     empty: dict[str, Any] = {"nothing": torch.empty(0), "scalar": torch.tensor(3)}
     with agents(2) as (learner, actor):
-        publisher = on(learner, Publisher, "tree", lambda: trees.pop())
+        trees: list[Any] = []
+        publisher = on(learner, Publisher, "tree", lambda: trees[-1])
         reader = on(actor, Subscriber, "w0", "tree")
         for each in (tree, empty, {}, tree):
-            trees = [each]
+            trees.append(each)
             number = publisher.publish()
             assert_same(reader.at_least(number).state, each)
         found = reader.newest().state
@@ -159,8 +171,7 @@ def test_newest_at_least_and_refresh() -> None:
 def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, and none left out up to the bound; others do not wait for that."""
     with agents(2) as (learner, actor):
-        numbers = itertools.count(1)
-        publisher = on(learner, Publisher, "p", lambda: state(next(numbers)), keep=4)
+        publisher = on(learner, Publisher, "p", Numbered(), keep=4)
         reader = on(actor, Subscriber, "w0", "p")
         publisher.publish()
         reader.newest()
@@ -183,7 +194,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_publisher_does_not_wait_for_a_slow_reader_unless_it_asks_to() -> None:
     with agents(3) as (learner, actor, slow):
-        publisher = on(learner, Publisher, "p", lambda: state(publisher.version + 1))
+        publisher = on(learner, Publisher, "p", Numbered())
         reader, sleeper = (on(worker, Subscriber, "w0", "p") for worker in (actor, slow))
         publisher.publish()
         old = sleeper.newest()
@@ -192,7 +203,7 @@ def test_a_publisher_does_not_wait_for_a_slow_reader_unless_it_asks_to() -> None
             assert number_in(reader.at_least(number)) == number
             assert publisher.versions == [number]
         assert number_in(old) == 1
-        with pytest.raises(CallTimeout, match="version 30 of 'p' was not taken within 0.1 s by .*w2"):
+        with pytest.raises(CallTimeout, match=r"version 30 of 'p' was not taken within 0.1 s by .*w2"):
             publisher.publish(wait=0.1)
         with ThreadPoolExecutor(2) as pool:
             taken = [pool.submit(on, worker, each.at_least, 31) for worker, each in ((actor, reader), (slow, sleeper))]
@@ -202,7 +213,7 @@ def test_a_publisher_does_not_wait_for_a_slow_reader_unless_it_asks_to() -> None
 
 def test_memory_of_old_versions_is_used_again() -> None:
     with agents(2) as (learner, actor):
-        publisher = on(learner, Publisher, "p", lambda: state(publisher.version + 1, 500_000))
+        publisher = on(learner, Publisher, "p", Numbered(500_000))
         reader = on(actor, Subscriber, "w0", "p")
         for number in range(1, 20):
             publisher.publish()
@@ -213,8 +224,6 @@ def test_memory_of_old_versions_is_used_again() -> None:
         publisher.close()
         del reader, publisher
         gc.collect()
-        with learner.agent._connections._lock:
-            pass
         eventually(lambda: not _lent(learner))
 
 
@@ -264,6 +273,19 @@ def test_from_modules_elsewhere() -> None:
         del owner
 
 
+def test_what_the_first_of_a_host_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_hosts(monkeypatch, "A", "B", "B") as (learner, first, other):
+        publisher = on(learner, Publisher, "p", {"weight": torch.zeros(50_000)})
+        readers = []
+        for worker in (first, other, learner):
+            readers.append(on(worker, Subscriber, "w0", "p"))
+            eventually(lambda: len(publisher.subscribers) == len(readers))
+        publisher.publish()
+        for reader in (readers[0], readers[2]):
+            reader.at_least(1).state["weight"].fill_(7)
+        assert readers[1].at_least(1).state["weight"].max() == 0
+
+
 # Mistakes
 
 
@@ -271,7 +293,7 @@ def test_what_is_said_of_mistakes() -> None:
     with agents(2) as (learner, actor):
         model = nn.Linear(3, 2)
         publisher = on(learner, Publisher, "policy", model)
-        with pytest.raises(UnknownPublisher, match="w0' has no publisher 'polcy'.*there are 'policy'"):
+        with pytest.raises(UnknownPublisher, match=r"w0' has no publisher 'polcy'.*there are 'policy'"):
             on(actor, Subscriber, "w0", "polcy", timeout=0.1)
         with pytest.raises(UnknownPublisher, match="there is none at all"):
             on(learner, Subscriber, "w1", "polcy", timeout=0.1)
@@ -323,7 +345,7 @@ def test_a_learner_that_is_lost() -> None:
             waiting = pool.submit(on, actor, reader.at_least, 2)
             eventually(lambda: bool(reader._box.machine.waits))
             learner.end("")
-            with pytest.raises(PublisherLost, match="'p' on worker 'w0' has gone .*; version 1 is here"):
+            with pytest.raises(PublisherLost, match=r"'p' on worker 'w0' has gone .*; version 1 is here"):
                 waiting.result(PATIENCE)
         assert number_in(reader.newest()) == 1
 
@@ -333,7 +355,7 @@ def test_a_learner_that_is_lost() -> None:
 
 def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_hosts(monkeypatch, "A", "A", "B", "B", "C", "C") as workers:
-        publisher = on(workers[0], Publisher, "p", lambda: state(publisher.version + 1))
+        publisher = on(workers[0], Publisher, "p", Numbered())
         readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
         for number in range(1, 10):
             publisher.publish()
@@ -347,7 +369,7 @@ def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_hosts(monkeypatch, "A", "B", "B", "B", "C", "C") as workers:
-        publisher = on(workers[0], Publisher, "p", lambda: state(publisher.version + 1, 50_000))
+        publisher = on(workers[0], Publisher, "p", Numbered(50_000))
         readers = []
         for worker in workers[1:]:
             readers.append(on(worker, Subscriber, "w0", "p"))
@@ -368,7 +390,7 @@ def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_hosts(monkeypatch, "A", "B", "B", "C") as workers:
-        publisher = on(workers[0], Publisher, "p", lambda: state(publisher.version + 1), keep=50)
+        publisher = on(workers[0], Publisher, "p", Numbered(), keep=50)
         readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
         publisher.publish()
         for reader in readers:
@@ -376,7 +398,8 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[list[int]] = [[] for _ in readers]
 
         def read(place: int) -> None:
-            seen[place] += [number_in(version) for version in readers[place]]
+            for version in readers[place]:
+                seen[place].append(number_in(version))
 
         with ThreadPoolExecutor(3) as pool:
             all_read = [pool.submit(on, worker, read, place) for place, worker in enumerate(workers[1:])]
@@ -384,9 +407,11 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
             until = publisher.version + 20
             while publisher.version < until:
                 publisher.publish()
-            eventually(lambda: all(each and each[-1] == until for each in seen))
-            publisher.close()
-            for each in all_read:
-                each.result(PATIENCE)
+            try:
+                eventually(lambda: all(each and each[-1] == until for each in seen))
+            finally:
+                publisher.close()
+            for future in all_read:
+                future.result(PATIENCE)
         for each in seen:
             assert each == [*range(each[0], until + 1)]

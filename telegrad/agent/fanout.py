@@ -1,0 +1,216 @@
+"""One call to many workers.
+
+Its arguments are pickled once for the workers that run this one's main program, and once for all others. Their tensors
+are described once, unless devices count, and what is large is copied once into common memory for those of this host.
+What a worker has alone is made for each: references, what is recorded of tensors, what surrounds the call.
+
+All is sent before anything is waited for, and each call has its own outcome: a worker that cannot be called keeps no
+other from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from math import inf
+from operator import not_
+from time import monotonic
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from telegrad.agent.attachments import Layers
+from telegrad.agent.clock import Clock
+from telegrad.agent.connections import Connections
+from telegrad.agent.futures import Outcome
+from telegrad.agent.naming import user_name
+from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
+from telegrad.agent.pending import Pending
+from telegrad.agent.reactor import Reactor
+from telegrad.agent.underway import Underway
+from telegrad.agent.wording import attach, encoded
+from telegrad.group.members import Identity
+from telegrad.wire.failures import fresh
+from telegrad.wire.messages import CALL, Message
+from telegrad.wire.packing import pack
+from telegrad.wire.pickling import Encoded
+from telegrad.wire.tensors import Blob
+
+COMMON_FROM = 1 << 25  # smaller blobs are copied for each worker: page faults of a new mapping cost more
+
+
+class EachCall(NamedTuple):
+    """One of the calls."""
+
+    outcome: Outcome
+    to: str | int | Identity
+    keeps: Any = None  # lives until it is done
+    creation: Any = None  # as `Agent.call_for` has it
+
+
+@dataclass(slots=True)
+class _Packed:
+    """The tensors of a call."""
+
+    meta: bytes = b""
+    blobs: Sequence[Blob] = ()
+    weight: int = 0
+    underway: Underway | None = None
+    near: int = 0  # workers of this host among those who get them
+
+
+class _Said(NamedTuple):
+    """What is said to some of the workers."""
+
+    name: bytes
+    encoded: Encoded
+    packed: _Packed
+
+
+_Ready = tuple[EachCall, OutgoingCalls, _Said]
+
+
+class _Wording:
+    """What is said to each, made once for all for whom it is the same."""
+
+    def __init__(self, function: Any, args: Any, kwargs: Any, program: str) -> None:
+        self._call = function, args, kwargs
+        self._program = program
+        self._made: dict[Any, Any] = {}  # or why it cannot be
+        self.encodings = 0
+        self.packed: list[_Packed] = []
+        self._plain: dict[str, _Said] = {}  # by program, what is the same wherever tensors arrive
+
+    def to(self, peer: OutgoingCalls) -> _Said:
+        said = self._plain.get(peer.program)
+        if said is not None and (not said.packed.meta or peer.places.calls.keeps_host):
+            return said
+        same, place = peer.program == self._program != "", peer.places.calls
+        name, arguments = self._once(same, self._encode)
+        tensors = arguments.tensors
+        if tensors and not (place.keeps_host and all(tensor.is_cpu for tensor in tensors)):
+            return _Said(name, arguments, self._once((same, place), self._pack, arguments, place))
+        packed = self._once((same, None), self._pack, arguments, place) if tensors else _Packed()
+        said = self._plain[peer.program] = _Said(name, arguments, packed)
+        return said
+
+    def failed_for_all(self, error: Exception) -> bool:
+        """Whether it has nothing to do with the worker that is called."""
+        return any(error is made for key, made in self._made.items() if isinstance(key, bool) or key[1] is None)
+
+    def _once(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
+        if key not in self._made:
+            try:
+                self._made[key] = make(key, *args)
+            except Exception as error:
+                self._made[key] = error.with_traceback(None)  # whose frames hold this
+        made = self._made[key]
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def _encode(self, same: bool) -> tuple[bytes, Encoded]:
+        self.encodings += 1
+        return encoded(*self._call, same)
+
+    def _pack(self, _: Any, arguments: Encoded, place: Any) -> _Packed:
+        tensors, buffers = arguments.tensors, arguments.buffers
+        meta, blobs = pack(tensors, place, buffers)
+        underway = Underway(tensors[: len(tensors) - buffers], False) if blobs else None
+        packed = _Packed(meta, blobs, sum(blob.nbytes for blob in blobs), underway)
+        self.packed.append(packed)
+        return packed
+
+
+class Fanout:
+    """The calls of one worker to many at once."""
+
+    def __init__(self, connections: Connections, reactor: Reactor, layers: Layers, clock: Clock) -> None:
+        self._connections = connections
+        self._reactor = reactor
+        self._layers = layers
+        self._clock = clock
+        self.encodings = 0  # how often arguments were pickled; for people, since threads may miscount it
+
+    def call(
+        self, calls: Iterable[EachCall], function: Any, args: Any, kwargs: Any, timeout: float, asked: Any, program: str
+    ) -> None:
+        """Raises what would keep any worker from being called; all else is told to the outcomes."""
+        wording = _Wording(function, args, kwargs, program)
+        asked = function if asked is None else asked
+        ready: list[_Ready] = []
+        failed: list[tuple[EachCall, Exception]] = []
+        for each in calls:
+            try:
+                peer = self._connections.peer(each.to)
+                said = wording.to(peer)
+                said.packed.near += peer.is_near
+                ready.append((each, peer, said))
+            except Exception as error:
+                failed.append((each, error.with_traceback(None)))
+        self.encodings += wording.encodings
+        general = next((why for _, why in failed if wording.failed_for_all(why)), None)
+        if general is not None and not ready:
+            raise fresh(general)
+        for packed in wording.packed:
+            if packed.near > 1:
+                packed.blobs = list(map(self._in_common, packed.blobs))
+        may_wait = not self._reactor.on_worker()  # who serves a call must go on: others may wait for it
+        has_room = [not (peer.crowded and may_wait) for _, peer, _ in ready]
+        self._send(list(compress(ready, has_room)), function, timeout, asked)
+        for each, why in failed:
+            _tell(each, asked, why)
+        for one in compress(ready, map(not_, has_room)):
+            one[1].wait_for_room()
+            self._send([one], function, timeout, asked)
+
+    def _in_common(self, blob: Blob) -> Blob:
+        if not isinstance(blob, Tensor) or blob.numel() < COMMON_FROM:
+            return blob
+        return self._connections.in_common(blob)
+
+    def _send(self, ready: list[_Ready], function: Any, timeout: float, asked: Any) -> None:
+        """Make all messages, then write them, then have the answers read: else the threads would take turns."""
+        made = [self._made(*one, function, timeout, asked) for one in ready]
+        later, upcoming = False, inf
+        for each, peer, pending, message, weight in filter(None, made):
+            try:
+                waits, nearer = peer.call(pending, message, weight, False)
+            except Exception as error:
+                if peer.withdraw(pending):
+                    _tell(each, asked, error)
+            else:
+                later |= waits
+                if nearer and pending.deadline < upcoming:
+                    upcoming = pending.deadline
+        for each, peer, _ in ready:
+            if not each.outcome.quick:
+                peer.expect()
+        if upcoming < inf:
+            self._clock.before(upcoming)
+        if later:
+            self._clock.before(monotonic() + COMPANY_WAIT, rough=True)
+
+    def _made(
+        self, each: EachCall, peer: OutgoingCalls, said: _Said, function: Any, timeout: float, asked: Any
+    ) -> tuple[EachCall, OutgoingCalls, Pending, Message, int] | None:
+        """A call that can be sent."""
+        name, (body, tensors, references, _), packed = said
+        pending = Pending(peer, asked, timeout, each.outcome, each.keeps)
+        pending.underway = packed.underway
+        message = Message(CALL, 0, 0, name, packed.meta, b"", packed.blobs)
+        try:
+            attach(self._layers, message, body, pending, function, tensors, references, each.creation)
+        except Exception as error:
+            _tell(each, asked, error)
+            return None
+        each.outcome.call = pending
+        return each, peer, pending, message, packed.weight
+
+
+def _tell(each: EachCall, asked: Any, error: Exception) -> None:
+    """A call was not made."""
+    each.outcome.call = None
+    each.outcome.about = f"{user_name(asked)} on worker {getattr(each.to, 'name', each.to)!r}"
+    each.outcome.set_exception(error.with_traceback(None))

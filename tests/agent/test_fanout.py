@@ -1,0 +1,271 @@
+"""One call to many workers: encoded once, sent before anything is waited for, with an outcome for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+
+import telegrad.autograd as autograd
+from telegrad.agent import fanout
+from telegrad.agent.agent import Agent
+from telegrad.agent.fanout import EachCall
+from telegrad.agent.futures import Future
+from telegrad.errors import CallTimeout, CannotEncode, PeerError, RemoteError, TelegradWarning, UnknownWorker
+from telegrad.rpc import RRef, current, remote
+from telegrad.rpc.worker import Worker
+from telegrad.transport.memory import SHARING
+from telegrad.wire import pickling
+from tests.cluster import PATIENCE, agents, in_threads
+
+MB = 1 << 20
+LARGE = 1 << 18  # for these tests
+OTHERS = ("w1", "w2", "w3")
+needs_sharing = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
+    with agents(4, transport=request.param) as made:
+        current.enter(made[0])
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def soon_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout, "COMMON_FROM", LARGE)
+
+
+def call_each(agent: Agent, function: Any, *args: Any, to: Sequence[Any] = OTHERS, **options: Any) -> list[Future[Any]]:
+    futures: list[Future[Any]] = [Future() for _ in to]
+    agent.call_each(list(map(EachCall, futures, to)), function, args, None, **options)
+    return futures
+
+
+def values(futures: Sequence[Future[Any]]) -> list[Any]:
+    return [future.wait() for future in futures]
+
+
+def here() -> str:
+    return current.agent().name
+
+
+def total(value: torch.Tensor) -> float:
+    return float(value.sum())
+
+
+def scribble(value: torch.Tensor) -> float:
+    value.add_(1)
+    return float(value.sum())
+
+
+# What is said
+
+
+@pytest.mark.usefixtures("workers")
+def test_all_are_called_with_one_encoding(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = workers[0].agent
+    counted = Mock(wraps=pickling._encode_call)
+    monkeypatch.setattr(pickling, "_encode_call", counted)
+    futures = call_each(agent, torch.add, torch.ones(3), 1)
+    assert counted.call_count == 1
+    assert all(torch.equal(value, 2 * torch.ones(3)) for value in values(futures))
+    assert agent.encodings == 1
+    assert values(call_each(agent, here)) == list(OTHERS)
+    assert values(call_each(agent, here, to=(3, "w0", agent.identify("w2")))) == ["w3", "w0", "w2"]
+    assert agent.encodings == 3
+
+
+def test_workers_of_another_program_have_an_encoding_of_their_own() -> None:
+    with agents(4) as workers:
+        agent = workers[0].agent
+        agent._connections.peer("w2").program = "another"
+        assert values(call_each(agent, here)) == list(OTHERS)
+        assert agent.encodings == 2
+
+
+def test_large_arguments_cross_to_all_and_are_each_ones_own(workers: list[Worker]) -> None:
+    agent = workers[0].agent
+    tensor = torch.ones(LARGE)
+    for _ in range(3):
+        assert values(call_each(agent, scribble, tensor)) == [2 * LARGE] * 3
+    assert total(tensor) == LARGE
+
+
+@needs_sharing
+def test_several_of_one_host_have_one_copy_and_one_alone_has_its_own() -> None:
+    with agents(4, transport="unix") as workers:
+        agent = workers[0].agent
+        pool = agent._connections._pool
+        tensor = torch.ones(LARGE)
+        futures = call_each(agent, total, tensor)
+        assert len(pool._common) == 1
+        assert values(futures) == [LARGE] * 3
+        assert not any(shelf for (kind, *_), shelf in pool._free.items() if kind.__name__ == "Block")
+        ready = agent.common(tensor.nbytes).view(torch.float32)
+        ready.fill_(2)
+        before = len(pool._common)
+        futures = call_each(agent, total, ready)
+        assert len(pool._common) == before  # no copy of what lies there already
+        assert values(futures) == [2 * LARGE] * 3
+        made = pool._bytes.total()
+        assert values(call_each(agent, total, tensor, to=("w1", "w0"))) == [LARGE] * 2
+        assert pool._bytes.total() > made  # a block of its own
+        assert total(ready) == 2 * LARGE
+
+
+def test_memory_that_is_short_is_no_hindrance() -> None:
+    with agents(4, transport="unix", shared_memory=MB) as workers:
+        tensor = torch.ones(MB)
+        assert values(call_each(workers[0].agent, total, tensor)) == [MB] * 3
+
+
+@pytest.mark.usefixtures("workers")
+def test_each_has_its_own_fork_of_a_reference(workers: list[Worker]) -> None:
+    reference = remote("w1", torch.ones, args=(2,))
+    agent = workers[0].agent
+    fetched = values(call_each(agent, RRef.to_here, reference))
+    assert all(torch.equal(value, torch.ones(2)) for value in fetched)
+    assert agent.encodings == 1
+
+
+@pytest.mark.usefixtures("workers")
+def test_it_is_recorded_once_for_each(workers: list[Worker]) -> None:
+    tensor = torch.ones(4, requires_grad=True)
+    with autograd.context() as context:
+        results = values(call_each(workers[0].agent, torch.mul, tensor, 3))
+        autograd.backward(context, [torch.stack(results).sum()])
+        gradient = autograd.get_gradients(context)[tensor]
+    assert torch.equal(gradient, torch.full((4,), 9.0))
+
+
+def no_grad_there() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+
+def test_what_surrounds_the_caller_holds_there(workers: list[Worker]) -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert values(call_each(workers[0].agent, no_grad_there)) == [(False, True)] * 3
+    assert values(call_each(workers[0].agent, no_grad_there)) == [(True, False)] * 3
+
+
+# What fails
+
+
+def raise_on(name: str) -> str:
+    if here() == name:
+        raise ValueError(f"not on {name}")
+    return here()
+
+
+def test_who_cannot_be_called_keeps_no_other_from_it(workers: list[Worker]) -> None:
+    futures = call_each(workers[0].agent, raise_on, "w2", to=("nobody", "w1", "w2", "w3", 17))
+    assert [futures[1].wait(), futures[3].wait()] == ["w1", "w3"]
+    for at in (0, 4):
+        with pytest.raises(UnknownWorker):
+            futures[at].wait()
+    with pytest.raises(ValueError, match="not on w2") as caught:
+        futures[2].wait()
+    assert isinstance(caught.value, ValueError | RemoteError)
+
+
+def test_who_has_died_is_told_of_alone() -> None:
+    with agents(4) as workers:
+        agent = workers[0].agent
+        values(call_each(agent, here))
+        workers[2].end("")
+        futures = call_each(agent, here)
+        assert [futures[0].wait(), futures[2].wait()] == ["w1", "w3"]
+        with pytest.raises(PeerError):
+            futures[1].wait()
+
+
+def test_what_fails_for_all_is_raised_once(workers: list[Worker]) -> None:
+    agent = workers[0].agent
+    futures: list[Future[Any]] = [Future() for _ in OTHERS]
+    for argument in (threading.Lock(), freed()):
+        with pytest.raises(CannotEncode):
+            agent.call_each(list(map(EachCall, futures, OTHERS)), here, (argument,), None)
+    assert not any(future.done() for future in futures)
+    assert agent.started == 0
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(1 << 16)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_where_the_caller_has_left_each_is_told() -> None:
+    with agents(3) as workers:
+        agent = workers[0].agent
+        values(call_each(agent, here, to=("w1", "w2")))
+        workers[0].end("")
+        for future in call_each(agent, here, to=("w1", "w2")):
+            with pytest.raises(PeerError):
+                future.wait()
+
+
+may_end = threading.Event()
+
+
+def consume(value: Any = None) -> None:
+    assert may_end.wait(PATIENCE)
+
+
+def test_time_runs_out_for_each() -> None:
+    may_end.clear()
+    with agents(3) as workers:
+        futures = call_each(workers[0].agent, consume, to=("w1", "w2"), timeout=0.05)
+        for future in futures:
+            with pytest.raises(CallTimeout, match=r"consume on worker 'w[12]'"):
+                future.wait()
+        may_end.set()
+
+
+def test_writing_underway_is_told_of() -> None:
+    may_end.clear()
+    with agents(3) as workers:
+        tensor = torch.zeros(1 << 16)
+        futures = call_each(workers[0].agent, consume, tensor, to=("w1", "w2"))
+        tensor.add_(1)
+        may_end.set()
+        with pytest.warns(TelegradWarning, match="was written to while the call of"):
+            values(futures)
+
+
+def test_all_are_sent_before_anybody_is_waited_for() -> None:
+    """One worker has no room until another has been called."""
+    may_end.clear()
+    with agents(3) as workers:
+        agent = workers[0].agent
+        values(call_each(agent, here, to=("w1", "w2")))
+        peer = agent._connections.peer("w1")
+        with peer._lock:
+            peer._calls._most_calls = 1
+        first = call_each(agent, consume, to=("w1",))
+        (futures, _) = in_threads(lambda: call_each(agent, release_who_waits, to=("w1", "w2")), lambda: values(first))
+        assert values(futures) == [None, None]
+
+
+def release_who_waits() -> None:
+    may_end.set()
+
+
+def test_creations_are_made_of_each(workers: list[Worker]) -> None:
+    """What the layer of references understands goes along, and differs."""
+    layer = workers[0].agent.layers.references
+    assert layer is not None
+    pack = layer.pack
+    futures: list[Future[Any]] = [Future() for _ in OTHERS]
+    with patch.object(layer, "pack", side_effect=lambda references, to, _: pack(references, to, None)) as packed:
+        calls = [EachCall(future, to, None, f"for {to}") for future, to in zip(futures, OTHERS, strict=True)]
+        workers[0].agent.call_each(calls, here, (), None)
+    assert values(futures) == list(OTHERS)
+    assert [(to.name, creation) for _, to, creation in (call.args for call in packed.call_args_list)] == [
+        (name, f"for {name}") for name in OTHERS
+    ]
