@@ -23,8 +23,10 @@ from telegrad.group.members import WorkerInfo
 from telegrad.nn.tree import Branch, branches, state_of
 from telegrad.rpc import RRef, remote
 from telegrad.rpc.together import together
+from telegrad.weights.changes import Deltas
 from telegrad.weights.publisher import Publisher
-from telegrad.weights.shards import Box, Copy, Part, plan
+from telegrad.weights.rounding import Rounding
+from telegrad.weights.shards import Box, Copy, Part, plan, slices
 from telegrad.weights.subscriber import Subscriber
 from telegrad.weights.version import Version
 
@@ -57,10 +59,11 @@ class ShardedPublisher:
     tensors by their names, `Shard`s or `DTensor`s where it has a part of one. All else is as for `Publisher`.
     """
 
-    def __init__(self, name: str, source: Any, **options: Any) -> None:
+    def __init__(self, name: str, source: Any, dtype: Rounding = None, deltas: Deltas = "fast") -> None:
         self.name = name
         self._owners = {
-            worker: remote(worker, Owner, (name + PARTS, share, options)) for worker, share in _shares(source).items()
+            worker: remote(worker, Owner, (name + PARTS, share, dtype, deltas))
+            for worker, share in _shares(source).items()
         }
         self._contents: dict[str, list[Content]] = {}
         self._editions = dict.fromkeys(self._owners, 0)  # of the contents of each, as far as they are known here
@@ -99,12 +102,12 @@ class ShardedPublisher:
 class Owner:
     """What one worker owns."""
 
-    def __init__(self, name: str, share: list[Branch] | State, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, share: list[Branch] | State, dtype: Rounding, deltas: Deltas) -> None:
         self._share = share
         self._state: dict[str, Tensor] = {}
         self._contents: list[Content] = []
         self._edition = 0  # of the contents
-        self._publisher = Publisher(name, self._state, KEEP, **options)
+        self._publisher = Publisher(name, self._state, KEEP, dtype, deltas)
 
     def publish(self, known: int) -> tuple[int, int, list[Content] | None]:
         """The number of the version, the edition of its contents, and these unless they are known."""
@@ -281,13 +284,13 @@ class Plan:
         }
 
     def _made(self, box: Box, copies: list[Copy], parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        sources = [parts[copy.owner][str(copy.owned)][copy.source.slices()] for copy in copies]
+        sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
         if len(sources) == 1 and copies[0].target.sizes == box.sizes:
             return sources[0]
         made = torch.empty(box.sizes, dtype=sources[0].dtype if sources else None)
         assert made.numel() == sum(prod(copy.target.sizes) for copy in copies)
         for copy, source in zip(copies, sources, strict=True):
-            made[copy.target.slices()] = source
+            made[slices(copy.target)] = source
         return made
 
 

@@ -13,21 +13,10 @@ from telegrad.errors import UsageError
 
 
 class Box(NamedTuple):
-    """A part of a tensor; of a tensor without dimensions, all of it."""
+    """A part of a tensor: where it begins in each dimension, and how far it goes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
-    @property
-    def empty(self) -> bool:
-        return 0 in self.sizes
-
-    def within(self, outer: Box) -> Box:
-        """This one as `outer` sees it."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
-
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class Part(NamedTuple):
@@ -61,13 +50,13 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Co
             parts.setdefault(part.name, []).append((owner, number, part.box))
     copies: list[Copy] = []
     for number, part in enumerate(wanted):
-        missing = [] if part.box.empty else [part.box]
+        missing = [] if 0 in part.box.sizes else [part.box]
         for owner, index, box in parts.get(part.name, ()):
             if len(box.sizes) != len(part.box.sizes):
                 has, wants = len(box.sizes), len(part.box.sizes)
                 raise UsageError(f"{part.name!r} has {has} dimensions on {owner!r}, and {wants} where it is wanted")
             found = [both for both in (overlap(box, rest) for rest in missing) if both is not None]
-            copies += [Copy(owner, index, both.within(box), number, both.within(part.box)) for both in found]
+            copies += [Copy(owner, index, within(both, box), number, within(both, part.box)) for both in found]
             missing = [rest for each in missing for rest in without(each, box)]
         if missing:
             raise UsageError(
@@ -75,6 +64,16 @@ def plan(owned: Mapping[str, Sequence[Part]], wanted: Sequence[Part]) -> list[Co
                 f"is missing on {', '.join(map(repr, owned)) or 'no workers'}"
             )
     return copies
+
+
+def within(inner: Box, outer: Box) -> Box:
+    """A box as another one sees it."""
+    return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """It, to index a tensor with."""
+    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
