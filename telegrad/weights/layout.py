@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from telegrad.errors import InvalidArgument
+from telegrad.errors import InvalidArgument, TelegradError
 from telegrad.weights.rounding import Rounding, named, published_type
 from telegrad.wire.pickling import decode, encode
 
 ALIGNED = 64  # bytes: of a line of the processor's cache
+SMALL = 1 << 20  # bytes up to which a copy takes less by itself than torch takes to begin one
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 
@@ -28,6 +31,18 @@ class _Kind(NamedTuple):
     specs: list[Spec]
 
 
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    size: int  # bytes
+
+    def view(self, memory: Tensor) -> Tensor:
+        return memory[self.start : self.start + self.size].view(self.dtype).view(self.shape)
+
+
 class Layout:
     """One tree's, and that of all trees that differ in nothing but the values of their tensors."""
 
@@ -35,42 +50,87 @@ class Layout:
         self.number = number
         self.description = description
         self._body, specs, self._slots = pickle.loads(description)
-        self._places: list[tuple[torch.dtype, tuple[int, ...], int, int]] = []
+        self._places: list[Place] = []
         end = 0
         for dtype, shape in specs:
             size = prod(shape) * dtype.itemsize
-            self._places.append((dtype, shape, end, end + size))
+            self._places.append(Place(dtype, shape, end, size))
             end += -(-size // ALIGNED) * ALIGNED
         self.size = max(end, ALIGNED)
-
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """The tensors that lie in it, none of them twice."""
-        with torch.inference_mode(False):
-            as_type = {dtype: memory.view(dtype) for dtype in {place[0] for place in self._places}}
-            return [
-                as_type[dtype][start // dtype.itemsize : end // dtype.itemsize].view(shape)
-                for dtype, shape, start, end in self._places
-            ]
 
     def parts(self, memory: Tensor, start: int, end: int) -> list[Tensor]:
         """The tensors between two places in it, or their elements there, in rows; the places part no element."""
         found = []
-        for dtype, _, first, last in self._places[bisect_right(self._places, start, key=lambda place: place[3]) :]:
+        for dtype, _, first, size in self._places[bisect_right(self._places, start, key=_end) :]:
             if first >= end:
                 break
-            found.append(memory[max(first, start) : min(last, end)].view(dtype))
+            found.append(memory[max(first, start) : min(first + size, end)].view(dtype))
         return found
 
     def tree(self, memory: Tensor) -> Any:
         """What lies in it."""
-        views = self.views(memory)
+        with torch.inference_mode(False):
+            as_type = {dtype: memory.view(dtype) for dtype in {place.dtype for place in self._places}}
+            views = [
+                as_type[dtype].as_strided(shape, _strides(shape), start // dtype.itemsize)
+                for dtype, shape, start, _ in self._places
+            ]
         return decode(self._body, [views[slot] for slot in self._slots])
 
-    def fill(self, memory: Tensor, tensors: list[Tensor]) -> None:
+    @cached_property
+    def named(self) -> dict[str, Place] | None:
+        """Where the tensors of a state dict are; None where the tree is something else."""
+        try:
+            tree = decode(self._body, [self._places[slot] for slot in self._slots])
+        except TelegradError:  # a tensor that is of another class stands for no place
+            return None
+        if not isinstance(tree, Mapping):
+            return None
+        return {name: value for name, value in tree.items() if isinstance(value, Place)}
+
+    def fill(self, memory: Tensor, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors of a tree into it."""
-        if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self.views(memory), tensors)
+        base, large = memory.data_ptr(), []
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if place.size <= SMALL and tensor.dtype == place.dtype and is_plain(tensor):
+                ctypes.memmove(base + place.start, tensor.data_ptr(), place.size)
+            else:
+                large.append((place, tensor))
+        with torch.no_grad():
+            for place, tensor in large:
+                place.view(memory).copy_(tensor)
+
+
+def pour(memory: Tensor, pairs: Iterable[tuple[Place, Tensor]]) -> None:
+    """Copy what lies at those places into tensors."""
+    base, small, others = memory.data_ptr(), [], []
+    for place, tensor in pairs:
+        if place.size <= SMALL and tensor.dtype == place.dtype and is_plain(tensor):
+            ctypes.memmove(tensor.data_ptr(), base + place.start, place.size)
+            small.append(tensor)
+        else:
+            others.append((place, tensor))
+    torch.autograd.graph.increment_version(small)
+    with torch.no_grad():
+        for place, tensor in others:
+            tensor.copy_(place.view(memory))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its values are the bytes of its memory, in order."""
+    return tensor.is_contiguous() and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
+
+
+def _end(place: Place) -> int:
+    return place.start + place.size
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 class Layouts:

@@ -301,5 +301,13 @@ class Gathered(Version):
         self.number = number
         self._state = state
 
+    def _named(self) -> Mapping[str, Any]:
+        return self.state  # type: ignore[no-any-return]
+
+    def _pour(self, pairs: list[tuple[Any, Tensor]]) -> None:
+        with torch.no_grad():
+            for there, here in pairs:
+                here.copy_(there)
+
     def __repr__(self) -> str:
         return f"<Version {self.number}: {sum(each.nbytes for each in self._state.values())} bytes, gathered>"

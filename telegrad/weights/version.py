@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from telegrad.errors import InvalidArgument
-from telegrad.weights.layout import Layout
+from telegrad.weights.layout import Layout, pour
 
 SHOWN = 5  # names in a message
 
@@ -40,9 +39,7 @@ class Version:
             InvalidArgument: names or shapes do not fit; it says which, and nothing was copied.
         """
         own = module.state_dict() if isinstance(module, nn.Module) else module
-        pairs = self._paired(own)
-        with torch.no_grad():
-            torch._foreach_copy_([here for here, _ in pairs], [there for _, there in pairs])
+        self._pour(self._paired(own))
 
     def swap_into(self, module: nn.Module) -> None:
         """Have the parameters and buffers of a module lie in this version's memory, without a copy.
@@ -54,22 +51,28 @@ class Version:
         """
         own = module.state_dict(keep_vars=True)
         pairs = self._paired(own)
-        others = [name for name, (here, there) in zip(own, pairs, strict=True) if here.dtype != there.dtype]
+        others = [name for name, value in _tensors_of(own).items() if value.dtype != self.state[name].dtype]
         if others:
             raise InvalidArgument(
                 f"version {self.number} cannot be swapped into a module whose tensors are of other types: "
                 f"{_listed(others)}. load_into converts them"
             )
-        for here, there in pairs:
-            here.data = there
+        for name, (_, tensor) in zip(_tensors_of(own), pairs, strict=True):
+            tensor.data = self.state[name]
 
-    def _paired(self, own: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor here, with its like in this version."""
-        state = self.state
-        if not isinstance(state, Mapping):
-            raise InvalidArgument(f"version {self.number} is no state dict, but of type {type(state).__name__}")
-        mine = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-        theirs = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    def _named(self) -> Mapping[str, Any] | None:
+        """Where its tensors are, by name; None where it is no state dict."""
+        return self._layout.named
+
+    def _pour(self, pairs: list[tuple[Any, Tensor]]) -> None:
+        pour(self._memory, pairs)
+
+    def _paired(self, own: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+        """Each tensor here, with where its like is in this version."""
+        theirs = self._named()
+        if theirs is None:
+            raise InvalidArgument(f"version {self.number} is no state dict, but of type {type(self.state).__name__}")
+        mine = _tensors_of(own)
         faults = [
             ("is not in it", [*(mine.keys() - theirs.keys())]),
             ("is in it alone", [*(theirs.keys() - mine.keys())]),
@@ -85,10 +88,14 @@ class Version:
         said = [f"{_listed(sorted(names))} {what}" for what, names in faults if names]
         if said:
             raise InvalidArgument(f"version {self.number} does not fit: {'; '.join(said)}")
-        return [(value, theirs[name]) for name, value in mine.items()]
+        return [(theirs[name], value) for name, value in mine.items()]
 
     def __repr__(self) -> str:
         return f"<Version {self.number}: {self._memory.numel()} bytes>"
+
+
+def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _listed(names: list[str]) -> str:
