@@ -104,10 +104,38 @@ def publish_alone(rpc: Any, size: int) -> float:
         return (perf_counter() - begun) * 1e2
 
 
+def _changed(size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """With 2% of the values changed, at random places."""
+    old = torch.randn(size // 4)
+    new = old.clone()
+    new[torch.randint(0, len(old), (len(old) // 50,))] += 1
+    return [old], [new]
+
+
+def times_fewer(rpc: Any, size: int) -> float:
+    """How many times fewer bytes other hosts get than a whole version has."""
+    from telegrad.weights.deltas import encode
+
+    return size / len(encode(*_changed(size), small=False))
+
+
+def per_second(rpc: Any, size: int) -> float:
+    """MB of a version whose changes are found in a second."""
+    from telegrad.weights.deltas import encode
+
+    old, new = _changed(size)
+    return size / MB / statistics.median(times(10, lambda: encode(old, new, small=False)))
+
+
 def _row(name: str, unit: str, measure: Callable[..., float], size: int, *targets: Absolute) -> Row:
     return Row(
         name, unit, False, partial(measure, size=size), workers=READERS + 1, targets=targets, libraries=(TELEGRAD,)
     )
+
+
+def _change(name: str, unit: str, measure: Callable[..., float], size: int, target: Absolute) -> Row:
+    own = partial(measure, size=size)
+    return Row(name, unit, True, own, workers=1, targets=(target,), libraries=(TELEGRAD,), threads=1)
 
 
 WEIGHTS = [
@@ -116,4 +144,6 @@ WEIGHTS = [
     _row("256 MB published to 4 workers", "ms", milliseconds, 256 * MB),
     _row("256 MB published to 4 workers, of one", "of one", of_one_reader, 256 * MB, Absolute(1.2)),
     _row("16 MB in 1,000 tensors published and loaded", "of one tensor", of_one_tensor, 16 * MB, Absolute(1.3)),
+    _change("2% of 64 MB changed, bytes to other hosts", "times fewer", times_fewer, 64 * MB, Absolute(10)),
+    _change("2% of 64 MB changed, found", "MB/s", per_second, 64 * MB, Absolute(120)),
 ]
