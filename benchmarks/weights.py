@@ -112,19 +112,25 @@ def _changed(size: int) -> tuple[list[Tensor], list[Tensor]]:
     return [old], [new]
 
 
-def times_fewer(rpc: Any, size: int) -> float:
+def _stepped(size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """With all values changed by about a thousandth of them, and rounded."""
+    old = torch.randn(size // 2)
+    return [old.bfloat16()], [(old * (1 + 1e-3 * torch.randn(size // 2))).bfloat16()]
+
+
+def times_fewer(rpc: Any, size: int, make: Callable[[int], Any], small: bool = False) -> float:
     """How many times fewer bytes other hosts get than a whole version has."""
     from telegrad.weights.deltas import encode
 
-    return size / len(encode(*_changed(size), small=False))
+    return size / len(encode(*make(size), small=small))
 
 
-def per_second(rpc: Any, size: int) -> float:
+def per_second(rpc: Any, size: int, make: Callable[[int], Any], small: bool = False) -> float:
     """MB of a version whose changes are found in a second."""
     from telegrad.weights.deltas import encode
 
-    old, new = _changed(size)
-    return size / MB / statistics.median(times(10, lambda: encode(old, new, small=False)))
+    old, new = make(size)
+    return size / MB / statistics.median(times(5, lambda: encode(old, new, small=small)))
 
 
 def _row(name: str, unit: str, measure: Callable[..., float], size: int, *targets: Absolute) -> Row:
@@ -133,9 +139,8 @@ def _row(name: str, unit: str, measure: Callable[..., float], size: int, *target
     )
 
 
-def _change(name: str, unit: str, measure: Callable[..., float], size: int, target: Absolute) -> Row:
-    own = partial(measure, size=size)
-    return Row(name, unit, True, own, workers=1, targets=(target,), libraries=(TELEGRAD,), threads=1)
+def _change(name: str, unit: str, measure: Callable[..., float], *targets: Absolute) -> Row:
+    return Row(name, unit, True, measure, workers=1, targets=targets, libraries=(TELEGRAD,), threads=1)
 
 
 WEIGHTS = [
@@ -144,6 +149,12 @@ WEIGHTS = [
     _row("256 MB published to 4 workers", "ms", milliseconds, 256 * MB),
     _row("256 MB published to 4 workers, of one", "of one", of_one_reader, 256 * MB, Absolute(1.2)),
     _row("16 MB in 1,000 tensors published and loaded", "of one tensor", of_one_tensor, 16 * MB, Absolute(1.3)),
-    _change("2% of 64 MB changed, bytes to other hosts", "times fewer", times_fewer, 64 * MB, Absolute(10)),
-    _change("2% of 64 MB changed, found", "MB/s", per_second, 64 * MB, Absolute(120)),
+    _change(
+        "2% of 64 MB changed, bytes", "times fewer", partial(times_fewer, size=64 * MB, make=_changed), Absolute(10)
+    ),
+    _change("2% of 64 MB changed, found", "MB/s", partial(per_second, size=64 * MB, make=_changed), Absolute(120)),
+    _change(
+        "a step of 64 MB changed, bytes", "times fewer", partial(times_fewer, size=64 * MB, make=_stepped, small=True)
+    ),
+    _change("a step of 64 MB changed, found", "MB/s", partial(per_second, size=64 * MB, make=_stepped, small=True)),
 ]
