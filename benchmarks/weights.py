@@ -122,7 +122,8 @@ def times_fewer(rpc: Any, size: int, make: Callable[[int], Any], small: bool = F
     """How many times fewer bytes other hosts get than a whole version has."""
     from telegrad.weights.deltas import encode
 
-    return size / len(encode(*make(size), small=small))
+    old, new = make(size)
+    return size / len(encode(old, new, small=small))
 
 
 def per_second(rpc: Any, size: int, make: Callable[[int], Any], small: bool = False) -> float:
