@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from telegrad.weights import Publisher, Subscriber
+from telegrad.weights.changes import Deltas
 from tests.cluster import Process, free_port, init, processes
 
 HOSTS = 3
@@ -75,13 +77,16 @@ def join(rank: int, count: int, host: str, port: int) -> None:
 _held: list[Any] = []
 
 
-def publish_from(size: int) -> None:
-    state = {"weight": torch.zeros(size // 4)}
-    _held.append(Publisher("policy", state))
+def publish_from(size: int, deltas: Deltas) -> None:
+    state = {"weight": torch.randn(size // 4)}
+    _held.append((Publisher("policy", state, deltas=deltas), state["weight"]))
 
 
 def publish() -> int:
-    return int(_held[0].publish())
+    """With 2% of the values changed."""
+    publisher, weight = _held[0]
+    weight[torch.randint(0, len(weight), (len(weight) // 50,))] += 1
+    return int(publisher.publish())
 
 
 def subscribe() -> None:
@@ -114,17 +119,34 @@ def seconds(learner: Process, readers: list[Process]) -> float:
     return statistics.median(taken)
 
 
-def test_many_readers_on_slow_links_take_little_longer_than_one(hosts: list[str]) -> None:
-    """Each link carries each version once."""
-    port, count = free_port(), READERS + 1
+@contextlib.contextmanager
+def joined(hosts: list[str], readers: int, deltas: Deltas) -> Iterator[list[Process]]:
+    """A learner on the first host, and readers on the others."""
+    port, count = free_port(), readers + 1
     with processes(count) as group:
-        places = [hosts[0], *(hosts[1 + number % (HOSTS - 1)] for number in range(READERS))]
+        places = [hosts[0], *(hosts[1 + number % (HOSTS - 1)] for number in range(readers))]
         for rank, (process, host) in enumerate(zip(group, places, strict=True)):
             process.begin(join, rank, count, host, port)
         for process in group:
             process.end(60)
-        group[0].run(publish_from, SIZE)
+        group[0].run(publish_from, SIZE, deltas)
+        yield group
+
+
+def test_many_readers_on_slow_links_take_little_longer_than_one(hosts: list[str]) -> None:
+    """Each link carries each version once."""
+    with joined(hosts, READERS, "off") as group:
         one = seconds(group[0], group[1:2])
         all_ = seconds(group[0], group[1:])
         print(f"one reader {one:.2f} s, {READERS} readers {all_:.2f} s")
         assert all_ <= 1.5 * one
+
+
+def test_what_has_changed_takes_a_fraction_of_the_time(hosts: list[str]) -> None:
+    """The deltas go along the chain, too."""
+    taken = {}
+    for deltas in ("off", "fast"):
+        with joined(hosts, 2, deltas) as group:
+            taken[deltas] = seconds(group[0], group[1:])
+    print(f"whole {taken['off']:.2f} s, changes {taken['fast']:.2f} s")
+    assert taken["fast"] * 2 <= taken["off"]
