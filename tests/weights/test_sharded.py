@@ -17,7 +17,7 @@ from telegrad.rpc.worker import Worker
 from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.sharded import _described
 from tests.cluster import PATIENCE, agents
-from tests.weights.test_weights import on
+from tests.weights.test_weights import on, on_hosts
 
 WHOLE = torch.arange(24.0).view(6, 4)
 moment = {"now": 0.0}  # what all parts of one version show
@@ -172,6 +172,20 @@ def test_no_reader_ever_sees_two_versions_in_one(four: list[Worker]) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert failures == []
+
+
+def test_parts_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment["now"] = 0.0
+    with on_hosts(monkeypatch, "A", "B", "C", "D") as workers:
+        policy = on(workers[0], ShardedPublisher, "policy", SOURCE)
+        on(workers[0], policy.publish)
+        readers = [on(workers[place], ShardedSubscriber, "w0", "policy") for place in (0, 3, 3)]
+        for number in (1, 2, 3):
+            for reader, place in zip(readers, (0, 3, 3), strict=True):
+                version = on(workers[place], reader.at_least, number)
+                assert torch.equal(version.state["w"], WHOLE + moment["now"])
+            moment["now"] += 1
+            on(workers[0], policy.publish)
 
 
 def test_what_cannot_be_published_in_parts(four: list[Worker]) -> None:
