@@ -38,7 +38,7 @@ def join(rank: int, count: int, port: int, transport: str, timeout: float, proxy
     lanes.STRIPE_FROM = STRIPE_FROM
     publisher.PIECE = PIECE
     if transport == "tcp":  # as workers of several hosts have it
-        cluster.host_identity = lambda: f"host{rank % HOSTS}"
+        cluster.host_identity = lambda: f"host{rank % HOSTS}"  # type: ignore[attr-defined]
     gc.collect()
     _before = leaks.holding()
     if proxy is not None:
