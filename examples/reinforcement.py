@@ -1,8 +1,10 @@
 """Observers play, an agent learns: reinforcement learning on a cart that balances a pole.
 
-Each observer has the environment in a process of its own and asks the agent for every action. The agent answers the
-observers in batches, one pass of its network for all who ask at about the same time. When all have played their
-episodes it learns from them (policy gradients with a baseline), and the next round begins.
+Each observer has the environment in a process of its own. It acts by a copy of the agent's network: the agent publishes
+its weights whenever it has learnt, and before each episode an observer sees to it that its own are not older than
+`--behind` versions. With `--ask` it asks the agent for every action instead, who answers the observers in batches, one
+pass of its network for all who ask at about the same time. When all have played their episodes the agent learns from
+them (policy gradients with a baseline), and the next round begins.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.distributions import Categorical
 
 import telegrad.rpc as rpc
 from telegrad.rpc import functions
+from telegrad.weights import Publisher, Subscriber
 
 GAME = "CartPole-v1"
 EPISODES = 4  # of each observer in a round
@@ -59,9 +62,7 @@ class Agent:
         return self.choose(torch.stack(states))
 
     def choose(self, states: Tensor) -> list[int]:
-        with torch.no_grad():
-            actions: list[int] = Categorical(logits=self.network(states)[:, :2]).sample().tolist()
-        return actions
+        return chosen_by(self.network, states)
 
     def learn(self, episodes: list[Episode]) -> None:
         states = torch.stack([state for episode in episodes for state in episode.states])
@@ -78,6 +79,12 @@ class Agent:
         self.optimizer.step()
 
 
+def chosen_by(network: nn.Module, states: Tensor) -> list[int]:
+    with torch.no_grad():
+        actions: list[int] = Categorical(logits=network(states)[:, :2]).sample().tolist()
+    return actions
+
+
 def returns_of(episode: Episode) -> Tensor:
     """What was still to come at each moment."""
     later, returns = 0.0, []
@@ -88,14 +95,33 @@ def returns_of(episode: Episode) -> Tensor:
 
 
 class Observer:
-    """Plays as the agent says."""
+    """Plays as the agent says, or as its weights do."""
 
     def __init__(self, number: int) -> None:
         self.game = gymnasium.make(GAME)
         self.seed = number * 1_000_000
+        self.behind: list[int] = []  # how many versions older than the newest its weights were, by episodes
 
     def play(self, agent: rpc.RRef[Agent]) -> list[Episode]:
         return [self.episode(lambda state: agent.rpc_sync().act(state)) for _ in range(EPISODES)]
+
+    def follow(self, behind: int) -> None:
+        """From now on act by oneself, with weights that are at most so many versions old."""
+        self.network = policy()
+        self.weights = Subscriber("agent", "policy")
+        self.bound = behind
+
+    def play_alone(self) -> list[Episode]:
+        episodes = []
+        for _ in range(EPISODES):
+            self.weights.refresh(max_behind=self.bound)
+            self.weights.load_into(self.network)
+            self.behind.append(self.weights.behind)
+            episodes.append(self.episode(lambda state: chosen_by(self.network, state.unsqueeze(0))[0]))
+        return episodes
+
+    def oldest(self) -> int:
+        return max(self.behind)
 
     def episode(self, act: Callable[[Tensor], int]) -> Episode:
         self.seed += 1
@@ -111,13 +137,17 @@ class Observer:
         return episode
 
 
-def train(agent: Agent, observers: list[rpc.RRef[Observer]], rounds: int) -> list[float]:
+def train(agent: Agent, observers: list[rpc.RRef[Observer]], rounds: int, weights: Publisher | None) -> list[float]:
     """The mean reward of each round."""
     rewards = []
     progress = Progress(f"{len(observers)} observers,", rounds)
     reference = rpc.RRef(agent)
     for _ in range(rounds):
-        played = torch.futures.wait_all([observer.rpc_async(timeout=0).play(reference) for observer in observers])
+        if weights is not None:
+            weights.publish()
+            played = torch.futures.wait_all([observer.rpc_async(timeout=0).play_alone() for observer in observers])
+        else:
+            played = torch.futures.wait_all([observer.rpc_async(timeout=0).play(reference) for observer in observers])
         episodes = [episode for some in played for episode in some]
         agent.learn(episodes)
         rewards.append(statistics.mean(episode.reward for episode in episodes))
@@ -144,20 +174,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4, help="how many observers")
     parser.add_argument("--steps", type=int, default=20, help="how many rounds")
+    parser.add_argument("--behind", type=int, default=1, help="how many versions old an observer's weights may be")
+    parser.add_argument("--ask", action="store_true", help="observers ask the agent for every action")
     chosen = parser.parse_args()
 
     names = [f"observer{number}" for number in range(chosen.workers)]
     with group("agent", *names):
         agent = Agent()
         observers = [rpc.remote(name, Observer, (number,)) for number, name in enumerate(names)]
-        rewards = train(agent, observers, chosen.steps)
+        weights = None
+        if not chosen.ask:
+            weights = Publisher("policy", agent.network)
+            for observer in observers:
+                observer.rpc_sync().follow(chosen.behind)
+        rewards = train(agent, observers, chosen.steps, weights)
+        oldest = max(observer.rpc_sync().oldest() for observer in observers) if weights is not None else 0
     single = train_alone(chosen.workers, chosen.steps)
 
     print()
     print(f"{'mean reward of the first round':36}{rewards[0]:8.1f}")
     print(f"{'... of the last three':36}{statistics.mean(rewards[-3:]):8.1f}")
     print(f"{'... of the same, in one process':36}{statistics.mean(single[-3:]):8.1f}")
-    print(f"{'observers answered at once':36}{statistics.mean(agent.batches):8.1f}")
+    if weights is None:
+        print(f"{'observers answered at once':36}{statistics.mean(agent.batches):8.1f}")
+    else:
+        print(f"{'oldest weights, versions behind':36}{oldest:8d}")
+        assert oldest <= chosen.behind
     assert statistics.mean(rewards[-3:]) > 1.5 * rewards[0], "it has not learnt"
 
 

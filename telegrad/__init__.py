@@ -11,7 +11,7 @@ from telegrad import errors
 from telegrad.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc
+    from telegrad import autograd, checkpoint, compat, insight, nn, optim, rpc, weights
     from telegrad.hosting import LocalGroup
     from telegrad.rpc import Group
 
@@ -27,9 +27,10 @@ __all__ = [
     "optim",
     "process_group",
     "rpc",
+    "weights",
 ]
 
-_ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc")
+_ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc", "weights")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad.errors import UsageError
 from telegrad.nn.remote_module import apart
-from telegrad.nn.tree import Branch, branches, joined
+from telegrad.nn.tree import Branch, branches, joined, state_of
 from telegrad.optim import DistributedOptimizer
 from telegrad.optim.local import LocalOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
@@ -161,7 +161,7 @@ class Saver:
             if isinstance(value, LocalOptimizer):
                 part["state"] = value.state()
             else:
-                part.update(_state_of(share.branch))
+                part.update(state_of(share.branch))
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(state, is_coordinator=False)
         # Copies that torch makes ahead are waited for on the current accelerator alone; there may be several.
@@ -180,15 +180,6 @@ def _begin(path: str, shares: list[Share], own: dict[str, Any]) -> tuple[RRef[Sa
     return RRef(saver), saver.plan()
 
 
-def _state_of(branch: Branch) -> dict[str, Any]:
-    """The state of a branch of a model, by the names in the model; without what lives on other workers."""
-    value = branch.root.local_value()
-    if isinstance(value, Tensor):
-        return {branch.name: value.detach()}
-    with apart():
-        return {joined(branch.name, name): part for name, part in value.state_dict().items()}
-
-
 def _load_shares(path: str, shares: list[Share]) -> None:
     for key, branch in shares:
         value = branch.root.local_value()
@@ -199,7 +190,7 @@ def _load_shares(path: str, shares: list[Share]) -> None:
 
 
 def _load_model(path: str, key: str, branch: Branch) -> None:
-    state = _state_of(branch)
+    state = state_of(branch)
     flat = {joined(key, name): value for name, value in state.items()}
     _read(path, flat)
     value = branch.root.local_value()

@@ -6,6 +6,7 @@ TelegradError (RuntimeError)
 │   ├── AlreadyInitialized     `init_rpc` twice without `shutdown` between
 │   ├── InvalidName            a worker name with forbidden characters
 │   ├── UnknownWorker          no worker of that name or rank
+│   ├── UnknownPublisher       the worker publishes no weights of that name
 │   ├── NotOwner               the value of a reference was asked for where it is not
 │   ├── InvalidArgument (TypeError, ValueError) an argument is of the wrong kind, or out of range
 │   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
@@ -17,6 +18,7 @@ TelegradError (RuntimeError)
 │   └── GroupIncomplete        not all workers came in time
 ├── PeerError                  the other worker, or the way to it
 │   ├── PeerLost               it died, or its connection broke
+│   │   └── PublisherLost      who published weights has gone, or has closed the publisher
 │   ├── PeerUnreachable        no connection could be made
 │   ├── HandshakeError         it is not who it should be
 │   │   ├── AuthenticationFailed
@@ -29,6 +31,7 @@ TelegradError (RuntimeError)
 ├── CodecError                 a value could not travel
 │   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
 │   ├── CannotDecode           it arrived, but cannot be rebuilt there
+│   │   └── DeltaRefused       a delta of weights is damaged, or was made from other values
 │   └── FunctionNotFound       the callee has no function of that name
 ├── RRefError                  a remote reference cannot be used
 │   ├── OwnerLost (PeerLost)   its owner has died or left, and the value with it
@@ -59,6 +62,7 @@ __all__ = [
     "CodecError",
     "ContextEnded",
     "ContextLost",
+    "DeltaRefused",
     "DeviceError",
     "FunctionNotFound",
     "GroupError",
@@ -74,6 +78,7 @@ __all__ = [
     "PeerLost",
     "PeerUnreachable",
     "ProtocolViolation",
+    "PublisherLost",
     "RRefError",
     "RRefLost",
     "RemoteError",
@@ -84,6 +89,7 @@ __all__ = [
     "StoreUnreachable",
     "TelegradError",
     "TelegradWarning",
+    "UnknownPublisher",
     "UnknownWorker",
     "UnusedSends",
     "UsageError",
@@ -115,6 +121,10 @@ class InvalidName(UsageError, ValueError):
 
 class UnknownWorker(UsageError, ValueError):
     """No worker of that name or rank is in the group."""
+
+
+class UnknownPublisher(UsageError, ValueError):
+    """A worker publishes no weights under that name."""
 
 
 class NotOwner(UsageError):
@@ -159,6 +169,10 @@ class PeerError(TelegradError):
 
 class PeerLost(PeerError, ConnectionError):
     """The worker died or its connection broke; calls in flight may or may not have run."""
+
+
+class PublisherLost(PeerLost):
+    """Who published weights has died, cannot be reached, or has closed the publisher; versions that are here stay."""
 
 
 class PeerUnreachable(PeerError, ConnectionError):
@@ -207,6 +221,10 @@ class CannotEncode(CodecError, TypeError):
 
 class CannotDecode(CodecError):
     """A value arrived but could not be rebuilt."""
+
+
+class DeltaRefused(CannotDecode):
+    """A delta of weights is damaged, or was made from other values than those that are here."""
 
 
 class FunctionNotFound(CodecError, AttributeError):

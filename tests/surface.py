@@ -21,6 +21,7 @@ MODULES = (
     "telegrad.nn",
     "telegrad.optim",
     "telegrad.checkpoint",
+    "telegrad.weights",
     "telegrad.insight",
     "telegrad.errors",
     "telegrad.compat",

@@ -1,7 +1,8 @@
 """Measure Telegrad beside Ray and Monarch: `python -m benchmarks.peers [words of row names] [--quick]`.
 
-One caller and one callee of each, on one host, in turns. A peer that is not installed or does not start is told so in
-the table. A whole run writes `peers.md` and `peers.json` to `benchmarks/results`; any other where `--results` says.
+One caller and one callee of each on one host, or one that publishes and four that read, in turns. A peer that is not
+installed or does not start is told so in the table. A whole run writes `peers.md` and `peers.json` to
+`benchmarks/results`; any other where `--results` says.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from benchmarks.peers.report import Line, table
 from benchmarks.peers.rows import ROWS
 from benchmarks.peers.side import PEERS, PeerSide, version
 from benchmarks.turns import Side, Workers, closed, take_turns
+from benchmarks.weights import READERS
 
 
 def main() -> int:
     chosen = choose("benchmarks.peers", __doc__, ROWS)
-    sides: list[Side] = [Workers(TELEGRAD, "host", 2), *(PeerSide(peer) for peer in PEERS)]
+    sides: list[Side] = [Workers(TELEGRAD, "host", 1 + READERS), *(PeerSide(peer) for peer in PEERS)]
     lines = []
     with closed(sides):
         for row in chosen.rows:

@@ -264,6 +264,10 @@ class Connections:
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8)
 
+    def private(self, tensor: Tensor) -> Tensor:
+        """Common memory as others of this host see it: what is written to it is one's own."""
+        return self._pool.private(tensor)
+
     def in_common(self, blob: Tensor) -> Tensor:
         """A copy in common memory, for many workers of this host, unless it lies there, or there is no room."""
         copy = None if self._pool.is_common(blob) else self._pool.common(blob.numel())

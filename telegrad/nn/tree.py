@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
-from telegrad.nn.remote_module import RemoteModule
+from telegrad.nn.remote_module import RemoteModule, apart
 from telegrad.rpc import RRef, rpc_async
 from telegrad.rpc.together import together
 
@@ -104,3 +104,12 @@ def parameters_of(branch: Branch) -> list[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         return [(branch.name, value)]
     raise UsageError(f"{branch.root!r} refers to neither a parameter nor a module, but to {type(value).__name__}")
+
+
+def state_of(branch: Branch) -> dict[str, Any]:
+    """The state of a branch of this worker, by the names in the model; without what lives on other workers."""
+    value = branch.root.local_value()
+    if isinstance(value, Tensor):
+        return {branch.name: value.detach()}
+    with apart():
+        return {joined(branch.name, name): part for name, part in value.state_dict().items()}

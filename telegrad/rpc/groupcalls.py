@@ -231,7 +231,7 @@ class _Calls:
 
     def cancel(self) -> bool:
         """Cancel all that are under way."""
-        calls = [share.call for share in self._future._shares]
+        calls = [share.call for share in self._shares]
         cancelled = [call.cancel() for call in calls if call is not None]
         return any(cancelled)
 

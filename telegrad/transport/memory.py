@@ -147,6 +147,8 @@ class SharedPool:
         self._loans: dict[int, CommonBlock] = {}  # what is lent of these, by number
         self._ended: deque[CommonBlock] = deque()  # whose tensor here has died
         self._lender = Lender(self._ended.append)
+        self._unviewed: deque[int] = deque()  # loans to this worker itself that have ended
+        self._views = Lender(self._unviewed.append)
         self._dropped: list[int] = []  # to be told to those who mapped them
 
     def take(self, size: int) -> Block | None:
@@ -232,6 +234,14 @@ class SharedPool:
             block.loans += 1
             return loan
 
+    def private(self, blob: Tensor) -> Tensor:
+        """The same bytes as a receiver sees them: what is written to them is its own."""
+        loan = self.lend(blob)
+        if loan is None:
+            return blob.clone()
+        base = memoryview(mmap.mmap(loan.block.fd, loan.block.capacity, access=mmap.ACCESS_COPY))
+        return self._views.lend(base, blob.numel(), loan.number)
+
     def is_common(self, blob: Tensor) -> bool:
         """Whether it lies at the beginning of a common block."""
         return blob.data_ptr() in self._common
@@ -248,6 +258,8 @@ class SharedPool:
             block = self._ended.popleft()
             block.is_used = False
             self._let_go(block)
+        while self._unviewed:
+            self._end_loan(self._unviewed.popleft())
 
     def _let_go(self, block: CommonBlock) -> None:
         """Where a common block has no user left, it is free, unless somebody may still read it."""

@@ -9,7 +9,9 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.rpc import cluster
 from telegrad.transport import lanes
+from telegrad.weights import publisher
 from tests.chaos import functions, leaks
 from tests.chaos.board import Board
 from tests.chaos.load import Load, Tally
@@ -18,6 +20,8 @@ from tests.chaos.proxy import Address, stand_behind_proxy
 from tests.cluster import init
 
 GLANCE = 0.02
+HOSTS = 3  # for which those are taken that are reached over TCP
+PIECE = 1 << 14  # bytes of a version of weights that travel at a time
 STRIPE_FROM = 1 << 18  # bytes; the large tensors of the load are smaller than those of the world
 
 _before: leaks.Holding  # the worker joined
@@ -32,6 +36,9 @@ def join(rank: int, count: int, port: int, transport: str, timeout: float, proxy
     torch.set_num_threads(1)
     leaks.keep_briefly()
     lanes.STRIPE_FROM = STRIPE_FROM
+    publisher.PIECE = PIECE
+    if transport == "tcp":  # as workers of several hosts have it
+        cluster.host_identity = lambda: f"host{rank % HOSTS}"  # type: ignore[attr-defined]
     gc.collect()
     _before = leaks.holding()
     if proxy is not None:

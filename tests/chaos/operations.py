@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
-from telegrad.errors import RRefError
+from telegrad.errors import PublisherLost, RRefError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
+from telegrad.weights import Subscriber
 from tests.chaos import functions
 from tests.chaos.functions import Counter, Deliberate, pattern
 
@@ -27,7 +28,7 @@ LARGE = 400_000  # elements of a large tensor, at most: 1.6 MB
 MEDIUM = 50_000  # of one that stays where it was made
 HELD = 4  # references that a client keeps
 STEPS = 3
-OFTEN, IMPATIENCE = 0.9, 0.3
+OFTEN, SELDOM, IMPATIENCE = 0.9, 0.1, 0.3
 INPUTS, HIDDEN = 6, 5
 
 _tokens = itertools.count(1)
@@ -53,6 +54,7 @@ class Client:
         self._base = me << 40  # tokens are different on all workers
         self._held: list[tuple[int, int, Any]] = []  # token and size of the value, its reference
         self._shared: list[tuple[str, int, int, int]] = []  # who holds it, under which token; token and size of it
+        self._readers: dict[str, tuple[Subscriber, int]] = {}  # by worker, with the last version that was read
         self._counters: dict[str, tuple[Any, int, int]] = {}  # by worker: reference, calls begun, and answered
 
     def forget(self) -> None:
@@ -60,6 +62,8 @@ class Client:
         self._held.clear()
         self._shared.clear()
         self._counters.clear()
+        while self._readers:
+            self._readers.popitem()[1][0].close()
 
     @property
     def _timeout(self) -> float:
@@ -182,6 +186,29 @@ class Client:
             raise Wrong(f"a counter that was called {begun} times, {answered} with an answer, stands at {value}")
         self._counters[to] = counter, begun, answered
 
+    def read_weights(self) -> None:
+        """A version is whole, and no older than one that was read before."""
+        to = self._one()
+        published = rpc.rpc_sync(to, functions.publish, timeout=self._timeout)
+        reader, last = self._readers.pop(to, (None, 0))
+        if reader is None:
+            reader = Subscriber(to, "weights", self._timeout)
+        try:
+            version = reader.at_least(published, self._timeout) if self._chance.random() < OFTEN else reader.newest()
+        except PublisherLost:  # it may come back, and others may have it then
+            reader.close()
+            raise
+        except Exception:
+            self._readers[to] = reader, last
+            raise
+        self._readers[to] = reader, version.number
+        for name, wanted in functions.weights(version.number).items():
+            expect(f"{name} of version {version.number}", version.state[name], wanted)
+        if version.number < last:
+            raise Wrong(f"version {version.number} was read after version {last}")
+        if self._chance.random() < SELDOM:
+            self._readers.pop(to)[0].close()
+
     # Backward passes, training
 
     def backward(self) -> None:
@@ -236,6 +263,7 @@ OPERATIONS: tuple[tuple[Callable[[Client], None], int], ...] = (
     (Client.visit, 3),
     (Client.share, 4),
     (Client.count, 3),
+    (Client.read_weights, 3),
     (Client.backward, 4),
     (Client.train, 1),
 )

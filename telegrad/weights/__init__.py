@@ -1,0 +1,9 @@
+"""Weights that a learner publishes, and that actors on any host read: whole versions, each with its number."""
+
+from telegrad.weights.publisher import Publisher
+from telegrad.weights.sharded import Shard, ShardedPublisher, ShardedSubscriber
+from telegrad.weights.shards import Box
+from telegrad.weights.subscriber import Subscriber
+from telegrad.weights.version import Version
+
+__all__ = ["Box", "Publisher", "Shard", "ShardedPublisher", "ShardedSubscriber", "Subscriber", "Version"]

@@ -1,0 +1,184 @@
+"""The rim of a feed's machines: what parties of this worker say leaves as notices, and what comes is given to them.
+
+A party is a machine with the memory of its versions. Each has a lock of its own; what the machine wants said is said
+once that was given back, so that a word may overtake another: which all machines bear.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from telegrad.agent.agent import Agent
+from telegrad.errors import PeerError, TelegradError, UsageError
+from telegrad.group.members import Identity
+from telegrad.weights.changes import Changes
+from telegrad.weights.versions import Shelf
+from telegrad.weights.words import Forgot, Leave, Lent, Out, Party, Piece
+
+LOOK = 1.0  # seconds between looks at whether anything comes
+
+
+class Mail(NamedTuple):
+    """A word of one party to another."""
+
+    feed: str  # which no other has
+    to: int
+    sender: int
+    word: Any
+    tensors: Sequence[Tensor] = ()
+
+
+class Machine(Protocol):
+    shelf: Shelf
+
+    def receive(self, sender: Party, word: Any) -> Out: ...
+
+    def lost(self, incarnation: str) -> Out: ...
+
+
+class Box:
+    """One party of this worker."""
+
+    def __init__(self, desk: Desk, feed: str, me: Party, machine: Machine) -> None:
+        self.feed = feed
+        self.me = me
+        self.changed = threading.Condition()  # guards the machine, and all below
+        self.stock: dict[int, Tensor] = {}  # the memory of the versions that are here
+        self.changes = Changes()  # between versions
+        self.heard = 0  # how often something has changed for who waits
+        self._desk = desk
+        self._machine = machine
+
+    def step(self, act: Callable[[], Out]) -> None:
+        """Have the machine do something, and say what it wants said."""
+        with self.changed:
+            out = act()
+            parcels = [(to, *self._with_bytes(word)) for to, word in out]
+            shelf = self._machine.shelf
+            for number in [number for number in self.stock if number not in shelf.about]:
+                del self.stock[number]
+        for to, word, tensors in parcels:
+            self._desk.send(self, to, word, tensors)
+
+    def take(self, sender: Party, word: Any, tensors: Sequence[Tensor]) -> None:
+        """Somebody says something."""
+        self.step(lambda: self._machine.receive(sender, word))
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake who waits."""
+        with self.changed:
+            self.heard += 1
+            self.changed.notify_all()
+
+    def lost(self, incarnation: str) -> None:
+        """A connection with that worker has ended."""
+        self.step(lambda: self._machine.lost(incarnation))
+        self.tell()
+
+    def look(self) -> None:
+        """Now and then."""
+
+    def _with_bytes(self, word: Any) -> tuple[Any, Sequence[Tensor]]:
+        if isinstance(word, Lent):
+            return word, (self.stock[word.number],)
+        if isinstance(word, Piece):
+            whole = self.piece(word)
+            deltas = self.changes.between(word.base, word.number, word.piece, len(whole))
+            return (word, deltas) if deltas else (word._replace(base=0), (whole,))
+        return word, ()
+
+    def piece(self, word: Piece) -> Tensor:
+        """Where its bytes are, or shall be."""
+        length = self._machine.shelf.about[word.number].piece
+        return self.stock[word.number][word.piece * length : (word.piece + 1) * length]
+
+
+class Desk:
+    """The parties of one worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.changed = threading.Condition()  # guards what follows; `_boxes` is also looked at without
+        self._boxes: dict[tuple[str, int], Box] = {}
+        self.published: dict[str, Box] = {}  # by names
+        self._numbers = itertools.count(1)
+        self._due = 0.0  # when to look next; the clock's
+        agent.on(Mail, self._take)
+        agent.lost.append(self._lost)
+        agent.ticking.append(self._tick)
+
+    def __repr__(self) -> str:
+        return f"<Desk: {len(self._boxes)} parties of feeds>"
+
+    def party(self, number: int | None = None) -> Party:
+        """A new subscriber of this worker; or, as number 0, a publisher."""
+        return Party(self.agent.name, self.agent.incarnation, next(self._numbers) if number is None else number)
+
+    def add(self, box: Box) -> None:
+        with self.changed:
+            self._boxes[box.feed, box.me.number] = box
+
+    def publish(self, name: str, box: Box) -> None:
+        """From now on subscribers find it.
+
+        Raises:
+            UsageError: there is one of that name already.
+        """
+        with self.changed:
+            if name in self.published:
+                raise UsageError(
+                    f"worker {self.agent.name!r} has a publisher {name!r} already: close that one first, or take "
+                    "another name"
+                )
+            self.published[name] = box
+            self._boxes[box.feed, box.me.number] = box
+            self.changed.notify_all()
+
+    def unpublish(self, name: str, box: Box) -> None:
+        with self.changed:
+            self.published.pop(name, None)
+            self._boxes.pop((box.feed, box.me.number), None)
+
+    def remove(self, box: Box) -> None:
+        with self.changed:
+            self._boxes.pop((box.feed, box.me.number), None)
+
+    def send(self, box: Box, to: Party, word: Any, tensors: Sequence[Tensor] = ()) -> None:
+        self._send(to, Mail(box.feed, to.number, box.me.number, word, tensors))
+
+    def _send(self, to: Party, mail: Mail) -> None:
+        agent = self.agent
+        if to.incarnation == agent.incarnation:
+            agent.later(lambda mail: self._deliver(agent.name, agent.incarnation, mail), mail)
+            return
+        with suppress(TelegradError):  # who cannot be reached any more; whoever should know is told, too
+            agent.notify(to.worker, mail._replace(tensors=()), to.incarnation, mail.tensors, as_arguments=True)
+
+    def _take(self, sender: Identity, mail: Mail) -> None:
+        self._deliver(sender.name, sender.incarnation, mail)
+
+    def _deliver(self, worker: str, incarnation: str, mail: Mail) -> None:
+        sender = Party(worker, incarnation, mail.sender)
+        box = self._boxes.get((mail.feed, mail.to))
+        if box is not None:
+            box.take(sender, mail.word, mail.tensors)
+        elif not isinstance(mail.word, Leave | Forgot):
+            self._send(sender, Mail(mail.feed, sender.number, mail.to, Leave()))
+
+    def _lost(self, who: Identity, _: PeerError) -> None:
+        for box in list(self._boxes.values()):
+            box.lost(who.incarnation)
+
+    def _tick(self, now: float) -> float:
+        if now >= self._due:
+            self._due = now + LOOK
+            for box in list(self._boxes.values()):
+                box.look()
+        return self._due if self._boxes else float("inf")

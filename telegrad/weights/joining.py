@@ -1,0 +1,256 @@
+"""A subscriber's party: how it joins a feed, joins again after a connection broke, and hears of the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.naming import known_as
+from telegrad.errors import DeltaRefused, PublisherLost, TelegradError, UnknownPublisher
+from telegrad.group.members import Identity, listed
+from telegrad.rpc import current
+from telegrad.weights.changes import renew
+from telegrad.weights.desk import LOOK, Box, Desk
+from telegrad.weights.follower import Follower
+from telegrad.weights.layout import Layout
+from telegrad.weights.publisher import PublisherBox
+from telegrad.weights.version import Version
+from telegrad.weights.words import About, Forgot, Leave, Lent, Opened, Over, Party, Piece
+
+MARGIN = 5.0  # seconds more for a call than for what it waits for
+
+
+def find_feed(agent: Agent, to: Identity, name: str, limit: float) -> str:
+    """The feed that a worker publishes under a name; waits for it."""
+    found: str = agent.call(to, _find, (name, limit), None, limit and limit + MARGIN)
+    return found
+
+
+class SubscriberBox(Box):
+    """With the machine of a subscriber, and what keeps it in its feed."""
+
+    def __init__(self, desk: Desk, feed: str, name: str, publisher: Identity) -> None:
+        self._name = name
+        self._publisher = publisher
+        self._source = Party(publisher.name, publisher.incarnation, 0)
+        self.machine = Follower(self._source)
+        super().__init__(desk, feed, desk.party(), self.machine)
+        self.over = False  # in order
+        self._trouble = ""  # why the publisher is out of reach
+        self._joining = False
+        self._layout: Layout | None = None
+        self._common: set[int] = set()  # versions whose memory here is what others of the host see, too
+        self._last: Version | None = None  # that was found
+        self._taken = (0, False)  # what was said of it last
+
+    # Joining
+
+    def join(self) -> None:
+        """Be told of versions from now on; upon a failure that is known only later."""
+        with self.changed:
+            if self._joining or self.over:
+                return
+            self._joining = True
+            taken, every = self._taken
+        args = self.feed, self._name, self.me, self._desk.agent.me.host, taken, every
+        try:
+            future = self._desk.agent.call_async(self._publisher, _join, args, None)
+        except TelegradError as error:
+            self._joined(str(error))
+        else:
+            future.add_done_callback(lambda done: self._joined(_failure(done)))
+
+    def _joined(self, trouble: str) -> None:
+        with self.changed:
+            self._joining = False
+            self._trouble = trouble
+        self.tell()
+
+    def check(self) -> None:
+        """Raise PublisherLost where that is so; one that is out of reach is asked once more."""
+        with self.changed:
+            trouble, last = self._trouble, self.machine.shelf.newest_whole()
+        if self.over:
+            raise self._lost("it was closed", last)
+        if trouble:
+            self.join()
+            with self.changed:
+                self.changed.wait_for(lambda: not self._joining, self._desk.agent.timeout or None)
+                trouble = self._trouble
+            if trouble:
+                raise self._lost(trouble, last)
+
+    def _lost(self, why: str, last: int) -> PublisherLost:
+        readable = f"version {last} is here: newest() gives it" if last else "no version of it is here"
+        return PublisherLost(
+            f"the publisher {self._name!r} on worker {self._publisher.name!r} has gone ({why}); {readable}"
+        )
+
+    def lost(self, incarnation: str) -> None:
+        super().lost(incarnation)
+        if incarnation == self._publisher.incarnation:
+            self.join()
+
+    def leave(self) -> None:
+        self._desk.remove(self)
+        self.step(lambda: [*self.machine.leave(), (self._source, Leave())])
+        with self.changed:
+            self.stock.clear()
+            self._last = None
+
+    def look(self) -> None:
+        if not self.over and not self._trouble:
+            self.step(self.machine.look)
+
+    # What comes
+
+    def take(self, sender: Party, word: Any, tensors: Any) -> None:
+        if sender == self._source and isinstance(word, Forgot):
+            self.join()
+        elif isinstance(word, Over):
+            self.over = True
+            self.tell()
+        elif isinstance(word, Piece):
+            self._store(sender, word, tensors)
+        else:
+            memory = tensors[0] if isinstance(word, Lent) else None
+            if isinstance(word, Opened):
+                memory = self._desk.agent.common(word.about.size)
+            self.step(lambda: self._received(sender, word, memory))
+            self.tell()
+
+    def _received(self, sender: Party, word: Any, memory: Tensor | None) -> Any:
+        if memory is not None and word.number not in self.machine.shelf.about:
+            self.stock[word.number] = memory
+            if isinstance(word, Opened) or sender.incarnation == self.me.incarnation:
+                self._common.add(word.number)
+        self._common &= self.stock.keys()
+        return self.machine.receive(sender, word)
+
+    def _store(self, sender: Party, word: Piece, content: Sequence[Tensor]) -> None:
+        with self.changed:
+            new, old = self.stock.get(word.number), self.stock.get(word.base)
+            if new is None or not self.machine.expects(word):
+                return
+            place, about = self.piece(word), self.machine.shelf.about[word.number]
+        if word.base:
+            try:
+                if old is None:
+                    raise DeltaRefused(f"a delta leads from version {word.base}, which is not here any more")
+                renew(self._layout_of(about), about, old, new, word.piece, content)
+            except DeltaRefused:
+                self.step(lambda: self.machine.distrust(word.number))
+                return
+        else:
+            place.copy_(content[0])
+        self.step(lambda: self._stored(sender, word, content, about.size))
+        if self.machine.shelf.is_whole(word.number):
+            self.tell()
+
+    def _stored(self, sender: Party, word: Piece, content: Sequence[Tensor], size: int) -> Any:
+        for number, delta in enumerate(content if word.base else (), word.base + 1):
+            self.changes.keep(number, word.piece, delta, size)
+        return self.machine.receive(sender, word)
+
+    def _layout_of(self, about: About) -> Layout:
+        layout = self._layout
+        if layout is None or layout.number != about.layout:
+            layout = self._layout = Layout(about.layout, about.description)
+        return layout
+
+    # What its user wants
+
+    @property
+    def known(self) -> int:
+        """The newest version that is known of."""
+        return self.machine.shelf.newest
+
+    def next_after(self, number: int) -> int:
+        return max(number + 1, self.machine.shelf.oldest)
+
+    def find(self, least: int, exact: bool = False) -> Version | None:
+        """Such a version, if it is here."""
+        with self.changed:
+            shelf = self.machine.shelf
+            number = least if exact else shelf.newest_whole()
+            if number < least or not shelf.is_whole(number):
+                return None
+            if self._last is not None and self._last.number == number:
+                return self._last
+            about, memory, is_common = shelf.about[number], self.stock[number], number in self._common
+        version = Version(number, self._layout_of(about), self._desk.agent.private(memory) if is_common else memory)
+        with self.changed:
+            self._last = version
+        return version
+
+    def is_newer_here(self, number: int) -> bool:
+        return self.machine.shelf.newest_whole() > number
+
+    def want(self, least: int, exact: bool) -> None:
+        self.step(lambda: self.machine.want(least, exact, patient=True))
+
+    def may_ask_for_newer(self) -> bool:
+        """Whether its source may have a newer version than is here."""
+        shelf = self.machine.shelf
+        return self.machine.whole and shelf.newest > shelf.newest_whole() > 0 and not (self.over or self._trouble)
+
+    def ask_for_newer(self, patience: float) -> None:
+        """Have the source's newest come, if it has a newer one."""
+        self.step(lambda: self.machine.want(self.machine.shelf.newest_whole() + 1, exact=False, patient=False))
+        with self.changed:
+            self.changed.wait_for(lambda: not self.machine.waits, patience)
+
+    def taken(self, number: int, every: bool) -> None:
+        self._taken = number, every
+        self.step(lambda: self.machine.taken(number, every))
+        source = self.machine.source
+        if source is not None:  # which fills the memory of old versions anew
+            self._desk.agent.give_back(source.worker)
+
+
+def _failure(done: Any) -> str:
+    try:
+        done.wait()
+    except Exception as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+# What runs at the publisher
+
+
+@known_as("Subscriber()")
+def _find(name: str, timeout: float) -> str:
+    """The feed of that name, once there is one."""
+    worker = current.here()
+    desk, agent = worker.attached(Desk), worker.agent
+    until = monotonic() + timeout if timeout else float("inf")
+    with agent.waiting():
+        while True:
+            with desk.changed:
+                if name in desk.published:
+                    return desk.published[name].feed
+                names = sorted(desk.published)
+                left = until - monotonic()
+                if left > 0 and not agent.closed:
+                    desk.changed.wait(min(left, LOOK))
+                    continue
+            there = f"there are {listed([repr(each) for each in names])}" if names else "there is none at all"
+            raise UnknownPublisher(
+                f"worker {agent.name!r} has no publisher {name!r}, and none has come within {timeout:g} s; {there}. "
+                f"Make it there, Publisher({name!r}, model), and keep it"
+            )
+
+
+@known_as("Subscriber()")
+def _join(feed: str, name: str, party: Party, host: str, taken: int, every: bool) -> None:
+    desk = current.here().attached(Desk)
+    box = desk.published.get(name)
+    if box is None or box.feed != feed:
+        raise PublisherLost(f"the publisher {name!r} was closed")
+    assert isinstance(box, PublisherBox)
+    box.step(lambda: box.feed_.join(Party(*party), host, taken, every))

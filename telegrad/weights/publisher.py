@@ -1,0 +1,203 @@
+"""The learner's end: it publishes versions of its weights."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from telegrad.agent.compiling import not_compiled
+from telegrad.errors import CallTimeout, UsageError
+from telegrad.group.members import listed
+from telegrad.progress import Wait
+from telegrad.rpc import current
+from telegrad.weights.changes import Deltas, Finder
+from telegrad.weights.desk import LOOK, Box, Desk
+from telegrad.weights.feed import Feed
+from telegrad.weights.layout import Layout, Layouts
+from telegrad.weights.rounding import Rounding
+from telegrad.weights.sources import read_from
+from telegrad.weights.words import About, Out, Party
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+PIECE = 1 << 20  # bytes that travel at a time between hosts
+KEEP = 8  # versions, at most, for those who want every one
+
+
+class Publisher:
+    """Publishes versions of `source` under a name, for the `Subscriber`s of any worker.
+
+    The source is a module, a `RemoteModule`, a `Pipeline`, a reference to a module, a state dict or any other tree of
+    tensors, or a function that gives one. It is read at each `publish`, and then only.
+
+    `dtype`: floating numbers that take more room are rounded to this type, such as `torch.bfloat16`; or a function of
+    a tensor's name and the tensor that gives its type, or None to leave it as it is.
+
+    `deltas`: other hosts that have the version before get only what has changed since. "fast" finds what is the same;
+    "small" also takes a second per 100 MB to deflate the bits that flip, which pays on links slower than that; "off".
+
+    `keep`: so many of the last versions are kept for who iterates over all of them and has not come to them yet.
+
+    Raises:
+        UsageError: this worker publishes something under that name already.
+        InvalidArgument: nothing can be published from that source.
+    """
+
+    def __init__(
+        self, name: str, source: Any, keep: int = KEEP, dtype: Rounding = None, deltas: Deltas = "fast"
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise UsageError(f'a publisher has a name: Publisher("policy", model), not {name!r}')
+        if not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"a publisher keeps one version or more, not {keep!r}")
+        if deltas not in ("off", "fast", "small"):
+            raise UsageError(f'deltas are "off", "fast" or "small", not {deltas!r}')
+        self.name = name
+        self._read = read_from(source)
+        worker = current.here()
+        self._agent = worker.agent
+        self._desk = worker.attached(Desk)
+        self._layouts = Layouts(dtype)
+        self._finder = Finder(deltas)
+        self._box = PublisherBox(self._desk, secrets.token_hex(8), keep)
+        self._desk.publish(name, self._box)
+        self._end = weakref.finalize(self, _close_later, self._desk, name, self._box)
+        self._end.atexit = False
+
+    @not_compiled
+    def publish(self, wait: float | None = None) -> int:
+        """Publish the source as it is now; the number of this version, from 1 on.
+
+        Returns once the source was copied: it may be changed from then on. With `wait`, also waits until every
+        subscriber has taken this version or a later one, for so many seconds at most (0 for no limit).
+
+        Raises:
+            UsageError: the publisher was closed.
+            InvalidArgument, CannotEncode: the source gives something that cannot be published.
+            CallTimeout: somebody has not taken it in time. It was published all the same.
+        """
+        if not self._end.alive:
+            raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
+        layout, tensors = self._layouts.of(self._read())
+        memory = self._agent.common(layout.size)
+        layout.fill(memory, tensors)
+        number = self._box.publish(layout, memory, self._finder)
+        if wait is not None:
+            self._wait_for_readers(number, wait)
+        return number
+
+    @property
+    def version(self) -> int:
+        """The number of the newest version; 0 before the first."""
+        return self._box.feed_.shelf.newest
+
+    @property
+    def versions(self) -> list[int]:
+        """Those whose memory this worker keeps: the newest, and what others are about to read."""
+        with self._box.changed:
+            return sorted(self._box.stock)
+
+    @property
+    def subscribers(self) -> dict[str, int]:
+        """Who subscribes, by worker, with the version that its user took last; 0 for none."""
+        with self._box.changed:
+            taken = [*self._box.feed_.taken.items()]
+        return {_label(party): number for party, number in taken}
+
+    def _wait_for_readers(self, number: int, timeout: float) -> None:
+        box = self._box
+        until = monotonic() + timeout if timeout > 0 else float("inf")
+
+        def missing() -> list[str]:
+            return [party.worker for party in box.behind(number)]
+
+        def text() -> str:
+            return f"Publisher.publish: version {number} of {self.name!r} was not taken yet by {listed(missing())}"
+
+        with Wait("Publisher.publish", text, missing, worker=self._agent.name) as wait, self._agent.waiting():
+            while box.behind(number) and not self._agent.closed:
+                left = until - monotonic()
+                if left <= 0:
+                    raise CallTimeout(
+                        f"version {number} of {self.name!r} was not taken within {timeout:g} s by {listed(missing())}. "
+                        "It was published, and they can have it"
+                    )
+                wait.look()
+                with box.changed:
+                    box.changed.wait_for(lambda: not box.feed_.behind(number), min(left, LOOK))
+
+    @not_compiled
+    def close(self) -> None:
+        """Publish no more. Subscribers keep what they have."""
+        if self._end.detach():
+            _close(self._desk, self.name, self._box)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"at version {self.version}, {len(self.subscribers)} subscribers" if self._end.alive else "closed"
+        return f"<Publisher {self.name!r}: {state}>"
+
+
+class PublisherBox(Box):
+    """With the machine of a publisher."""
+
+    def __init__(self, desk: Desk, feed: str, keep: int) -> None:
+        me = desk.party(0)
+        self.feed_ = Feed(me, desk.agent.me.host, keep)
+        super().__init__(desk, feed, me, self.feed_)
+
+    def publish(self, layout: Layout, memory: Tensor, finder: Finder) -> int:
+        about = About(layout.number, layout.description, layout.size, PIECE)
+        base, old = self._base(about)
+        found = finder.find(layout, about, old, memory) if old is not None else {}
+        number = 0
+
+        def put() -> Out:
+            nonlocal number
+            number = self.feed_.shelf.newest + 1
+            self.stock[number] = memory
+            for piece, delta in found.items() if number == base + 1 else ():
+                self.changes.keep(number, piece, delta, about.size)
+            return self.feed_.publish(about)
+
+        self.step(put)
+        return number
+
+    def _base(self, about: About) -> tuple[int, Tensor | None]:
+        """The newest version, whose memory is given where others may want what changes in it."""
+        with self.changed:
+            shelf = self.feed_.shelf
+            last = shelf.about.get(shelf.newest)
+            fits = last is not None and last.layout == about.layout and self.feed_.leaves_the_host
+            return shelf.newest, self.stock[shelf.newest] if fits else None
+
+    def look(self) -> None:
+        self.step(self.feed_.look)
+
+    def behind(self, number: int) -> list[Party]:
+        with self.changed:
+            return self.feed_.behind(number)
+
+
+def _label(party: Party) -> str:
+    return party.worker if party.number == 1 else f"{party.worker} ({party.number})"
+
+
+def _close(desk: Desk, name: str, box: PublisherBox) -> None:
+    desk.unpublish(name, box)
+    box.step(box.feed_.close)
+
+
+def _close_later(desk: Desk, name: str, box: PublisherBox) -> None:
+    """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
+    desk.agent.later(lambda _: _close(desk, name, box), None)

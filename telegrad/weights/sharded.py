@@ -1,0 +1,313 @@
+"""Weights of which several workers own parts: one version of all, and readers that pull what they need of it.
+
+Each owner publishes what it has, as if it were alone. Then the driver publishes the contents: who has which part of
+which tensor, and under which number. So a version is there for readers only when all of its parts are, and what its
+contents name is all that they look at: parts of two versions never meet. Owners keep some versions before the newest,
+for who has read the contents of those. Who comes too late all the same goes on to newer contents.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.agent.agent import DEFAULT
+from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.group.members import WorkerInfo
+from telegrad.nn.tree import Branch, branches, state_of
+from telegrad.rpc import RRef, remote
+from telegrad.rpc.together import together
+from telegrad.weights.changes import Deltas
+from telegrad.weights.publisher import Publisher
+from telegrad.weights.rounding import Rounding
+from telegrad.weights.shards import Box, Copy, Part, plan, slices
+from telegrad.weights.subscriber import Subscriber
+from telegrad.weights.version import Version
+
+KEEP = 4  # versions of each owner, at most: readers that take longer than as many are published may find none whole
+PARTS = ".parts"  # the end of the names under which owners publish
+
+State = Callable[[], Mapping[str, Any]]
+Wanted = Iterable[str] | Mapping[str, Box | None] | None
+
+
+class Shard(NamedTuple):
+    """A part of a tensor, in the state of an owner: it begins at `offsets` of a tensor of that `shape`."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Content(NamedTuple):
+    """What an owner has of one tensor."""
+
+    part: Part
+    shape: tuple[int, ...]  # of the whole tensor
+
+
+class ShardedPublisher:
+    """Publishes versions of what several workers own, under a name; this worker drives.
+
+    `source` is a model that is spread over workers, or for each worker a function that gives its part of the state:
+    tensors by their names, `Shard`s or `DTensor`s where it has a part of one. All else is as for `Publisher`.
+    """
+
+    def __init__(self, name: str, source: Any, dtype: Rounding = None, deltas: Deltas = "fast") -> None:
+        self.name = name
+        self._owners = {
+            worker: remote(worker, Owner, (name + PARTS, share, dtype, deltas))
+            for worker, share in _shares(source).items()
+        }
+        self._contents: dict[str, list[Content]] = {}
+        self._editions = dict.fromkeys(self._owners, 0)  # of the contents of each, as far as they are known here
+        self._manifest: dict[str, Any] = {}
+        self._publisher = Publisher(name, self._manifest)
+
+    def publish(self, wait: float | None = None) -> int:
+        """Publish what all owners have now; the number of this version. It must not change meanwhile.
+
+        Raises:
+            WorkersFailed: several owners could not; where only one could not, its own error. There is no such version.
+            All that `Publisher.publish` raises.
+        """
+        published = together(self._owners, lambda worker, owner: owner.rpc_async().publish(self._editions[worker]))
+        for worker, (_, edition, contents) in published.items():
+            if contents is not None:
+                self._editions[worker], self._contents[worker] = edition, contents
+        self._manifest["contents"] = self._contents
+        self._manifest["numbers"] = torch.tensor([number for number, *_ in published.values()])
+        return self._publisher.publish(wait)
+
+    @property
+    def version(self) -> int:
+        """The number of the newest version; 0 before the first."""
+        return self._publisher.version
+
+    def close(self) -> None:
+        """Publish no more. Subscribers keep what they have."""
+        self._publisher.close()
+        together(self._owners, lambda _, owner: owner.rpc_async().close())
+
+    def __repr__(self) -> str:
+        return f"<ShardedPublisher {self.name!r}: parts of {len(self._owners)} workers, at version {self.version}>"
+
+
+class Owner:
+    """What one worker owns."""
+
+    def __init__(self, name: str, share: list[Branch] | State, dtype: Rounding, deltas: Deltas) -> None:
+        self._share = share
+        self._state: dict[str, Tensor] = {}
+        self._contents: list[Content] = []
+        self._edition = 0  # of the contents
+        self._publisher = Publisher(name, self._state, KEEP, dtype, deltas)
+
+    def publish(self, known: int) -> tuple[int, int, list[Content] | None]:
+        """The number of the version, the edition of its contents, and these unless they are known."""
+        found = self._share() if callable(self._share) else _state_of(self._share)
+        contents = []
+        self._state.clear()
+        for name, value in found.items():
+            content, tensor = _described(name, value)
+            contents.append(content)
+            self._state[str(len(self._state))] = tensor
+        number = self._publisher.publish()
+        if contents != self._contents or not self._edition:
+            self._contents, self._edition = contents, self._edition + 1
+        return number, self._edition, contents if known != self._edition else None
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+def _shares(source: Any) -> dict[str, Any]:
+    """What each worker publishes."""
+    if isinstance(source, nn.Module | RRef):
+        shares: dict[str, Any] = {}
+        for branch in branches(source):
+            shares.setdefault(branch.root.owner_name(), []).append(branch)
+        return shares
+    if isinstance(source, Mapping) and all(callable(each) for each in source.values()):
+        return dict(source)
+    raise InvalidArgument(
+        "what several workers publish is a model that is spread over them, or for each worker's name a function that "
+        f"gives its state, not {type(source).__name__}"
+    )
+
+
+def _state_of(shares: list[Branch]) -> dict[str, Any]:
+    return {name: value for branch in shares for name, value in state_of(branch).items()}
+
+
+def _described(name: str, value: Any) -> tuple[Content, Tensor]:
+    distributed = sys.modules.get("torch.distributed.tensor")  # whoever has such tensors has it
+    if isinstance(value, Shard):
+        tensor, offsets, shape = value.tensor, tuple(value.offsets), tuple(value.shape)
+    elif distributed is not None and isinstance(value, distributed.DTensor):
+        rules = sys.modules["torch.distributed.tensor._utils"]
+        _, offsets = rules.compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        tensor, offsets, shape = value.to_local(), tuple(offsets), tuple(value.shape)
+    elif isinstance(value, Tensor):
+        tensor, offsets, shape = value, (0,) * value.dim(), tuple(value.shape)
+    else:
+        raise InvalidArgument(f"{name!r} cannot be published in parts: it is no tensor, but {type(value).__name__}")
+    box = Box(offsets, tuple(tensor.shape))
+    if len(offsets) != len(shape) or any(
+        start < 0 or start + size > end for start, size, end in zip(*box, shape, strict=True)
+    ):
+        raise InvalidArgument(
+            f"{name!r} is no part of a tensor of shape {shape}: it begins at {box[0]}, and has {box[1]}"
+        )
+    return Content(Part(name, box), shape), tensor.detach()
+
+
+# Readers
+
+
+class ShardedSubscriber:
+    """Reads the versions that a `ShardedPublisher` of the worker `worker` publishes under a name.
+
+    `wanted` are names of tensors, or the part that is wanted of each (`{"layer.weight": Box((0, 0), (64, 128))}`; None
+    stands for all of it). It need not be a part that somebody owns. Where it is None, all tensors are read.
+
+    Raises:
+        As `Subscriber` does.
+    """
+
+    def __init__(
+        self, worker: str | int | WorkerInfo, name: str, wanted: Wanted = None, timeout: float = DEFAULT
+    ) -> None:
+        self._name = name
+        self._wanted = wanted
+        self._timeout = timeout
+        self._manifest = Subscriber(worker, name, timeout)
+        self._owners: dict[str, Subscriber] = {}
+        self._plan: Plan | None = None
+        self._taken: Version | None = None
+
+    def newest(self, timeout: float = DEFAULT) -> Version:
+        """The newest version that is known here; see `Subscriber.newest`."""
+        return self._obtain(self._manifest.newest, timeout)
+
+    def at_least(self, number: int, timeout: float = DEFAULT) -> Version:
+        """That version or a later one; see `Subscriber.at_least`."""
+        return self._obtain(lambda timeout: self._manifest.at_least(number, timeout), timeout)
+
+    def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
+        """A version that is at most `max_behind` behind the newest; see `Subscriber.refresh`."""
+        return self._obtain(lambda timeout: self._manifest.refresh(max_behind, timeout), timeout)
+
+    @property
+    def version(self) -> int:
+        """The number of the version that was taken last; 0 before the first."""
+        return self._taken.number if self._taken is not None else 0
+
+    def _obtain(self, read: Callable[[float], Version], timeout: float) -> Version:
+        limit = self._manifest._limit(timeout)
+        until = monotonic() + limit if limit else float("inf")
+
+        def left() -> float:
+            if until == float("inf"):
+                return 0
+            if monotonic() >= until:
+                raise CallTimeout(
+                    f"no version of {self._name!r} was read within {limit:g} s; the last is {self.version}"
+                )
+            return until - monotonic()
+
+        contents = read(left())
+        while True:
+            if self._taken is not None and self._taken.number == contents.number:
+                return self._taken
+            found = self._gather(contents, left)
+            if found is not None:
+                self._taken = found
+                return found
+            contents = self._manifest.at_least(contents.number + 1, left())
+
+    def _gather(self, version: Version, left: Callable[[], float]) -> Version | None:
+        """All that is wanted of a version; None where an owner keeps its part no more."""
+        contents: dict[str, list[Content]] = version.state["contents"]
+        if self._plan is None or self._plan.contents != contents:
+            self._plan = Plan(contents, self._wanted)
+        numbers = dict(zip(contents, version.state["numbers"].tolist(), strict=True))
+        parts: dict[str, dict[str, Tensor]] = {}
+        for owner in self._plan.owners:
+            if owner not in self._owners:
+                self._owners[owner] = Subscriber(owner, self._name + PARTS, left())
+        for owner in self._plan.owners:
+            part = self._owners[owner]._after(numbers[owner] - 1, left())
+            if part.number != numbers[owner]:
+                return None
+            parts[owner] = part.state
+        return Gathered(version.number, self._plan.state(parts))
+
+    def close(self) -> None:
+        """Read no more; versions that were taken stay."""
+        for subscriber in (self._manifest, *self._owners.values()):
+            subscriber.close()
+
+    def __repr__(self) -> str:
+        return f"<ShardedSubscriber to {self._name!r} on {self._manifest.worker!r}: at version {self.version}>"
+
+
+class Plan:
+    """How a state is made of what owners have."""
+
+    def __init__(self, contents: dict[str, list[Content]], wanted: Wanted) -> None:
+        self.contents = contents
+        shapes = {content.part.name: content.shape for theirs in contents.values() for content in theirs}
+        boxes = wanted if isinstance(wanted, Mapping) else dict.fromkeys(shapes if wanted is None else wanted)
+        missing = sorted(boxes.keys() - shapes.keys())
+        if missing:
+            raise UsageError(f"nobody publishes {', '.join(missing)}; there are {', '.join(sorted(shapes))}")
+        whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+        self._parts = [Part(name, box or whole[name]) for name, box in boxes.items()]
+        self._copies: list[list[Copy]] = [[] for _ in self._parts]
+        owned = {owner: [content.part for content in theirs] for owner, theirs in contents.items()}
+        for copy in plan(owned, self._parts):
+            self._copies[copy.wanted].append(copy)
+        self.owners = sorted({copy.owner for copies in self._copies for copy in copies})
+
+    def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """By name; what is a part as somebody owns it stays where it is."""
+        return {
+            part.name: self._made(part.box, copies, parts)
+            for part, copies in zip(self._parts, self._copies, strict=True)
+        }
+
+    def _made(self, box: Box, copies: list[Copy], parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+        sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
+        if len(sources) == 1 and copies[0].target.sizes == box.sizes:
+            return sources[0]
+        made = torch.empty(box.sizes, dtype=sources[0].dtype if sources else None)
+        assert made.numel() == sum(prod(copy.target.sizes) for copy in copies)
+        for copy, source in zip(copies, sources, strict=True):
+            made[slices(copy.target)] = source
+        return made
+
+
+class Gathered(Version):
+    """A version whose parts come from several workers."""
+
+    def __init__(self, number: int, state: dict[str, Tensor]) -> None:
+        self.number = number
+        self._state = state
+
+    def _named(self) -> Mapping[str, Any]:
+        return self.state  # type: ignore[no-any-return]
+
+    def _pour(self, pairs: list[tuple[Any, Tensor]]) -> None:
+        with torch.no_grad():
+            for there, here in pairs:
+                here.copy_(there)
+
+    def __repr__(self) -> str:
+        return f"<Version {self.number}: {sum(each.nbytes for each in self._state.values())} bytes, gathered>"

@@ -1,0 +1,218 @@
+"""An actor's end: it reads versions."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import seconds
+from telegrad.errors import CallTimeout, PublisherLost, UsageError
+from telegrad.group.members import WorkerInfo
+from telegrad.progress import Wait, attended
+from telegrad.rpc import current
+from telegrad.weights.desk import LOOK, Desk
+from telegrad.weights.joining import SubscriberBox, find_feed
+from telegrad.weights.version import Version
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Subscriber:
+    """Reads the versions that a `Publisher` of the worker `worker` publishes under a name.
+
+    Waits for that publisher, where there is none of that name yet, for `timeout` seconds (0 for no limit).
+
+    Raises:
+        UnknownPublisher: that worker publishes nothing of that name; it says what it does.
+        UnknownWorker: there is no such worker.
+    """
+
+    def __init__(self, worker: str | int | WorkerInfo, name: str, timeout: float = DEFAULT) -> None:
+        here = current.here()
+        self.name = name
+        self._agent = here.agent
+        to = self._agent.identify(worker.name if isinstance(worker, WorkerInfo) else worker)
+        self.worker = to.name
+        desk = here.attached(Desk)
+        limit = self._limit(timeout)
+        with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
+            feed = find_feed(self._agent, to, name, limit)
+        self._box = SubscriberBox(desk, feed, name, to)
+        self._end = weakref.finalize(self, _close_later, desk, self._box)
+        self._end.atexit = False
+        desk.add(self._box)
+        self._box.join()
+        self._taken: Version | None = None
+        self._every = False
+
+    # Which version
+
+    @not_compiled
+    def newest(self, timeout: float = DEFAULT) -> Version:
+        """The newest version that is on this host; waits only where none is.
+
+        Goes on to give the last one when the publisher has gone.
+
+        Raises:
+            PublisherLost: the publisher has gone, and no version is here.
+            CallTimeout: none has come within `timeout` seconds (0 for no limit).
+        """
+        box = self._box
+        if box.may_ask_for_newer():
+            box.ask_for_newer(LOOK)
+        found = box.find(1)
+        return self._take(found) if found is not None else self._obtain("newest", lambda: 1, False, timeout)
+
+    @not_compiled
+    def at_least(self, number: int, timeout: float = DEFAULT) -> Version:
+        """That version or a later one, the newest there is; waits until there is one.
+
+        Raises:
+            PublisherLost: the publisher has gone, and it cannot come.
+            CallTimeout: it has not come within `timeout` seconds (0 for no limit).
+        """
+        found = self._box.find(number)
+        return self._take(found) if found is not None else self._obtain("at_least", lambda: number, False, timeout)
+
+    @not_compiled
+    def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
+        """A version that is at most `max_behind` behind the newest that was published, as far as is known here.
+
+        What a publisher has published before it calls this worker is known here.
+
+        Raises:
+            PublisherLost: the publisher has gone, so that nobody can know.
+            CallTimeout: no such version has come within `timeout` seconds (0 for no limit).
+        """
+        if not isinstance(max_behind, int) or max_behind < 0:
+            raise UsageError(f"max_behind is a number of versions, not {max_behind!r}")
+        self._box.check()
+        box = self._box
+        number = max(1, box.known - max_behind)
+        if self._taken is not None and self._taken.number >= number and not box.is_newer_here(self._taken.number):
+            return self._taken
+        return self.at_least(number, timeout)
+
+    def __iter__(self) -> Iterator[Version]:
+        """Every version from now on, in order, until the publisher closes.
+
+        It keeps what this reader has not come to yet, up to a bound (`keep`); who is farther behind goes on with the
+        oldest that is kept, so that numbers are left out.
+
+        Raises:
+            PublisherLost: the publisher was lost.
+        """
+        self._every = True
+        begun = self._taken.number if self._taken is not None else self._box.known
+        self._box.taken(begun, True)
+        try:
+            while True:
+                last = max(begun, self.version)
+                try:
+                    yield self._obtain("iteration", lambda last=last: self._box.next_after(last), True, 0)  # type: ignore[misc]
+                except PublisherLost:
+                    if self._box.over:
+                        return
+                    raise
+        finally:
+            self._every = False
+            self._box.taken(self.version, False)
+
+    def _after(self, number: int, timeout: float) -> Version:
+        """The version that follows that one, or the oldest later one that is kept.
+
+        From now on, all that come are kept for this reader.
+        """
+        self._every = True
+        return self._obtain("after", lambda: self._box.next_after(number), True, timeout)
+
+    @property
+    def version(self) -> int:
+        """The number of the version that was taken last; 0 before the first."""
+        return self._taken.number if self._taken is not None else 0
+
+    @property
+    def behind(self) -> int:
+        """How many versions have been published since the one that was taken last."""
+        return max(0, self._box.known - self.version)
+
+    # What to do with it
+
+    def load_into(self, module: nn.Module | Mapping[str, Tensor]) -> None:
+        """Copy the version that was taken last, else the newest, into a module; see `Version.load_into`."""
+        (self._taken or self.newest()).load_into(module)
+
+    def swap_into(self, module: nn.Module) -> None:
+        """Have a module's tensors lie in the version that was taken last, else the newest; see `Version.swap_into`."""
+        (self._taken or self.newest()).swap_into(module)
+
+    # How
+
+    def _take(self, version: Version) -> Version:
+        if self._taken is None or version.number != self._taken.number:
+            self._taken = version
+            self._box.taken(version.number, self._every)
+        return self._taken
+
+    def _obtain(self, what: str, least: Callable[[], int], exact: bool, timeout: float) -> Version:
+        box, agent = self._box, self._agent
+        limit = self._limit(timeout)
+        until = monotonic() + limit if limit else float("inf")
+
+        def text() -> str:
+            return f"Subscriber.{what}: {self._story(f'wait for version {least()}')}; {box.known} is known of"
+
+        wait = Wait(f"Subscriber.{what}", text, lambda: [self.worker], worker=agent.name)
+        with wait, agent.waiting():
+            while True:
+                if not self._end.alive:
+                    raise UsageError(f"the subscriber to {self.name!r} was closed: make a new one")
+                heard = box.heard
+                found = box.find(least(), exact)
+                if found is not None:
+                    return self._take(found)
+                box.check()
+                box.want(least(), exact)
+                left = until - monotonic()
+                if left <= 0:
+                    raise CallTimeout(
+                        f"version {least()} of {self.name!r} on worker {self.worker!r} has not come within "
+                        f"{limit:g} s; the newest known of is {box.known}, the last taken {self.version}"
+                    )
+                wait.look()
+                with box.changed:
+                    box.changed.wait_for(lambda heard=heard: box.heard != heard, min(left, LOOK))  # type: ignore[misc]
+
+    def _limit(self, timeout: float) -> float:
+        return self._agent.timeout if timeout == DEFAULT else seconds(timeout)
+
+    def _story(self, doing: str) -> str:
+        return f"{doing} of {self.name!r} on worker {self.worker!r}"
+
+    @not_compiled
+    def close(self) -> None:
+        """Read no more; versions that were taken stay."""
+        if self._end.detach():
+            self._box.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"at version {self.version} of {self._box.known}" if self._end.alive else "closed"
+        return f"<Subscriber to {self.name!r} on {self.worker!r}: {state}>"
+
+
+def _close_later(desk: Desk, box: SubscriberBox) -> None:
+    """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
+    desk.agent.later(lambda _: box.leave(), None)

@@ -1,0 +1,308 @@
+"""A feed of versions under a seeded scheduler: hosts, slow readers, late ones, deaths, and connections that break.
+
+    W1  whole       what a reader takes is one version: all its pieces are of the number that it has, also where it
+                    was told no more of them than what has changed since another
+    W2  forward     the numbers that a reader takes grow
+    W3  every       who wants every version misses none, as long as it is no more than `KEEP` behind
+    W4  free        the publisher never waits, and keeps no more than it must
+    W5  arrival     once all is quiet, each living reader can have the newest version
+    W6  end         then nobody keeps any other
+
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_weights.py` replays it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from telegrad.weights.feed import PATIENCE, Feed
+from telegrad.weights.follower import Follower
+from telegrad.weights.words import About, Forgot, Leave, Lent, Opened, Over, Party, Piece
+
+SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2_000)
+NIGHTLY = [] if "TELEGRAD_SEED" in os.environ else range(2_000, 100_000)
+KEEP = 3
+PUBLISHER = Party("learner", "learner", 0)
+
+Content = dict[int, int]  # by pieces: the number of the version of which these bytes are
+
+
+class Reader:
+    """A subscriber with its user, and the bytes that it has."""
+
+    def __init__(self, party: Party, host: str, every: bool) -> None:
+        self.party = party
+        self.host = host
+        self.every = every
+        self.machine = Follower(PUBLISHER)
+        self.stock: dict[int, Content] = {}
+        self.taken = 0
+        self.joined = False  # as far as it knows
+
+
+class World:
+    """A publisher and its readers; messages are in order per pair of workers, until a connection breaks."""
+
+    def __init__(self, seed: int, faults: bool) -> None:
+        self.random = chance = random.Random(seed)
+        self.feed = Feed(PUBLISHER, "host0", KEEP)
+        self.stock: dict[int, Content] = {}
+        self.readers: dict[Party, Reader] = {}
+        self.lines: dict[tuple[str, str], list[tuple[Party, Party, Any, Content | None]]] = {}
+        self.losses: list[tuple[str, str]] = []  # (who will hear, that its connection with whom has ended)
+        self.joins: list[Party] = []  # who will ask to be taken in
+        self.hosts = chance.randint(1, 4)
+        self.to_come = chance.randint(1, 6)
+        self.versions = chance.randint(1, 6)
+        self.faults = chance.randint(1, 5) if faults else 0
+        self.layout = 1
+        self.one_sided = False  # somebody was not told of an end, and may keep what nobody wants until the next version
+        self.log: list[str] = []
+
+    # What may happen
+
+    def choices(self) -> Iterator[tuple[Any, ...]]:
+        if self.to_come:
+            yield (self.come,)
+        if self.versions:
+            yield (self.publish,)
+        for line, waiting in self.lines.items():
+            if waiting:
+                yield self.deliver, line
+        yield from ((self.hear, loss) for loss in self.losses)
+        yield from ((self.join, party) for party in self.joins)
+        for reader in self.readers.values():
+            yield self.use, reader
+        if self.faults and self.readers:
+            yield (self.break_connection,)
+            yield (self.refuse,)
+            yield (self.die,)
+            yield (self.leave,)
+
+    def come(self) -> None:
+        self.to_come -= 1
+        name = f"w{self.to_come}"
+        host = f"host{self.random.randrange(self.hosts)}"
+        for number in range(1, self.random.choice((2, 2, 3))):
+            party = Party(name, name, number)
+            self.readers[party] = Reader(party, host, every=self.random.random() < 0.4)
+            self.joins.append(party)
+
+    def publish(self) -> None:
+        self.versions -= 1
+        self.layout += self.random.random() < 0.3
+        pieces = self.random.randint(0, 9)
+        number = self.feed.shelf.newest + 1
+        self.stock[number] = dict.fromkeys(range(pieces), number)
+        self.send(PUBLISHER, self.feed.publish(About(self.layout, b"layout %d" % self.layout, pieces, 1)))
+        assert self.feed.shelf.is_whole(number), "W4"
+        self.check_kept()
+
+    def check_kept(self) -> None:
+        readers = len(self.feed.taken)
+        assert len(self.feed.shelf.about) <= KEEP + readers, f"W4: {list(self.feed.shelf.about)} are kept"
+
+    def use(self, reader: Reader) -> None:
+        """Its user looks for a version."""
+        machine = reader.machine
+        if reader.every:
+            least = max(reader.taken + 1, machine.shelf.oldest)
+            number = least if machine.shelf.is_whole(least) else 0
+        else:
+            least = reader.taken + 1
+            number = machine.shelf.newest_whole()
+            number = number if number >= least else 0
+        if not number:
+            patient = reader.every or self.random.random() < 0.7
+            self.send(reader.party, machine.want(least, reader.every, patient), reader)
+            return
+        assert set(reader.stock[number].values()) <= {number}, f"W1: {reader.stock[number]} as {number}"
+        assert len(reader.stock[number]) == machine.shelf.about[number].pieces, "W1"
+        assert machine.shelf.about[number].description == b"layout %d" % machine.shelf.about[number].layout
+        assert number > reader.taken, "W2"
+        if reader.every and reader.taken and number != reader.taken + 1:
+            assert self.feed.shelf.newest - KEEP >= reader.taken, f"W3: {reader.taken}, then {number}"
+        reader.taken = number
+        self.send(reader.party, machine.taken(number, reader.every), reader)
+
+    def break_connection(self) -> None:
+        self.faults -= 1
+        names = ["learner", *{party.worker for party in self.readers}]
+        if len(names) > 1:
+            self.cut(*self.random.sample(sorted(names), 2))
+
+    def cut(self, one: str, other: str) -> None:
+        """What is under way in one direction, or in both, is lost; both will hear of it."""
+        lines = [(one, other), (other, one)]
+        for line in lines if self.random.random() < 0.7 else lines[:1]:
+            self.lines[line] = []
+        self.losses += lines
+
+    def refuse(self) -> None:
+        """What is under way in one direction never left, and only who sent it hears of that."""
+        self.faults -= 1
+        line = self.random.choice([line for line, waiting in self.lines.items() if waiting] or [("learner", "nobody")])
+        self.lines[line] = []
+        self.losses.append(line)
+        self.one_sided = True
+
+    def die(self) -> None:
+        self.faults -= 1
+        worker = self.random.choice(sorted(self.readers)).worker
+        self.log.append(f"{worker} dies")
+        for party in [party for party in self.readers if party.worker == worker]:
+            del self.readers[party]
+        self.joins = [party for party in self.joins if party.worker != worker]
+        self.losses = [loss for loss in self.losses if loss[0] != worker]
+        for line in self.lines:
+            if worker in line:
+                self.lines[line] = []
+        self.losses += [(other, worker) for other in self.living()]
+
+    def leave(self) -> None:
+        self.faults -= 1
+        reader = self.readers.pop(self.random.choice(sorted(self.readers)))
+        self.joins = [party for party in self.joins if party != reader.party]
+        self.log.append(f"{reader.party} leaves")
+        self.send(reader.party, [*reader.machine.leave(), (PUBLISHER, Leave())], reader)
+
+    def living(self) -> set[str]:
+        return {"learner", *(party.worker for party in self.readers)}
+
+    # The rim
+
+    def send(self, sender: Party, out: list[tuple[Party, Any]], reader: Reader | None = None) -> None:
+        """As the rim does: bytes go along, and those of what is let go of are dropped."""
+        stock, shelf = (self.stock, self.feed.shelf) if reader is None else (reader.stock, reader.machine.shelf)
+        for to, word in out:
+            self.log.append(f"{sender.worker}.{sender.number} -> {to.worker}.{to.number}: {word}")
+            content = None
+            if isinstance(word, Lent):
+                content = stock[word.number]
+            elif isinstance(word, Piece):
+                assert set(stock[word.number]) >= {word.piece}, "W1"
+                content = {word.piece: stock[word.number][word.piece]}
+                if self.random.random() < 0.5:
+                    word = word._replace(base=0)  # what has changed is not known here
+            if to.worker in self.living():
+                self.lines.setdefault((sender.worker, to.worker), []).append((sender, to, word, content))
+            elif (sender.worker, to.worker) not in self.losses:
+                self.losses.append((sender.worker, to.worker))
+        for number in [number for number in stock if number not in shelf.about]:
+            del stock[number]
+
+    def deliver(self, line: tuple[str, str]) -> None:
+        sender, to, word, content = self.lines[line].pop(0)
+        if to == PUBLISHER:
+            self.send(PUBLISHER, self.feed.receive(sender, word))
+            self.check_kept()
+        elif to in self.readers:
+            self.take(self.readers[to], sender, word, content)
+        elif not isinstance(word, Leave | Forgot):
+            self.lines.setdefault((to.worker, sender.worker), []).append((to, sender, Leave(), None))
+
+    def take(self, reader: Reader, sender: Party, word: Any, content: Content | None) -> None:
+        machine = reader.machine
+        if isinstance(word, Forgot) and sender == PUBLISHER:
+            if reader.party not in self.joins:
+                self.joins.append(reader.party)
+            return
+        if isinstance(word, Piece) and machine.expects(word):
+            assert content is not None
+            if word.base and (word.base not in reader.stock or self.random.random() < 0.05):
+                self.send(reader.party, machine.distrust(word.number), reader)
+                return
+            assert not word.base or machine.shelf.is_whole(word.base), "W1: from one that is not whole"
+            reader.stock[word.number] |= content
+        out = machine.receive(sender, word)
+        if isinstance(word, Lent):
+            assert content is not None
+            reader.stock[word.number] = content
+        elif isinstance(word, Opened) and word.number in machine.shelf.about:
+            reader.stock.setdefault(word.number, {})
+        assert not isinstance(word, Over)
+        self.send(reader.party, out, reader)
+
+    def hear(self, loss: tuple[str, str]) -> None:
+        self.losses.remove(loss)
+        who, of = loss
+        self.log.append(f"{who} hears of the end of a connection with {of}")
+        if who == "learner":
+            self.send(PUBLISHER, self.feed.lost(of))
+        for reader in [reader for party, reader in self.readers.items() if party.worker == who]:
+            if of == "learner" and reader.party not in self.joins:
+                self.joins.append(reader.party)
+            self.send(reader.party, reader.machine.lost(of), reader)
+
+    def join(self, party: Party) -> None:
+        self.joins.remove(party)
+        reader = self.readers[party]
+        self.send(PUBLISHER, self.feed.join(party, reader.host, reader.taken, reader.every))
+
+    # The whole
+
+    def run(self) -> None:
+        for _ in range(self.random.randint(10, 150)):
+            options = [*self.choices()]
+            if options:
+                action, *subject = self.random.choice(options)
+                action(*subject)
+        self.faults = self.to_come = 0
+        if not self.feed.shelf.newest:
+            self.versions = max(self.versions, 1)
+        while self.versions:
+            self.publish()
+        self.settle()
+        newest = self.feed.shelf.newest
+        for reader in self.readers.values():
+            assert reader.taken == newest, f"W5: {reader.party} has {reader.taken} of {newest}"
+            assert set(reader.stock) == {newest} or self.one_sided, f"W6: {reader.party} keeps {list(reader.stock)}"
+        assert set(self.stock) == {newest} or self.one_sided, f"W6: the publisher keeps {list(self.stock)}"
+
+    def settle(self) -> None:
+        """Until nothing happens any more, however long each looks."""
+        quiet = 0
+        for _ in range(5_000):
+            options = [choice for choice in self.choices() if choice[0] != self.use]
+            if options:
+                action, *subject = self.random.choice(options)
+                action(*subject)
+            late = [reader for reader in self.readers.values() if reader.taken < self.feed.shelf.newest]
+            if not options and not late:
+                quiet += 1
+                if quiet > PATIENCE + 1:
+                    return
+            for reader in late:
+                if not options or self.random.random() < 0.2:
+                    self.use(reader)
+            if not options:
+                self.send(PUBLISHER, self.feed.look())
+            for reader in self.readers.values() if not options else ():
+                self.send(reader.party, reader.machine.look(), reader)
+        raise AssertionError(f"W5: no end: {[(reader.party, reader.taken) for reader in self.readers.values()]}")
+
+
+def run(seeds: Any, faults: bool) -> None:
+    for seed in seeds:
+        world = World(seed, faults)
+        try:
+            world.run()
+        except Exception as error:
+            story = "\n".join(world.log[-60:])
+            raise AssertionError(f"SEED={seed} {type(error).__name__}: {error}\n{story}") from error
+
+
+@pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
+def test_readers_get_whole_versions(faults: bool) -> None:
+    run(SEEDS, faults)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_many_schedules() -> None:
+    run(NIGHTLY, faults=True)

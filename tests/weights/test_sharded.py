@@ -1,0 +1,243 @@
+"""Versions of what several workers own: whole ones, and the parts that readers want."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad.errors import CallTimeout, InvalidArgument, UsageError
+from telegrad.nn import RemoteModule
+from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
+from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber
+from telegrad.weights.sharded import _described
+from tests.cluster import PATIENCE, agents
+from tests.weights.test_weights import on, on_hosts
+
+WHOLE = torch.arange(24.0).view(6, 4)
+moment = {"now": 0.0}  # what all parts of one version show
+broken: set[str] = set()
+
+
+def rows(first: int, end: int) -> Tensor:
+    return (WHOLE + moment["now"])[first:end]
+
+
+def upper() -> dict[str, Any]:
+    return {"w": Shard(rows(0, 2), (0, 0), (6, 4)), "bias": torch.full((3,), moment["now"])}
+
+
+def lower() -> dict[str, Any]:
+    if "lower" in broken:
+        raise ValueError("no weights")
+    return {"w": Shard(rows(2, 6), (2, 0), (6, 4))}
+
+
+SOURCE = {"w1": upper, "w2": lower}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = RemoteModule("w1", nn.Linear, (3, 3))
+        self.second = RemoteModule("w2", nn.Linear, (3, 3))
+        self.head = nn.Linear(3, 1)
+
+
+@pytest.fixture
+def four() -> Iterator[list[Worker]]:
+    moment["now"] = 0.0
+    broken.clear()
+    with agents(4) as made:
+        current.enter(made[0])
+        yield made
+        current.enter(None)
+
+
+def test_readers_get_the_parts_that_they_want(four: list[Worker]) -> None:
+    policy = ShardedPublisher("policy", SOURCE)
+    assert policy.publish() == 1
+    columns = {"w": Box((0, 1), (6, 2)), "bias": None}
+    readers = [on(four[3], ShardedSubscriber, "w0", "policy", wanted) for wanted in (None, columns, ["bias"])]
+    for number in (1, 2, 3):
+        whole, part, bias = (on(four[3], reader.at_least, number) for reader in readers)
+        assert whole.number == part.number == bias.number == policy.version == number
+        assert torch.equal(whole.state["w"], WHOLE + moment["now"])
+        assert torch.equal(part.state["w"], (WHOLE + moment["now"])[:, 1:3])
+        assert [*bias.state] == ["bias"]
+        assert bias.state["bias"].tolist() == [moment["now"]] * 3
+        assert on(four[3], readers[0].newest) is whole
+        moment["now"] += 100
+        policy.publish()
+    assert [*readers[2]._owners] == ["w1"]  # the other owner is left alone
+    assert on(four[3], readers[1].at_least, 4).number == 4
+    assert on(four[3], readers[1].refresh).number == 4
+
+
+def test_a_part_as_it_is_owned_is_not_copied(four: list[Worker]) -> None:
+    policy = ShardedPublisher("policy", SOURCE)
+    policy.publish()
+    reader = on(four[3], ShardedSubscriber, "w0", "policy", {"w": Box((2, 0), (4, 4))})
+    version = on(four[3], reader.newest)
+    theirs = reader._owners["w2"].newest().state["0"]
+    assert version.state["w"].data_ptr() == theirs.data_ptr()
+
+
+def test_a_model_with_parts_on_other_workers(four: list[Worker]) -> None:
+    model = Model()
+    policy = ShardedPublisher("policy", model, dtype=torch.bfloat16)
+    policy.publish(wait=None)
+    reader = on(four[3], ShardedSubscriber, "w0", "policy")
+    state = model.state_dict()
+    version = on(four[3], reader.newest)
+    assert version.state.keys() == state.keys()
+    assert all(torch.equal(version.state[name], value.bfloat16()) for name, value in state.items())
+    local = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "head": nn.Linear(3, 1)})
+    version.load_into(local)
+    assert torch.equal(local.state_dict()["second.weight"], state["second.weight"].bfloat16().float())
+
+
+def test_a_version_is_there_once_all_have_published(four: list[Worker]) -> None:
+    policy = ShardedPublisher("policy", SOURCE)
+    policy.publish()
+    reader = on(four[3], ShardedSubscriber, "w0", "policy")
+    assert on(four[3], reader.newest).number == 1
+    broken.add("lower")
+    moment["now"] = 100
+    with pytest.raises(ValueError, match="no weights"):
+        policy.publish()
+    version = on(four[3], reader.refresh)
+    assert version.number == 1
+    assert torch.equal(version.state["w"], WHOLE)
+    broken.clear()
+    moment["now"] = 200
+    assert policy.publish() == 2
+    version = on(four[3], reader.at_least, 2)
+    assert torch.equal(version.state["w"], WHOLE + 200)
+    assert version.state["bias"].tolist() == [200] * 3
+
+
+def test_what_is_owned_may_change(four: list[Worker]) -> None:
+    bounds = {"at": 1}
+
+    def one() -> dict[str, Any]:
+        return {"w": Shard(WHOLE[: bounds["at"]], (0, 0), (6, 4))}
+
+    def other() -> dict[str, Any]:
+        return {"w": Shard(WHOLE[bounds["at"] :], (bounds["at"], 0), (6, 4))}
+
+    policy = ShardedPublisher("policy", {"w1": one, "w2": other})
+    policy.publish()
+    reader = on(four[3], ShardedSubscriber, "w0", "policy")
+    assert torch.equal(on(four[3], reader.newest).state["w"], WHOLE)
+    bounds["at"] = 5
+    policy.publish()
+    assert torch.equal(on(four[3], reader.at_least, 2).state["w"], WHOLE)
+
+
+def test_no_reader_ever_sees_two_versions_in_one(four: list[Worker]) -> None:
+    policy = ShardedPublisher("policy", SOURCE)
+    policy.publish()
+    readers = [on(four[3], ShardedSubscriber, "w0", "policy") for _ in range(2)]
+    seen: list[set[float]] = [set(), set()]
+    reached = [threading.Semaphore(0), threading.Semaphore(0)]
+    failures: list[BaseException] = []
+
+    def read(index: int) -> None:
+        current.enter(four[3])
+        try:
+            while (version := readers[index].refresh()).number < 40:
+                shown = {*(version.state["w"] - WHOLE).unique().tolist(), *version.state["bias"].tolist()}
+                assert len(shown) == 1, shown
+                assert shown == {float(version.number - 1)}
+                if not shown <= seen[index]:
+                    seen[index] |= shown
+                    reached[index].release()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(39):
+        moment["now"] += 1
+        policy.publish()
+        if number % 8 == 0:  # as fast as they can is faster than anybody can read
+            assert all(each.acquire(timeout=PATIENCE) for each in reached)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert failures == []
+
+
+def test_parts_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment["now"] = 0.0
+    with on_hosts(monkeypatch, "A", "B", "C", "D") as workers:
+        policy = on(workers[0], ShardedPublisher, "policy", SOURCE)
+        on(workers[0], policy.publish)
+        readers = [on(workers[place], ShardedSubscriber, "w0", "policy") for place in (0, 3, 3)]
+        for number in (1, 2, 3):
+            for reader, place in zip(readers, (0, 3, 3), strict=True):
+                version = on(workers[place], reader.at_least, number)
+                assert torch.equal(version.state["w"], WHOLE + moment["now"])
+            moment["now"] += 1
+            on(workers[0], policy.publish)
+
+
+def test_what_cannot_be_published_in_parts(four: list[Worker]) -> None:
+    with pytest.raises(InvalidArgument, match="for each worker's name a function"):
+        ShardedPublisher("p", {"w1": torch.ones(3)})
+    with pytest.raises(InvalidArgument, match="'step' cannot be published in parts: it is no tensor, but int"):
+        ShardedPublisher("p", {"w1": lambda: {"step": 3}}).publish()
+    with pytest.raises(InvalidArgument, match=r"'w' is no part of a tensor of shape \(6, 4\): it begins at \(3, 0\)"):
+        ShardedPublisher("q", {"w1": lambda: {"w": Shard(torch.ones(4, 4), (3, 0), (6, 4))}}).publish()
+
+
+def test_what_nobody_has_cannot_be_wanted(four: list[Worker]) -> None:
+    policy = ShardedPublisher("policy", {"w1": upper})
+    policy.publish()
+    with pytest.raises(UsageError, match="nobody publishes bais; there are bias, w"):
+        on(four[3], lambda: ShardedSubscriber("w0", "policy", ["bais"]).newest())
+    with pytest.raises(UsageError, match="nobody has all of 'w': what begins at \\(2, 0\\)"):
+        on(four[3], lambda: ShardedSubscriber("w0", "policy").newest())
+    reader = on(four[3], ShardedSubscriber, "w0", "policy", ["bias"])
+    with pytest.raises(CallTimeout):
+        on(four[3], reader.at_least, 2, timeout=0.2)
+    reader.close()
+    policy.close()
+    assert "at version 1" in repr(policy)
+    assert "at version 0" in repr(reader)
+
+
+def test_tensors_that_torch_has_distributed() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Shard as Cut
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", range(4))
+        value = DTensor.from_local(torch.ones(2, 5), mesh, [Cut(0)], run_check=False)
+        content, tensor = _described("w", value)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert content.part.box == Box((4, 0), (2, 5))
+    assert content.shape == (8, 5)
+    assert type(tensor) is Tensor
+
+
+def test_owners_that_fail_before_anything_was_told(four: list[Worker]) -> None:
+    broken.add("lower")
+    policy = ShardedPublisher("policy", SOURCE)
+    with pytest.raises(ValueError, match="no weights"):
+        policy.publish()
+    assert policy.version == 0
+    broken.clear()
+    assert policy.publish() == 1
+    reader = on(four[3], ShardedSubscriber, "w0", "policy")
+    assert torch.equal(on(four[3], reader.newest).state["w"], WHOLE)

@@ -1,0 +1,135 @@
+"""Which boxes to copy from whom, against brute force."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
+
+from telegrad.errors import UsageError
+from telegrad.weights.shards import Box, Copy, Part, overlap, plan, slices, within, without
+
+SEED = os.environ.get("TELEGRAD_SEED")
+SEEDS = [int(SEED)] if SEED else range(300)
+MANY_SEEDS = [int(SEED)] if SEED else range(300, 10_000)
+
+
+def box(*spans: tuple[int, int]) -> Box:
+    """By its starts and ends."""
+    return Box(tuple(start for start, _ in spans), tuple(end - start for start, end in spans))
+
+
+def test_rows_that_become_columns() -> None:
+    owned = {"a": [Part("w", box((0, 2), (0, 4)))], "b": [Part("w", box((2, 4), (0, 4)))]}
+    copies = plan(owned, [Part("w", box((0, 4), (1, 3)))])
+    assert copies == [
+        Copy("a", 0, box((0, 2), (1, 3)), 0, box((0, 2), (0, 2))),
+        Copy("b", 0, box((0, 2), (1, 3)), 0, box((2, 4), (0, 2))),
+    ]
+
+
+def test_what_several_have_comes_from_the_first() -> None:
+    whole = Part("w", box((0, 9)))
+    assert {copy.owner for copy in plan({"b": [whole], "a": [whole]}, [whole])} == {"b"}
+    near = {"near": [Part("w", box((3, 5)))], "far": [whole]}
+    assert [(copy.owner, copy.target) for copy in plan(near, [whole])] == [
+        ("near", box((3, 5))),
+        ("far", box((0, 3))),
+        ("far", box((5, 9))),
+    ]
+
+
+def test_scalars_and_empty_parts() -> None:
+    scalar = Part("s", Box((), ()))
+    assert plan({"a": [scalar]}, [scalar]) == [Copy("a", 0, Box((), ()), 0, Box((), ()))]
+    assert plan({}, [Part("e", box((0, 0), (0, 5)))]) == []
+
+
+def test_what_nobody_has_is_told() -> None:
+    with pytest.raises(UsageError, match=r"nobody has all of 'w': what begins at \(3,\), of sizes \(2,\).*'a'"):
+        plan({"a": [Part("w", box((0, 3)))]}, [Part("w", box((0, 5)))])
+    with pytest.raises(UsageError, match="no workers"):
+        plan({}, [Part("w", box((0, 5)))])
+    with pytest.raises(UsageError, match="'w' has 2 dimensions on 'a', and 1"):
+        plan({"a": [Part("w", box((0, 3), (0, 3)))]}, [Part("w", box((0, 5)))])
+
+
+def random_box(chance: random.Random, shape: list[int]) -> Box:
+    spans = [sorted((chance.randint(0, size), chance.randint(0, size))) for size in shape]
+    return box(*((start, end) for start, end in spans))
+
+
+def split(chance: random.Random, whole: Box) -> list[Box]:
+    """Into boxes that do not overlap."""
+    parts = [whole]
+    for _ in range(chance.randrange(6)):
+        cut = random_box(chance, [*whole.sizes])
+        parts = [piece for part in parts for piece in (*without(part, cut), overlap(part, cut)) if piece is not None]
+    return parts
+
+
+def run_seed(seed: int) -> None:
+    """Parts of random tensors on random owners, with replicas; whatever is wanted comes out, each element once."""
+    chance = random.Random(seed)
+    owners = [f"w{number}" for number in range(chance.randint(1, 5))]
+    owned: dict[str, list[Part]] = {owner: [] for owner in owners}
+    wholes, wanted = {}, []
+    for name in ("a", "b", "c")[: chance.randint(1, 3)]:
+        shape = [chance.randint(0, 7) for _ in range(chance.randrange(4))]
+        wholes[name] = torch.arange(torch.Size(shape).numel()).view(shape)
+        for _ in range(chance.randint(1, 2)):
+            for piece in split(chance, Box((0,) * len(shape), tuple(shape))):
+                owned[chance.choice(owners)].append(Part(name, piece))
+        wanted += [Part(name, random_box(chance, shape)) for _ in range(chance.randrange(4))]
+    results = [torch.full(part.box.sizes, -1) for part in wanted]
+    for copy in plan(owned, wanted):
+        theirs = owned[copy.owner][copy.owned]
+        source = wholes[theirs.name][slices(theirs.box)][slices(copy.source)]
+        target = results[copy.wanted][slices(copy.target)]
+        assert source.shape == target.shape
+        assert bool((target == -1).all()), "twice"
+        target.copy_(source)
+    for part, result in zip(wanted, results, strict=True):
+        assert torch.equal(result, wholes[part.name][slices(part.box)])
+    check_overlaps(chance)
+
+
+def check_overlaps(chance: random.Random) -> None:
+    """The rule is that of `torch.distributed.checkpoint`."""
+    shape = [chance.randint(1, 6) for _ in range(chance.randint(1, 3))]
+    one, other = random_box(chance, shape), random_box(chance, shape)
+    if 0 in one.sizes + other.sizes:
+        assert overlap(one, other) is None
+        return
+    chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in (one, other)]
+    regions = _shards_get_overlap_region_wrt_saved_tensor(*chunks)
+    both = overlap(one, other)
+    if both is None:
+        assert any(length <= 0 for *_, length in regions)
+    else:
+        assert [(dimension, start, length) for dimension, start, _, length in regions] == [
+            (dimension, start, length)
+            for dimension, (start, length) in enumerate(zip(within(both, one).offsets, both.sizes, strict=True))
+        ]
+        assert [at for _, _, at, _ in regions] == [*within(both, other).offsets]
+
+
+def run_seeds(seeds: list[int] | range) -> None:
+    for seed in seeds:
+        try:
+            run_seed(seed)
+        except Exception as error:
+            raise AssertionError(f"SEED={seed} {error!r}") from error
+
+
+def test_whatever_is_wanted_comes_out_each_element_once() -> None:
+    run_seeds(SEEDS)
+
+
+@pytest.mark.nightly
+def test_whatever_is_wanted_comes_out_many_times() -> None:
+    run_seeds(MANY_SEEDS)

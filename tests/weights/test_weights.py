@@ -1,0 +1,433 @@
+"""Publishers and subscribers of real workers: in this process, on one host or on what is taken for several."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+import telegrad.rpc as rpc
+from telegrad.errors import CallTimeout, InvalidArgument, PublisherLost, UnknownPublisher, UsageError
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
+from telegrad.weights import Publisher, Subscriber, Version
+from telegrad.weights import publisher as publishing
+from tests.cluster import PATIENCE, agents
+
+
+@contextlib.contextmanager
+def speaking_for(worker: Worker) -> Iterator[None]:
+    before = getattr(current._here, "worker", None)
+    current.enter(worker)
+    try:
+        yield
+    finally:
+        current.enter(before)
+
+
+def on(worker: Worker, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with speaking_for(worker):
+        return act(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Worker]]:
+    """A worker of each host, which reach one another over TCP only."""
+    numbers = itertools.count()
+    names = [f"host {host}" for host in hosts]
+    monkeypatch.setattr("telegrad.rpc.cluster.host_identity", lambda: names[next(numbers)])
+    monkeypatch.setattr(publishing, "PIECE", 1000)
+    with agents(len(hosts)) as workers:
+        yield workers
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state(number: int, size: int = 5000) -> dict[str, Any]:
+    """Whose every value tells which version it is of."""
+    return {"weight": torch.full((size,), float(number)), "bias": torch.full((7,), number), "step": number}
+
+
+class Numbered:
+    """A source whose every version tells which it is."""
+
+    def __init__(self, size: int = 5000) -> None:
+        self._size = size
+        self._numbers = itertools.count(1)
+
+    def __call__(self) -> dict[str, Any]:
+        return state(next(self._numbers), self._size)
+
+
+def number_in(version: Version) -> int:
+    found = {*version.state["weight"].tolist(), *version.state["bias"].tolist(), version.state["step"]}
+    assert len(found) == 1, f"torn: {found}"
+    return int(found.pop())
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    mine, theirs = tree_flatten(found), tree_flatten(wanted)
+    assert mine[1] == theirs[1]
+    for own, other in zip(mine[0], theirs[0], strict=True):
+        same = torch.equal(own, other) and own.dtype == other.dtype if isinstance(other, torch.Tensor) else own == other
+        assert same, f"{own}, not {other}"
+
+
+# Versions
+
+
+def test_a_reader_gets_what_was_published() -> None:
+    with agents(2) as (learner, actor):
+        model = nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(100))
+        policy = on(learner, Publisher, "policy", model)
+        reader = on(actor, Subscriber, "w0", "policy")
+        assert policy.publish() == 1
+        version = reader.newest()
+        assert version.number == reader.version == 1
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert list(version.state) == list(before)
+        with torch.no_grad():
+            model[0].weight.zero_()  # type: ignore[operator]
+        for name, value in before.items():
+            assert_same(version.state[name], value)
+        twin = nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(100))
+        reader.load_into(twin)
+        torch.testing.assert_close(twin.state_dict(), before)
+        eventually(lambda: policy.subscribers == {"w1": 1})
+
+
+def test_any_tree_of_tensors() -> None:
+    tied = torch.rand(30, 30)
+    tree = [{"a": tied, "b": (torch.arange(5), "text", None)}, torch.rand(3).bfloat16(), tied, torch.rand(4, 6).t()]
+    empty: dict[str, Any] = {"nothing": torch.empty(0), "scalar": torch.tensor(3)}
+    with agents(2) as (learner, actor):
+        trees: list[Any] = []
+        publisher = on(learner, Publisher, "tree", lambda: trees[-1])
+        reader = on(actor, Subscriber, "w0", "tree")
+        for each in (tree, empty, {}, tree):
+            trees.append(each)
+            number = publisher.publish()
+            assert_same(reader.at_least(number).state, each)
+        found = reader.newest().state
+        assert found[0]["a"].data_ptr() == found[2].data_ptr()
+
+
+def test_weights_that_are_tied_no_more() -> None:
+    weights = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    weights["b"] = weights["a"].view(3)
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "tied", weights)
+        reader = on(actor, Subscriber, "w0", "tied")
+        publisher.publish()
+        assert reader.newest().state["a"].data_ptr() == reader.newest().state["b"].data_ptr()
+        weights["b"] = torch.ones(3)
+        publisher.publish()
+        torch.testing.assert_close(reader.at_least(2).state, weights)
+
+
+def test_newest_at_least_and_refresh() -> None:
+    with agents(2) as (learner, actor):
+        current_state = state(0)
+        publisher = on(learner, Publisher, "p", lambda: current_state)
+        reader = on(actor, Subscriber, "w0", "p")
+        with pytest.raises(CallTimeout, match="version 1 of 'p' on worker 'w0' has not come within"):
+            reader.newest(timeout=0.1)
+        for number in range(1, 5):
+            current_state = state(number)
+            assert publisher.publish() == number
+            if number > 1:
+                assert reader.refresh(max_behind=number).number == 1
+            assert on(learner, rpc.rpc_sync, "w1", int) == 0  # what was published before a call is known then
+            assert number_in(reader.refresh(max_behind=4 if number == 1 else 3)) == 1
+            assert reader.behind == number - 1
+        assert number_in(reader.refresh(max_behind=2)) == 4
+        assert reader.newest() is reader.refresh() is reader.at_least(2)
+        with pytest.raises(CallTimeout, match="the newest known of is 4, the last taken 4"):
+            reader.at_least(5, timeout=0.05)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(on, actor, reader.at_least, 6)
+            current_state = state(5)
+            publisher.publish()
+            current_state = state(6)
+            publisher.publish()
+            assert number_in(waiting.result(PATIENCE)) == 6
+
+
+def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, and none left out up to the bound; others do not wait for that."""
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", Numbered(), keep=4)
+        reader = on(actor, Subscriber, "w0", "p")
+        publisher.publish()
+        reader.newest()
+        versions = on(actor, iter, reader)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(on, actor, next, versions)
+            eventually(lambda: bool(reader._box.machine.waits))
+            for _ in range(4):
+                publisher.publish()
+            assert number_in(first.result(PATIENCE)) == 2
+            assert [number_in(on(actor, next, versions)) for _ in range(3)] == [3, 4, 5]
+            for _ in range(10):
+                publisher.publish()
+            assert len(publisher.versions) == 4
+            assert [number_in(on(actor, next, versions)) for _ in range(4)] == [12, 13, 14, 15]
+            last = pool.submit(on, actor, next, versions, "the end")
+            publisher.close()
+            assert last.result(PATIENCE) == "the end"
+
+
+def test_a_publisher_does_not_wait_for_a_slow_reader_unless_it_asks_to() -> None:
+    with agents(3) as (learner, actor, slow):
+        publisher = on(learner, Publisher, "p", Numbered())
+        reader, sleeper = (on(worker, Subscriber, "w0", "p") for worker in (actor, slow))
+        publisher.publish()
+        old = sleeper.newest()
+        for number in range(2, 30):
+            publisher.publish()
+            assert number_in(reader.at_least(number)) == number
+            assert publisher.versions == [number]
+        assert number_in(old) == 1
+        with pytest.raises(CallTimeout, match=r"version 30 of 'p' was not taken within 0.1 s by .*w2"):
+            publisher.publish(wait=0.1)
+        with ThreadPoolExecutor(2) as pool:
+            taken = [pool.submit(on, worker, each.at_least, 31) for worker, each in ((actor, reader), (slow, sleeper))]
+            assert publisher.publish(wait=PATIENCE) == 31
+            assert [number_in(each.result(PATIENCE)) for each in taken] == [31, 31]
+
+
+def test_memory_of_old_versions_is_used_again() -> None:
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", Numbered(500_000))
+        reader = on(actor, Subscriber, "w0", "p")
+        for number in range(1, 20):
+            publisher.publish()
+            assert number_in(reader.at_least(number)) == number
+        pool = learner.agent._connections._pool
+        assert sum(pool._bytes.values()) <= 4 * 2_500_000
+        reader.close()
+        publisher.close()
+        del reader, publisher
+        gc.collect()
+        eventually(lambda: not _lent(learner))
+
+
+def _lent(worker: Worker) -> int:
+    """Common blocks that somebody reads."""
+    connections = worker.agent._connections
+    connections.tick(time.monotonic())
+    pool = connections._pool
+    with pool._lock:
+        pool._collect()
+        return len(pool._loans) + len(pool._common)
+
+
+def test_swapped_in_place_and_what_is_written_there_is_ones_own() -> None:
+    with agents(3) as (learner, actor, other):
+        model, twin = nn.Linear(400, 300), nn.Linear(400, 300)
+        publisher = on(learner, Publisher, "p", model)
+        readers = [on(worker, Subscriber, "w0", "p") for worker in (actor, other)]
+        publisher.publish()
+        mine, theirs = (reader.newest() for reader in readers)
+        parameters = [*twin.parameters()]
+        mine.swap_into(twin)
+        assert [*twin.parameters()] == parameters
+        assert twin.weight.data_ptr() == mine.state["weight"].data_ptr()
+        torch.testing.assert_close(twin.state_dict(), model.state_dict())
+        with torch.no_grad():
+            twin.weight.fill_(7)
+        torch.testing.assert_close(theirs.state["weight"], model.state_dict()["weight"])
+
+
+def test_from_modules_elsewhere() -> None:
+    with agents(3) as (learner, owner, actor):
+        with speaking_for(learner):
+            remote = RemoteModule("w1", nn.Linear, (5, 3))
+            pipeline = Pipeline([remote, nn.Linear(3, 2)])
+            publishers = [
+                Publisher("remote", remote),
+                Publisher("pipeline", pipeline),
+                Publisher("ref", rpc.RRef(remote)),
+            ]
+            for each in publishers[:2]:
+                each.publish()
+            wanted = [remote.state_dict(), pipeline.state_dict()]
+        with speaking_for(actor):
+            for name, state_ in zip(("remote", "pipeline"), wanted, strict=True):
+                torch.testing.assert_close(Subscriber("w0", name).newest().state, dict(state_))
+        del owner
+
+
+def test_what_the_first_of_a_host_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_hosts(monkeypatch, "A", "B", "B") as (learner, first, other):
+        publisher = on(learner, Publisher, "p", {"weight": torch.zeros(50_000)})
+        readers = []
+        for worker in (first, other, learner):
+            readers.append(on(worker, Subscriber, "w0", "p"))
+            eventually(lambda: len(publisher.subscribers) == len(readers))
+        publisher.publish()
+        for reader in (readers[0], readers[2]):
+            reader.at_least(1).state["weight"].fill_(7)
+        assert readers[1].at_least(1).state["weight"].max() == 0
+
+
+# Mistakes
+
+
+def test_what_is_said_of_mistakes() -> None:
+    with agents(2) as (learner, actor):
+        model = nn.Linear(3, 2)
+        publisher = on(learner, Publisher, "policy", model)
+        with pytest.raises(UnknownPublisher, match=r"w0' has no publisher 'polcy'.*there are 'policy'"):
+            on(actor, Subscriber, "w0", "polcy", timeout=0.1)
+        with pytest.raises(UnknownPublisher, match="there is none at all"):
+            on(learner, Subscriber, "w1", "polcy", timeout=0.1)
+        with pytest.raises(UsageError, match="has a publisher 'policy' already"):
+            on(learner, Publisher, "policy", model)
+        with pytest.raises(InvalidArgument, match="source is a module"):
+            on(learner, Publisher, "other", 3)
+        with pytest.raises(InvalidArgument, match="meta"):
+            on(learner, Publisher, "other", {"a": torch.empty(3, device="meta")}).publish()
+        reader = on(actor, Subscriber, "w0", "policy")
+        publisher.publish()
+        with pytest.raises(
+            InvalidArgument, match=r"does not fit: more is not in it; bias is in it alone; weight \(\(4, 3"
+        ):
+            reader.newest().load_into({"weight": torch.rand(4, 3), "more": torch.rand(3)})
+        with pytest.raises(InvalidArgument, match="other types: weight, bias"):
+            reader.swap_into(nn.Linear(3, 2).double())
+        reader.load_into(nn.Linear(3, 2).double())
+        publisher.close()
+        publisher.close()
+        with pytest.raises(UsageError, match="'policy' was closed"):
+            publisher.publish()
+        with pytest.raises(PublisherLost, match="version 1 is here"):
+            reader.at_least(2)
+        assert reader.newest().number == 1
+        with pytest.raises(PublisherLost):
+            reader.refresh()
+        reader.close()
+        with pytest.raises(UsageError, match="was closed"):
+            reader.at_least(2)
+
+
+def test_a_subscriber_may_come_first() -> None:
+    with agents(2) as (learner, actor), ThreadPoolExecutor(1) as pool:
+        early = pool.submit(on, actor, Subscriber, "w0", "late")
+        time.sleep(0.05)
+        publisher = on(learner, Publisher, "late", state(1))
+        publisher.publish()
+        assert number_in(early.result(PATIENCE).newest()) == 1
+
+
+def test_a_learner_that_is_lost() -> None:
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", state(1))
+        reader = on(actor, Subscriber, "w0", "p")
+        publisher.publish()
+        reader.newest()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(on, actor, reader.at_least, 2)
+            eventually(lambda: bool(reader._box.machine.waits))
+            learner.end("")
+            with pytest.raises(PublisherLost, match=r"'p' on worker 'w0' has gone .*; version 1 is here"):
+                waiting.result(PATIENCE)
+        assert number_in(reader.newest()) == 1
+
+
+# Hosts
+
+
+def test_hosts_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_hosts(monkeypatch, "A", "A", "B", "B", "C", "C") as workers:
+        publisher = on(workers[0], Publisher, "p", Numbered())
+        readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
+        for number in range(1, 10):
+            publisher.publish()
+            assert [number_in(reader.at_least(number)) for reader in readers] == [number] * 5
+        eventually(lambda: publisher.versions == [9])
+        first = [reader for reader in readers if not reader._box.machine.whole]
+        assert len(first) == 2
+        sources = {reader._box.machine.source.worker for reader in readers}
+        assert len(sources) == 3
+
+
+def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_hosts(monkeypatch, "A", "B", "B", "B", "C", "C") as workers:
+        publisher = on(workers[0], Publisher, "p", Numbered(50_000))
+        readers = []
+        for worker in workers[1:]:
+            readers.append(on(worker, Subscriber, "w0", "p"))
+            eventually(lambda: len(publisher.subscribers) == len(readers))
+        publisher.publish()
+        assert all(number_in(reader.at_least(1)) == 1 for reader in readers)
+        for leave in (readers[0].close, workers[2].end):
+            publisher.publish()
+            leave(*([""] if leave == workers[2].end else []))
+            readers.pop(0)
+            publisher.publish()
+            number = publisher.version
+            assert [number_in(reader.at_least(number)) for reader in readers] == [number] * len(readers)
+        late = on(workers[1], Subscriber, "w0", "p")
+        assert number_in(late.newest()) == publisher.version
+        eventually(lambda: publisher.versions == [publisher.version])
+
+
+def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_hosts(monkeypatch, "A", "B", "B", "C") as workers:
+        publisher = on(workers[0], Publisher, "p", Numbered(), keep=50)
+        readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
+        publisher.publish()
+        for reader in readers:
+            reader.at_least(1)
+        seen: list[list[int]] = [[] for _ in readers]
+
+        def read(place: int) -> None:
+            for version in readers[place]:
+                seen[place].append(number_in(version))
+
+        with ThreadPoolExecutor(3) as pool:
+            all_read = [pool.submit(on, worker, read, place) for place, worker in enumerate(workers[1:])]
+            eventually(lambda: len(publisher._box.feed_._every) == 3 or not publisher.publish())
+            until = publisher.version + 20
+            while publisher.version < until:
+                publisher.publish()
+            try:
+                eventually(lambda: all(each and each[-1] == until for each in seen))
+            finally:
+                publisher.close()
+            for future in all_read:
+                future.result(PATIENCE)
+        for each in seen:
+            assert each == [*range(each[0], until + 1)]
+
+
+# The page
+
+
+def test_the_program_of_the_page_runs(tmp_path: pathlib.Path) -> None:
+    page = pathlib.Path(__file__).parents[2] / "docs" / "weights.md"
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL).group(1))
+    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith(" 11\n")
