@@ -6,7 +6,6 @@ others and can be called), and is closed in the end.
 
 from __future__ import annotations
 
-import pickle
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from telegrad.agent.entrance import Doorkeeper
 from telegrad.agent.fanout import EachCall, Fanout
 from telegrad.agent.futures import Future, Outcome, Signal, may_lie_on, wait_for
 from telegrad.agent.naming import user_name
+from telegrad.agent.notices import Handlers, notice_to
 from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import LONG, OWED, QUICK, Reactor, Work
@@ -37,7 +37,7 @@ from telegrad.errors import PeerError, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import CALL, FAILURE, HAS_GRAPH, NOTICE, PATIENT, Message, append
+from telegrad.wire.messages import CALL, FAILURE, Message
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode
 
@@ -63,7 +63,7 @@ class Agent:
         self.layers = Layers()
         self.layers.tells_times = name if settings.pass_deadlines else ""
         self.streams = Streams(may_lie_on)
-        self._handlers: dict[str, tuple[Callable[..., Any], Callable[[Identity, Any], None]]] = {}  # by class
+        self._handlers = Handlers()
         self._clock = Clock(self._tick)
 
         def enter() -> None:
@@ -77,7 +77,7 @@ class Agent:
             self.layers,
             self.streams,
             enter,
-            self._take_notice,
+            self._handlers.take,
             lambda who, reason: self._connections.tell_lost(who, reason),
         )
         self._connections = Connections(
@@ -407,8 +407,7 @@ class Agent:
 
     def on(self, message: type, handler: Callable[[Identity, Any], None]) -> None:
         """Have `handler(sender, message)` called for every control message of that class, a `NamedTuple`."""
-        assert message.__name__ not in self._handlers, f"two kinds of messages are called {message.__name__}"
-        self._handlers[message.__name__] = message, handler
+        self._handlers.add(message, handler)
 
     def notify(
         self,
@@ -429,24 +428,9 @@ class Agent:
         peer = self._connections.peer(to)
         if incarnation not in ("", peer.identity.incarnation):
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
-        body = pickle.dumps((type(message).__name__, *message), 5)  # a class takes longer than all its fields
-        notice = Message(NOTICE, 0, PATIENT if patient else 0)
-        if tensors:
-            notice.meta, notice.blobs = pack(tensors, peer.places.calls if as_arguments else peer.places.gradients)
-        if context is not None:
-            notice.flags = HAS_GRAPH
-            body = append(body, context.sent(tensors, peer.identity, type(message), True))
-        notice.body = body
-        peer.notify(notice, patient)
+        peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)
         if patient:
             self._clock.before(monotonic() + BUSY_TICK)
-
-    def _take_notice(self, sender: Identity, message: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        kind, *fields = message
-        if tensors:
-            fields[-1] = tensors
-        make, handler = self._handlers[kind]
-        handler(sender, make(*fields))
 
     # Time
 

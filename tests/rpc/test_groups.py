@@ -21,6 +21,7 @@ import torch
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.agent.agent import Agent
+from telegrad.agent.notices import Handlers
 from telegrad.group.members import Member
 from telegrad.group.stores import open_store
 from telegrad.rpc.cluster import start
@@ -124,18 +125,18 @@ def relay(to: int, pause: float) -> int:
 
 def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
-    join, take = Agent.join, Agent._take_notice
+    join, take = Agent.join, Handlers.take
 
     def join_and_wait(agent: Agent, me: Member, *rest: Any) -> None:
         join(agent, me, *rest)
         assert me.id != 0 or told.wait(PATIENCE)
 
-    def take_and_tell(agent: Agent, *notice: Any) -> None:
-        take(agent, *notice)
+    def take_and_tell(handlers: Handlers, *notice: Any) -> None:
+        take(handlers, *notice)
         told.set()
 
     monkeypatch.setattr(Agent, "join", join_and_wait)
-    monkeypatch.setattr(Agent, "_take_notice", take_and_tell)
+    monkeypatch.setattr(Handlers, "take", take_and_tell)
     port = free_port()
 
     def live(rank: int) -> None:
