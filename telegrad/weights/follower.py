@@ -1,8 +1,8 @@
 """A subscriber's side of a feed: what it fetches, from whom, and what it passes on.
 
-Who has its source on the same host fetches nothing before its user wants it: a version is lent whole, which takes no
-time. Who is the first of its host fetches whatever there is, in pieces and in order, since others rely on it; a few
-pieces are asked for at a time, and each is passed on as soon as it is here.
+Who has its source on the same host is lent versions whole, which takes no time: those that its user wants, and one
+ahead of that, where the user has taken the last. Who is the first of its host fetches whatever there is, in pieces and
+in order, since others rely on it; a few pieces are asked for at a time, and each is passed on as soon as it is here.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Follower:
         self._publisher = publisher
         self._route = 0
         self._want: Fetch | None = None  # of the user, where versions are lent
+        self._taken = 0  # by the user; unless it goes through all of them, one by one
         self._number = 0  # of the version whose pieces are being fetched, or 0
         self._asked: set[int] = set()
         self._distrusted = 0  # the version whose changes do not fit
@@ -93,14 +94,16 @@ class Follower:
     def want(self, least: int, exact: bool, patient: bool) -> Out:
         """The user wants a version that is not here."""
         out = self.shelf.pin(least if exact else 0)
-        want = Fetch(least, exact, patient, True, self._known())
-        if not self.whole or want == self._want:
+        want, before = Fetch(least, exact, patient, True, self._known()), self._want
+        is_ahead = before is not None and not (before.patient or exact) and before.least <= least
+        if not self.whole or want == before or is_ahead:  # whose answer says whether it was enough
             return out
         self._want = want
         return out + self._again()
 
     def taken(self, number: int, every: bool) -> Out:
         """The user has that version now."""
+        self._taken = number if not every else 0
         return [(self._publisher, Taken(number, every)), *self.shelf.pin(0)]
 
     def lost(self, incarnation: str) -> Out:
@@ -134,7 +137,10 @@ class Follower:
     # What comes
 
     def _told(self, newest: int, oldest: int) -> Out:
-        return self.shelf.told(newest, oldest) + self._pursue()
+        out = self.shelf.told(newest, oldest) + self._pursue()
+        if self.whole and self._want is None and 0 < self._taken == self.shelf.newest_whole() < newest:
+            out += self.want(self._taken + 1, exact=False, patient=False)
+        return out
 
     def _turn(self, route: Route) -> Out:
         if route.number <= self._route:

@@ -7,6 +7,7 @@
     W4  free        the publisher never waits, and keeps no more than it must
     W5  arrival     once all is quiet, each living reader can have the newest version
     W6  end         then nobody keeps any other
+    W7  moment      nobody has to look for that, where both ends of each connection heard of its end
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_weights.py` replays it alone.
 """
@@ -107,8 +108,8 @@ class World:
         readers = len(self.feed.taken)
         assert len(self.feed.shelf.about) <= KEEP + readers, f"W4: {list(self.feed.shelf.about)} are kept"
 
-    def use(self, reader: Reader) -> None:
-        """Its user looks for a version."""
+    def use(self, reader: Reader, waits: bool = False) -> None:
+        """Its user looks for a version, or waits for it."""
         machine = reader.machine
         if reader.every:
             least = max(reader.taken + 1, machine.shelf.oldest)
@@ -118,7 +119,7 @@ class World:
             number = machine.shelf.newest_whole()
             number = number if number >= least else 0
         if not number:
-            patient = reader.every or self.random.random() < 0.7
+            patient = waits or reader.every or self.random.random() < 0.7
             self.send(reader.party, machine.want(least, reader.every, patient), reader)
             return
         assert set(reader.stock[number].values()) <= {number}, f"W1: {reader.stock[number]} as {number}"
@@ -279,11 +280,13 @@ class World:
                     return
             for reader in late:
                 if not options or self.random.random() < 0.2:
-                    self.use(reader)
-            if not options:
+                    self.use(reader, waits=True)
+            if not options and not any(self.lines.values()):
+                late = [reader for reader in late if reader.taken < self.feed.shelf.newest]
+                assert self.one_sided or not late, f"W7: {late[0].party} waits in vain"
                 self.send(PUBLISHER, self.feed.look())
-            for reader in self.readers.values() if not options else ():
-                self.send(reader.party, reader.machine.look(), reader)
+                for reader in self.readers.values():
+                    self.send(reader.party, reader.machine.look(), reader)
         raise AssertionError(f"W5: no end: {[(reader.party, reader.taken) for reader in self.readers.values()]}")
 
 
