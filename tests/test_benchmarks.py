@@ -104,7 +104,7 @@ def test_rows_can_be_sent_and_their_targets_exist() -> None:
         for target in row.targets:
             assert not isinstance(target, OfLimit) or target.limit in LIMITS
             assert not isinstance(target, OfRow) or all((target.row, way) in names for way in row.ways)
-    assert len(SHARED_ROWS) == 10
+    assert len(SHARED_ROWS) == 12
 
 
 def test_rows_are_chosen_by_words() -> None:
