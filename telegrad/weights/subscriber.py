@@ -182,9 +182,10 @@ class Subscriber:
                 box.want(least(), exact)
                 left = until - monotonic()
                 if left <= 0:
+                    hint = "" if box.known else ". Nothing was published yet: call publisher.publish() there"
                     raise CallTimeout(
                         f"version {least()} of {self.name!r} on worker {self.worker!r} has not come within "
-                        f"{limit:g} s; the newest known of is {box.known}, the last taken {self.version}"
+                        f"{limit:g} s; the newest known of is {box.known}, the last taken {self.version}{hint}"
                     )
                 wait.look()
                 with box.changed:

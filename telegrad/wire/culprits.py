@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
-from telegrad.errors import CannotEncode
+from telegrad.errors import CannotEncode, UsageError
 from telegrad.wire.functions import name_of
 
 DEEPEST = 12  # parts of parts that are looked at
@@ -24,6 +24,8 @@ def blame(value: Any, can_dump: Callable[[Any], bool], error: BaseException) -> 
     """The error that names what keeps a value, or a call, from being sent; `error` says why."""
     where, within, advice = "", "", _ADVICE
     for _ in range(DEEPEST):
+        if isinstance(error, UsageError) and any("__reduce_ex__" in vars(kind) for kind in type(value).__mro__[:-1]):
+            return CannotEncode(f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {error}")  # it says why
         bad = next((part for part in _parts_of(value, top=not where) if not can_dump(part[1])), None)
         if bad is None:
             break

@@ -15,6 +15,7 @@ from telegrad.agent.agent import Agent
 from telegrad.rpc import current
 from telegrad.transport import memory
 from telegrad.transport.link import Link
+from telegrad.transport.waker import Waker
 
 PATIENCE = 30.0
 GLANCE = 0.02
@@ -27,7 +28,8 @@ TRANSIENT = "telegrad-connect"  # threads that end when their connection is made
 class Holding(NamedTuple):
     """What the process has open."""
 
-    sockets: int
+    sockets: int  # but for those of wakers
+    wakers: int  # each thread that has waited may have one
     memory_files: int
     others: Counter[str]  # descriptors, by what they lead to
     maps: int  # of memory files
@@ -49,7 +51,8 @@ def holding() -> Holding:
         elif not target.startswith("pipe:"):  # libuv, by which torch serves a store, keeps some for good
             others[target.partition(":[")[0]] += 1
     maps = Path("/proc/self/maps").read_text().count(MEMORY_FILE)
-    return Holding(sockets, files, others, maps, threading.active_count())
+    wakers = sum(type(each) is Waker for each in gc.get_objects())
+    return Holding(sockets - 2 * wakers, wakers, files, others, maps, threading.active_count())
 
 
 def keep_briefly() -> None:
@@ -69,6 +72,7 @@ def left(before: Holding, dead: int) -> dict[str, int]:
         "contexts": len(current.conductor().contexts),
         "calls in flight": int(not agent.idle),
         "sockets": now.sockets - lanes - (before.sockets - 2 * dead),
+        "wakers": now.wakers - now.threads,
         "memory files": now.memory_files,
         "maps of memory files": now.maps,
         "threads": now.threads - lanes - before.threads - POOL,

@@ -206,6 +206,13 @@ def annotated(values: list[int]) -> Iterator[int]:
 
 
 @here_w0
+def test_a_stream_is_not_sent() -> None:
+    with rpc_stream("w1", count, (3,)) as stream, pytest.raises(errors.CannotEncode) as told:
+        rpc_sync("w1", len, (stream,))
+    assert str(told.value).startswith("argument 0 cannot be sent: <Stream of")
+    assert "send its items" in str(told.value)
+
+
 def test_functions_by_value() -> None:
     assert [*rpc_stream("w1", lambda n: (i * i for i in range(n)), (4,))] == [0, 1, 4, 9]
     assert [*rpc_stream("w1", functions.by_value(annotated), ([4],))] == [4]
