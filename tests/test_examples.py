@@ -15,14 +15,14 @@ RUNS = {
     "parameter_server.py --mode sync --steps 100": "of the same, in one process",
     "rnn.py --steps 30": "loss per character",
     "pipeline.py --steps 12 --chunks 4": "step by step",
-    "reinforcement.py --steps 6": "oldest weights",
+    "reinforcement.py --steps 12": "oldest weights",
     "first_calls.py": "per second",
 }
 VARIANTS = {
     "multi_machine.py --steps 150": "largest difference of outputs",
     "embeddings.py --steps 300": "largest difference of outputs",
     "federated.py --steps 8": "accuracy",
-    "reinforcement.py --steps 6 --ask": "observers answered at once",
+    "reinforcement.py --steps 12 --ask": "observers answered at once",
     "parameter_server.py --mode async --steps 200": "of the same, in one process",
     "pipeline.py --steps 30 --chunks 4 --schedule zero-bubble": "step by step",
 }

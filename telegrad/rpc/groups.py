@@ -99,10 +99,10 @@ class Group:
         have = f"the roles that there are: {listed(roles)}" if roles else "no worker here has a role"
         choice = self._choice
         if isinstance(choice, Role) and any(worker.name == choice.role for worker in there):
-            return f"no worker has the {choice}; there is a worker of that name: group([{choice.role!r}])"
+            return f"no worker has the role {choice.role!r}; there is a worker of that name: group([{choice.role!r}])"
         if isinstance(choice, Role):
             later = "" if current.here().membership.is_fixed else "; rpc.wait_for_workers(1, role=...) waits for some"
-            return f"no worker has the {choice}; {have}{later}"
+            return f"no worker has the role {choice.role!r}; {have}{later}"
         return f"the group ({choice}) has no worker in it now; there are {listed([each.name for each in there])}"
 
     # Who is in it

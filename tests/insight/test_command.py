@@ -113,7 +113,7 @@ def test_a_worker_shows_the_group_from_the_start() -> None:
 
 
 def shown_at() -> str:
-    return current.joined().at_end.__self__.url  # type: ignore[attr-defined]
+    return current.joined().at_end[-1].__self__.url  # type: ignore[attr-defined]
 
 
 def test_a_port_that_is_taken_leaves_the_group_whole() -> None:

@@ -213,6 +213,7 @@ def test_a_stream_is_not_sent() -> None:
     assert "send its items" in str(told.value)
 
 
+@here_w0
 def test_functions_by_value() -> None:
     assert [*rpc_stream("w1", lambda n: (i * i for i in range(n)), (4,))] == [0, 1, 4, 9]
     assert [*rpc_stream("w1", functions.by_value(annotated), ([4],))] == [4]

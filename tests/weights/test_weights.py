@@ -181,7 +181,7 @@ def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
         versions = on(actor, iter, reader)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(on, actor, next, versions)
-            eventually(lambda: bool(reader._box.machine.waits))
+            eventually(lambda: len(publisher._box.feed_._every) == 1)
             for _ in range(4):
                 publisher.publish()
             assert number_in(first.result(PATIENCE)) == 2
