@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from math import inf
 from time import monotonic
 
-from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, ShutDown
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown
 from telegrad.group.farewell import (
     DONE,
     WAITING,
@@ -239,6 +239,8 @@ class Together(Parting):
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         if not isinstance(reason, PeerLost):
+            if not self._farewell.inside and _may_live(reason):
+                return  # the farewell will show
             died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)
             if died:
                 early = isinstance(reason, LeftEarly)
@@ -265,6 +267,11 @@ class Together(Parting):
 
     def __repr__(self) -> str:
         return f"<Together: {self._me.name!r} in {self._farewell!r}>"
+
+
+def _may_live(reason: PeerError) -> bool:
+    """Whether somebody may be there all the same, to whom just no connection could be made."""
+    return isinstance(reason, PeerUnreachable) and not isinstance(reason.__cause__, ConnectionRefusedError)
 
 
 def _quoted(names: list[str]) -> str:

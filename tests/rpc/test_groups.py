@@ -26,7 +26,7 @@ from telegrad.group.members import Member
 from telegrad.group.stores import open_store
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, group, in_threads, init, processes, run_all
+from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
 
 ONE_SECOND = 1.0
 
@@ -438,3 +438,10 @@ def test_a_forked_child_is_in_no_group(workers: list[Process]) -> None:
         return os.waitstatus_to_exitcode(status), rpc.rpc_sync("worker1", operator.add, (1, 1))
 
     assert workers[0].run(fork, 0) == (5, 2)
+
+
+def test_who_could_not_be_reached_for_a_moment_is_not_taken_for_dead() -> None:
+    with agents(2) as (first, second):
+        for told in second.agent.lost:
+            told(first.me.identity, errors.PeerUnreachable("it broke off the handshake"))
+        in_threads(*[partial(worker.shutdown, True, PATIENCE / 2, True) for worker in (first, second)])
