@@ -132,7 +132,7 @@ def context() -> Any:
     with _context_lock:
         if _context is None:
             _context = mp.get_context("forkserver")
-            _context.set_forkserver_preload(["torch", "telegrad.rpc", "torch.distributed.rpc"])
+            _context.set_forkserver_preload(["tests.warm"])
         return _context
 
 

@@ -21,7 +21,7 @@ from telegrad import errors
 from telegrad.rpc import current
 from telegrad.rpc.values import methods
 from telegrad.wire.functions import name_of, resolve
-from tests.cluster import PATIENCE, Process, agents
+from tests.cluster import PATIENCE, Process, agents, run_all
 
 KINDS = "owners shared_owners forks users pending_users pending_forks pending_deletes pending_creations pending_letters"
 NOTHING = dict.fromkeys(KINDS.split(), 0)
@@ -37,11 +37,11 @@ def nothing_stays(workers: list[Process]) -> Iterator[None]:
 
 def assert_empty(workers: list[Process]) -> None:
     until = time.monotonic() + PATIENCE
-    while left := {worker.name: counts for worker in workers if (counts := worker.run(count)) != NOTHING}:
+    while (left := run_all(workers, count)) != [NOTHING] * len(workers):
         assert time.monotonic() < until, left
 
 
-def count() -> dict[str, int]:
+def count(rank: int = 0) -> dict[str, int]:
     gc.collect()
     return rpc.debug_info()
 
