@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -105,6 +107,12 @@ def test_rows_can_be_sent_and_their_targets_exist() -> None:
             assert not isinstance(target, OfLimit) or target.limit in LIMITS
             assert not isinstance(target, OfRow) or all((target.row, way) in names for way in row.ways)
     assert len(SHARED_ROWS) == 12
+
+
+def test_rows_do_not_import_telegrad() -> None:
+    """Their processes are forked from one that has imported the rows, and are timed as they import it."""
+    program = "import sys, benchmarks.rows; sys.exit('telegrad.rpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_rows_are_chosen_by_words() -> None:
