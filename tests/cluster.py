@@ -9,6 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,14 @@ def agents(
         finally:
             for worker in workers:
                 worker.end("")
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    """Look again and again; fails once a test is taken to hang."""
+    limit = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < limit, "it did not come to hold"
+        time.sleep(1e-3)
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import reduce
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from telegrad.agent.agent import DEFAULT, Agent
 from telegrad.agent.deadlines import seconds
@@ -138,6 +138,7 @@ class Keeper:
         self, key: Key, who: str, members: list[str], brings: Any, op: Callable[[Any, Any], Any] | None
     ) -> Future[Any]:
         met: Future[Any] = Future()
+        met.follows = _Place(self, key, who, met)
         with self._lock:
             meeting = self._gatherings.arrive(key, who, brings, members)
             waiting = self._waiting.setdefault(meeting, {})
@@ -154,10 +155,10 @@ class Keeper:
             meeting = self._gatherings.of(key, who)
             return None if meeting is None else meeting.late
 
-    def withdraw(self, key: Key, who: str) -> list[str] | None:
+    def withdraw(self, key: Key, who: str, only: Future[Any] | None = None) -> list[str] | None:
         with self._lock:
             meeting = self._gatherings.of(key, who)
-            if meeting is None:
+            if meeting is None or only not in (None, self._waiting[meeting][who]):
                 return None
             late = meeting.late
             self._gatherings.withdraw(key, who, meeting)
@@ -173,6 +174,18 @@ class Keeper:
         for waiting in hopeless:
             for met in waiting.values():
                 met.set_exception(_absent(who.name, "it has left the group" if how == "left" else "it was lost"))
+
+
+class _Place(NamedTuple):
+    """Of someone in a meeting: where its call is cancelled, it counts as one who has not come."""
+
+    keeper: Keeper
+    key: Key
+    who: str
+    met: Future[Any]
+
+    def cancel(self) -> bool:
+        return self.keeper.withdraw(self.key, self.who, self.met) is not None
 
 
 def _conclude(meeting: Meeting, waiting: dict[str, Future[Any]], op: Callable[[Any, Any], Any] | None) -> None:

@@ -74,10 +74,10 @@ class Version:
             raise InvalidArgument(f"version {self.number} is no state dict, but of type {type(self.state).__name__}")
         mine = _tensors_of(own)
         faults = [
-            ("is not in it", [*(mine.keys() - theirs.keys())]),
-            ("is in it alone", [*(theirs.keys() - mine.keys())]),
+            ("not in it", [*(mine.keys() - theirs.keys())]),
+            ("only in it", [*(theirs.keys() - mine.keys())]),
             (
-                "has another shape in it",
+                "of another shape in it",
                 [
                     f"{name} ({tuple(value.shape)} here, {tuple(theirs[name].shape)} there)"
                     for name, value in mine.items()
@@ -85,7 +85,7 @@ class Version:
                 ],
             ),
         ]
-        said = [f"{_listed(sorted(names))} {what}" for what, names in faults if names]
+        said = [f"{what}: {_listed(sorted(names))}" for what, names in faults if names]
         if said:
             raise InvalidArgument(f"version {self.number} does not fit: {'; '.join(said)}")
         return [(theirs[name], value) for name, value in mine.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from telegrad.autograd.schedule import GraphSchedule, GraphStep
 from telegrad.errors import CallTimeout, ContextEnded, NotOwner, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, current, functions, remote, rpc_async, rpc_sync
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents, in_threads
+from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 Call = Callable[..., Any]
 
@@ -36,13 +35,6 @@ def here(trio: list[Worker]) -> Iterator[None]:
     current.enter(trio[0])
     yield
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in trio))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def leaf(*shape: int) -> torch.Tensor:

@@ -17,9 +17,10 @@ import telegrad
 import telegrad.rpc as rpc
 from telegrad import errors, progress
 from telegrad.rpc import current
+from telegrad.rpc.collectives import Keeper
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents, group, processes, run_all
+from tests.cluster import PATIENCE, agents, group, processes, run_all, wait_until
 
 come: list[str] = []
 
@@ -51,6 +52,19 @@ def meet(members: rpc.Group, name: str = "") -> int:
 
 def sum_up(members: rpc.Group, **how: Any) -> Any:
     return members.all_reduce(torch.ones(2) * number(), **how)
+
+
+def test_who_comes_by_a_call_that_is_cancelled_has_not_come(five: list[Worker], actors: rpc.Group) -> None:
+    for callee in ("w1", "w2"):  # the first keeps the meeting
+        with pytest.raises(errors.CallTimeout):
+            rpc.rpc_sync(callee, meet, (actors, "cancelled"), timeout=0.2)
+    meetings = five[1].attached(Keeper)._gatherings._meetings
+    wait_until(lambda: not meetings and not five[1].agent._server.going_on)
+    rest = actors[2:].rpc_async(meet, (actors, "cancelled"))
+    wait_until(lambda: [meeting.missing for kept in meetings.values() for meeting in kept] == [["w1", "w2"]])
+    assert not rest.done()
+    actors[:2].rpc_sync(meet, (actors, "cancelled"))
+    rest.wait()
 
 
 def test_nobody_goes_on_before_all_have_come(actors: rpc.Group) -> None:

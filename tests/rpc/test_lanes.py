@@ -25,8 +25,7 @@ from telegrad.transport.connect import Target
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
 from telegrad.transport.sockets import tune_tcp
-from tests.cluster import agents, group, in_threads, run_all
-from tests.transport.test_lanes import wait_until
+from tests.cluster import agents, group, in_threads, run_all, wait_until
 from tests.transport.test_tls import Authority
 
 LARGE = 100_000  # bytes, for these tests

@@ -21,7 +21,7 @@ import telegrad.autograd as dist_autograd
 from telegrad import errors
 from telegrad.rpc import RRef, Stream, actor, current, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, Process, agents, group, in_threads
+from tests.cluster import PATIENCE, Process, agents, group, in_threads, wait_until
 
 here_w0 = pytest.mark.usefixtures("here")
 
@@ -37,13 +37,6 @@ def fresh() -> None:
 
 def event(name: str) -> threading.Event:
     return events.setdefault(name, threading.Event())
-
-
-def until(condition: Any) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(1e-3)
 
 
 def is_quiet(worker: Worker) -> bool:
@@ -227,25 +220,25 @@ def test_functions_by_value() -> None:
 @pytest.mark.parametrize("window", [1, 2, 5, 64])
 def test_never_more_than_a_window_ahead(function: Any, window: int) -> None:
     with rpc_stream("w1", function, (200,), window=window) as stream:
-        until(lambda: len(seen) == window)
+        wait_until(lambda: len(seen) == window)
         time.sleep(0.01)
         assert len(seen) == window
         for taken in range(1, 101):
             assert next(stream) == taken - 1
             assert taken <= len(seen) <= taken + window
             if taken % window == 0:  # it was told of all but less than half a window
-                until(lambda taken=taken: len(seen) >= min(200, taken + window - window // 2))
+                wait_until(lambda taken=taken: len(seen) >= min(200, taken + window - window // 2))  # type: ignore[misc]
     assert event("closed").wait(PATIENCE)
 
 
 @here_w0
 def test_no_more_than_64_mb_ahead() -> None:
     with rpc_stream("w1", tensors, (100, 5 << 20)) as stream:
-        until(lambda: len(seen) == 4)
+        wait_until(lambda: len(seen) == 4)
         time.sleep(0.02)
         assert len(seen) == 4  # the fourth reached the limit
         assert len(next(stream)) == 5 << 20
-    until(lambda: len(seen) < 8)
+    wait_until(lambda: len(seen) < 8)
 
 
 def tensors(n: int, size: int) -> Iterator[torch.Tensor]:
@@ -340,7 +333,7 @@ def test_wrong_arguments() -> None:
 @pytest.mark.parametrize("function", [noted, count_async])
 @pytest.mark.parametrize("how", ["close", "with", "break", "dropped", "before it began"])
 def test_whoever_stops_reading_closes_the_generator(function: Any, how: str, five: list[Worker], here: None) -> None:
-    until(lambda: is_quiet(five[1]))
+    wait_until(lambda: is_quiet(five[1]))
     stream: Any = rpc_stream("w1", function, (10**6,), window=4)
     if how == "close":
         next(stream)
@@ -356,7 +349,7 @@ def test_whoever_stops_reading_closes_the_generator(function: Any, how: str, fiv
         del stream
     if how != "before it began":
         assert event("closed").wait(PATIENCE)
-    until(lambda: is_quiet(five[1]) and is_quiet(five[0]))
+    wait_until(lambda: is_quiet(five[1]) and is_quiet(five[0]))
 
 
 @here_w0
@@ -434,7 +427,7 @@ def test_a_hundred_streams_on_one_slot() -> None:
                 for stream in streams:
                     next(stream)
             assert [[*stream] for stream in streams] == [[]] * 100
-            until(lambda: is_quiet(made[0]) and is_quiet(made[1]))
+            wait_until(lambda: is_quiet(made[0]) and is_quiet(made[1]))
         finally:
             current.enter(None)
 
@@ -654,8 +647,8 @@ def read_to_the_end() -> str:
 
 
 def idle_soon() -> bool:
-    until(lambda: current.worker.agent.idle)
-    until(lambda: not any(debug_info().values()))
+    wait_until(lambda: current.worker.agent.idle)
+    wait_until(lambda: not any(debug_info().values()))
     return True
 
 
@@ -717,5 +710,5 @@ def test_large_tensors_between_processes(workers: list[Process]) -> None:
 @here_w0
 def test_nothing_is_left(five: list[Worker]) -> None:
     gc.collect()
-    until(lambda: is_quiet(five[0]) and is_quiet(five[1]))
+    wait_until(lambda: is_quiet(five[0]) and is_quiet(five[1]))
     assert Stream.__module__ == "telegrad.rpc.streams"

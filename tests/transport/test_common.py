@@ -6,7 +6,6 @@ import gc
 import mmap
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,17 +13,10 @@ import torch
 from telegrad.devices.streams import Streams
 from telegrad.transport.memory import KEEP, SHARING, SharedMaps, SharedPool
 from telegrad.wire.messages import COMMON
-from tests.cluster import PATIENCE, agents, group
+from tests.cluster import agents, group, wait_until
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def common(pool: SharedPool, size: int = MB) -> torch.Tensor:
@@ -200,7 +192,7 @@ def test_many_receivers_that_write_do_no_harm(way: str) -> None:
         pool = agent._connections._pool
         assert bool(pool._common) is (way == "unix")
         assert not pool._free  # nothing was copied into others
-        until(lambda: pool.lent == 0)
+        wait_until(lambda: pool.lent == 0)
 
 
 def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
@@ -264,13 +256,13 @@ def _after_the_death() -> bool:
 
     agent = current.agent()
     pool = agent._connections._pool
-    until(lambda: pool.lent == 1)  # that of the dead one was given up
+    wait_until(lambda: pool.lent == 1)  # that of the dead one was given up
     agent.call("worker2", keep, ("again", _kept["source"]), None)  # the others can be lent more
     _kept.clear()
     for name in ("it", "again"):
         assert agent.call("worker2", total_of, (name,), None) == MB
     gc.collect()
-    until(lambda: not any(pool._bytes.values()))
+    wait_until(lambda: not any(pool._bytes.values()))
     return pool.lent == 0
 
 
@@ -297,4 +289,4 @@ def _send_often(times: int) -> None:
 def _release() -> None:
     from telegrad.rpc import current
 
-    until(lambda: current.agent()._connections._pool.lent == 0)
+    wait_until(lambda: current.agent()._connections._pool.lent == 0)

@@ -6,14 +6,13 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.lanes import LANES, READY, STRIPE_FROM, Lanes
-
-PATIENCE = 20
+from tests.cluster import PATIENCE, wait_until
 
 
 class Direction:
@@ -53,15 +52,6 @@ class Direction:
     def close(self) -> None:
         self.sending.close()
         self.receiving.close()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    tick = threading.Event()
-    for _ in range(PATIENCE * 1000):
-        if condition():
-            return
-        tick.wait(0.001)
-    raise AssertionError("it never came true")
 
 
 def settle(lanes: Lanes) -> None:

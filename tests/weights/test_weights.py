@@ -309,7 +309,7 @@ def test_what_is_said_of_mistakes() -> None:
         reader = on(actor, Subscriber, "w0", "policy")
         publisher.publish()
         with pytest.raises(
-            InvalidArgument, match=r"does not fit: more is not in it; bias is in it alone; weight \(\(4, 3"
+            InvalidArgument, match=r"not in it: more; only in it: bias; of another shape in it: weight \(\(4, 3"
         ):
             reader.newest().load_into({"weight": torch.rand(4, 3), "more": torch.rand(3)})
         with pytest.raises(InvalidArgument, match="other types: weight, bias"):
