@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     try:
         plan = read(_text(given.file), {**given.roles, **_set(logs=given.logs, grace=given.grace)})
         host, port = _place(given.master)
-        if not plan.workers(given.node):
+        if not plan.seats(given.node):
             raise UsageError(f"no role runs on node {given.node}")
         if given.node and not port:
             raise UsageError("--node needs the --master of node 0")

@@ -20,7 +20,7 @@ from math import inf
 from typing import NamedTuple
 
 from telegrad.processes import named
-from telegrad.supervision.roles import END, RESTART_ROLE, Role, Worker
+from telegrad.supervision.roles import END, RESTART_ROLE, Role, Seat
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
 PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds from start to start; the last one also makes a run a long one
@@ -89,9 +89,9 @@ class _Budget:
 class _One:
     """A worker."""
 
-    def __init__(self, worker: Worker, budget: _Budget) -> None:
-        self.name = worker.name
-        self.role = worker.role
+    def __init__(self, seat: Seat, budget: _Budget) -> None:
+        self.name = seat.name
+        self.role = seat.role
         self.budget = budget  # of its own, or of its role
         self.state = WAITS
         self.since = 0.0  # when it came into this state
@@ -106,13 +106,13 @@ class _One:
 class Policy:
     """The machine."""
 
-    def __init__(self, workers: Iterable[Worker], grace: float) -> None:
+    def __init__(self, seats: Iterable[Seat], grace: float) -> None:
         self._all: dict[str, _One] = {}
         shared: dict[str, _Budget] = {}
-        for worker in workers:
-            role = worker.role
+        for seat in seats:
+            role = seat.role
             of_role = shared.setdefault(role.name, _Budget(role))
-            self._all[worker.name] = _One(worker, of_role if role.on_failure == RESTART_ROLE else _Budget(role))
+            self._all[seat.name] = _One(seat, of_role if role.on_failure == RESTART_ROLE else _Budget(role))
         self._grace = grace
         self._due: dict[str, float] = {}  # when roles that are restarted may begin again
         self._ending: int | None = None  # the exit code to come, once the group ends

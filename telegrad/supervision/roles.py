@@ -37,8 +37,8 @@ class Role(NamedTuple):
     node: int | None = None  # the host where it runs, of several; None is each
 
 
-class Worker(NamedTuple):
-    """One that is to run here."""
+class Seat(NamedTuple):
+    """A worker that is to run here, whichever process it is."""
 
     name: str
     number: int
@@ -55,9 +55,9 @@ class Plan(NamedTuple):
     logs: str = "logs"
     grace: float = 10.0  # seconds for workers to end, once they were asked to
 
-    def workers(self, node: int) -> list[Worker]:
+    def seats(self, node: int) -> list[Seat]:
         """Those of the host of that number: names go on from host to host."""
-        return [Worker(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)]
+        return [Seat(f"{role.name}{number}", number, role) for role in self.roles for number in _numbers(role, node)]
 
 
 def _numbers(role: Role, node: int) -> range:

@@ -1,7 +1,7 @@
 """The rim of `policy`: one thread that starts processes, reads what they print, and hears of signals and ends.
 
 One thread, so that what a child does before it becomes another program is safe, and so that its end is that of all
-children. The store is kept by a process of its own (`keeper`), since it needs torch, which takes seconds to import.
+children. The store is kept by a process of its own (`storekeeper`), since it needs torch, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from telegrad.supervision.children import Child
 from telegrad.supervision.lines import Lines
 from telegrad.supervision.output import Output
 from telegrad.supervision.policy import Act, EndStore, Policy, Say, Signal, Start
-from telegrad.supervision.roles import Plan, Worker
+from telegrad.supervision.roles import Plan, Seat
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # has a worker write down what it is at
 STATUS = signal.SIGUSR1
-LAST_WORDS = 1.0  # seconds for the keeper to end
+LAST_WORDS = 1.0  # seconds for the storekeeper to end
 CROWD = 1024  # connections that wait for the store to be served
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of who started us
 
@@ -48,9 +48,9 @@ class Supervisor:
         Raises:
             OSError: that cannot be.
         """
-        self._workers = {worker.name: worker for worker in plan.workers(node)}
+        self._seats = {seat.name: seat for seat in plan.seats(node)}
         self._plan = plan
-        self._policy = Policy(self._workers.values(), plan.grace)
+        self._policy = Policy(self._seats.values(), plan.grace)
         self._output = output
         self._children: dict[str, Child] = {}
         self._selector = selectors.DefaultSelector()
@@ -60,17 +60,17 @@ class Supervisor:
         self._listener = _listen(host, port) if node == 0 else None
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
         self._ready = False
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._storekeeper: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Until all is over; the exit code."""
         with self._hears_signals():
-            self._keeper = self._start_keeper()
+            self._storekeeper = self._start_storekeeper()
             self._introduce()
             self._policy.begin(monotonic())
             while self._policy.code is None:
                 self._turn()
-        self._part_from_keeper()
+        self._part_from_storekeeper()
         code = self._policy.code
         if self._policy.failed:
             path, last = self._output.path(self._policy.failed), self._output.last_lines(self._policy.failed)
@@ -94,7 +94,7 @@ class Supervisor:
             elif key.data == "signals":
                 os.read(key.fd, children.PIECE)
             else:
-                self._hear_keeper()
+                self._hear_storekeeper()
         self._heed_signals()
         for name, child in list(self._children.items()):
             if (code := child.code()) is not None:
@@ -120,12 +120,12 @@ class Supervisor:
     def _do(self, acts: list[Act]) -> None:
         for act in acts:
             if isinstance(act, Start):
-                self._start(self._workers[act.name], act.restarts)
+                self._start(self._seats[act.name], act.restarts)
             elif isinstance(act, Signal):
                 if act.name in self._children:
                     self._children[act.name].signal(act.number)
             elif isinstance(act, EndStore):
-                self._tell_keeper("over")
+                self._tell_storekeeper("over")
             elif isinstance(act, Say):
                 self._output.say(act.text)
 
@@ -141,28 +141,28 @@ class Supervisor:
 
     # Workers
 
-    def _start(self, worker: Worker, restarts: int) -> None:
-        command = [worker.filled_in(word) for word in worker.role.command]
+    def _start(self, seat: Seat, restarts: int) -> None:
+        command = [seat.filled_in(word) for word in seat.role.command]
         try:
             child = Child(command, self._environment(worker, restarts))
         except (OSError, subprocess.SubprocessError) as error:
-            self._do(self._policy.could_not_start(worker.name, str(error), monotonic()))
+            self._do(self._policy.could_not_start(seat.name, str(error), monotonic()))
             return
-        self._tell_keeper(f"+{child.pid}")
-        self._children[worker.name] = child
+        self._tell_storekeeper(f"+{child.pid}")
+        self._children[seat.name] = child
         for stream, pipe in child.pipes.items():
-            self._lines[worker.name, stream] = Lines()
-            self._selector.register(pipe, selectors.EVENT_READ, (worker.name, stream))
+            self._lines[seat.name, stream] = Lines()
+            self._selector.register(pipe, selectors.EVENT_READ, (seat.name, stream))
         if restarts:
             self._output.raw(
-                worker.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
+                seat.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
             )
 
-    def _environment(self, worker: Worker, restarts: int) -> Mapping[str, str]:
+    def _environment(self, seat: Seat, restarts: int) -> Mapping[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
-        own = {key: worker.filled_in(value) for key, value in worker.role.env.items()}
-        named_so = supervised.variables(worker.name, worker.role.name, restarts, self._host, self._port)
-        return {**shared_cores(len(self._workers)), "PYTHONUNBUFFERED": "1", **inherited, **named_so, **own}
+        own = {key: seat.filled_in(value) for key, value in seat.role.env.items()}
+        named_so = supervised.variables(seat.name, seat.role.name, restarts, self._host, self._port)
+        return {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **named_so, **own}
 
     def _read(self, source: Source) -> bool:
         """Whether there was something; at the end of a stream it is watched no more."""
@@ -192,18 +192,18 @@ class Supervisor:
             self._print(name, stream, self._lines.pop((name, stream)).flush())
         child.close()
         del self._children[name]
-        self._tell_keeper(f"-{child.pid}")
+        self._tell_storekeeper(f"-{child.pid}")
 
-    # The keeper
+    # The storekeeper
 
-    def _start_keeper(self) -> subprocess.Popen[bytes]:
+    def _start_storekeeper(self) -> subprocess.Popen[bytes]:
         place: list[str] = []
         descriptors: list[int] = []
         if self._listener is not None:
             descriptors = [self._listener.fileno()]
             place = [self._host, str(self._port), str(descriptors[0])]
         process = subprocess.Popen(
-            [sys.executable, "-m", "telegrad.supervision.keeper", *place],
+            [sys.executable, "-m", "telegrad.supervision.storekeeper", *place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=descriptors,
@@ -213,41 +213,41 @@ class Supervisor:
             self._listener.close()
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ, "keeper")
+        self._selector.register(process.stdout, selectors.EVENT_READ, "storekeeper")
         return process
 
-    def _tell_keeper(self, word: str) -> None:
-        assert self._keeper is not None
-        assert self._keeper.stdin is not None
+    def _tell_storekeeper(self, word: str) -> None:
+        assert self._storekeeper is not None
+        assert self._storekeeper.stdin is not None
         with contextlib.suppress(OSError):  # it was killed
-            self._keeper.stdin.write(f"{word}\n".encode())
-            self._keeper.stdin.flush()
+            self._storekeeper.stdin.write(f"{word}\n".encode())
+            self._storekeeper.stdin.flush()
 
-    def _hear_keeper(self) -> None:
-        assert self._keeper is not None
-        assert self._keeper.stdout is not None
-        data = children.read(self._keeper.stdout.fileno())
+    def _hear_storekeeper(self) -> None:
+        assert self._storekeeper is not None
+        assert self._storekeeper.stdout is not None
+        data = children.read(self._storekeeper.stdout.fileno())
         if data:
             self._ready = True
         elif data is not None:
-            self._selector.unregister(self._keeper.stdout)
-            how = named(self._keeper.wait())
+            self._selector.unregister(self._storekeeper.stdout)
+            how = named(self._storekeeper.wait())
             if self._ready:
                 self._output.say(f"who kept the group's store ended with {how}; workers that need it may fail")
             else:
                 self._output.say(f"the group's store could not be served ({how}): the group ends")
                 self._do(self._policy.signalled(signal.SIGTERM, monotonic()))
 
-    def _part_from_keeper(self) -> None:
-        assert self._keeper is not None
-        assert self._keeper.stdin is not None
+    def _part_from_storekeeper(self) -> None:
+        assert self._storekeeper is not None
+        assert self._storekeeper.stdin is not None
         with contextlib.suppress(OSError):
-            self._keeper.stdin.close()
+            self._storekeeper.stdin.close()
         if self._ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._keeper.wait(LAST_WORDS)
-        self._keeper.kill()
-        self._keeper.wait()
+                self._storekeeper.wait(LAST_WORDS)
+        self._storekeeper.kill()
+        self._storekeeper.wait()
 
     # Signals
 

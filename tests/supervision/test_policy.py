@@ -34,7 +34,7 @@ SEED = os.environ.get("TELEGRAD_SEED")
 
 
 def policy(*roles: Role) -> Policy:
-    made = Policy(Plan(roles).workers(0), GRACE)
+    made = Policy(Plan(roles).seats(0), GRACE)
     made.begin(0.0)
     return made
 
@@ -232,8 +232,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         roles = [self._role(f"r{number}") for number in range(self.random.randint(1, 3))]
-        self.roles = {worker.name: worker.role for worker in Plan(tuple(roles)).workers(0)}
-        self.group = Policy(Plan(tuple(roles)).workers(0), GRACE)
+        self.roles = {seat.name: seat.role for seat in Plan(tuple(roles)).seats(0)}
+        self.group = Policy(Plan(tuple(roles)).seats(0), GRACE)
         self.now = 0.0
         self.running: dict[str, float] = {}  # and when each began
         self.starts: dict[str, list[float]] = {name: [] for name in self.roles}

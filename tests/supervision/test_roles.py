@@ -22,9 +22,9 @@ def test_the_file_of_the_page() -> None:
     assert (learner.command, learner.serves, learner.count) == (("python", "learner.py"), False, 1)
     assert (actor.count, actor.restarts, actor.within) == (4, 10, 600)
     assert (buffer.command, buffer.serves) == (SERVE, True)
-    workers = plan.workers(0)
-    assert [worker.name for worker in workers] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0"]
-    assert workers[3].filled_in(actor.command[-1]) == "2"
+    seats = plan.seats(0)
+    assert [seat.name for seat in seats] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0"]
+    assert seats[3].filled_in(actor.command[-1]) == "2"
     assert all(f"`{key}`" in PAGE for key in (*actor._fields[1:], *Plan._fields[1:]))
 
 
@@ -41,8 +41,8 @@ def test_options_change_the_file_and_add_to_it() -> None:
 
 def test_names_go_on_from_host_to_host() -> None:
     plan = read("[driver]\nnode = 0\n[actor]\ncount = 2", {})
-    assert [worker.name for worker in plan.workers(0)] == ["driver0", "actor0", "actor1"]
-    assert [worker.name for worker in plan.workers(2)] == ["actor4", "actor5"]
+    assert [seat.name for seat in plan.seats(0)] == ["driver0", "actor0", "actor1"]
+    assert [seat.name for seat in plan.seats(2)] == ["actor4", "actor5"]
 
 
 @pytest.mark.parametrize(
