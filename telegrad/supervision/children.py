@@ -48,6 +48,10 @@ class Child:
         """How it has ended, if it has."""
         return self._process.poll()
 
+    def tell(self, number: int) -> None:
+        """Send a signal to it alone."""
+        self._process.send_signal(number)
+
     def signal(self, number: int) -> None:
         """To it and all that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended

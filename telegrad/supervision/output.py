@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import select
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 LAST_LINES = 10  # of a worker, in the message that it has ended the group
+STREAMS = {"stdout": 1, "stderr": 2}
 NAME = "telegrad"  # before lines of our own
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # as terminals number them; red is for ourselves
 _OURS = 31
@@ -26,8 +28,7 @@ class Output:
             OSError: it cannot be made.
         """
         self.folder = _fresh(Path(folder))
-        self._streams: dict[str, IO[bytes]] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
-        self._coloured = {stream: _takes_colours(file) for stream, file in self._streams.items()}
+        self._coloured = {stream: _takes_colours(descriptor) for stream, descriptor in STREAMS.items()}
         self._files: dict[str, IO[bytes]] = {}
         self._colours: dict[str, int] = {NAME: _OURS}
         self._last: dict[str, deque[bytes]] = {}
@@ -43,19 +44,17 @@ class Output:
                 file = self._files[name] = open(self.path(name), "ab", buffering=0)  # noqa: SIM115
             file.write(data)
 
-    def line(self, name: str, stream: str, line: bytes) -> None:
-        """A line of it, for whoever looks on."""
+    def lines(self, name: str, stream: str, lines: Sequence[bytes]) -> None:
+        """Lines of it, for whoever looks on."""
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
-        self._last.setdefault(name, deque(maxlen=LAST_LINES)).append(line)
+        self._last.setdefault(name, deque(maxlen=LAST_LINES)).extend(lines)
         prefix = f"\033[{colour}m[{name}]\033[0m " if self._coloured[stream] else f"[{name}] "
-        with contextlib.suppress(OSError, ValueError):  # who looked on has gone
-            self._streams[stream].write(prefix.encode() + line + b"\n")
-            self._streams[stream].flush()
+        with contextlib.suppress(OSError):  # who looked on has gone
+            _write(STREAMS[stream], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def say(self, text: str) -> None:
         """A line of our own."""
-        for line in text.splitlines():
-            self.line(NAME, "stderr", line.encode())
+        self.lines(NAME, "stderr", text.encode().splitlines())
         self.raw(NAME, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
     def last_lines(self, name: str) -> str:
@@ -80,5 +79,14 @@ def _fresh(folder: Path) -> Path:
     return own
 
 
-def _takes_colours(stream: IO[bytes]) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def _write(descriptor: int, data: bytes) -> None:
+    """All of it, also where others who have the terminal made it return at once."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select((), (descriptor,), ())
+
+
+def _takes_colours(descriptor: int) -> bool:
+    return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -190,6 +190,10 @@ class Policy:
             return [Say("all are killed"), *(Signal(one.name, SIGKILL) for one in living)]
         return self._end(128 + number, number, now)
 
+    def given_up(self, why: str, now: float) -> list[Act]:
+        """The group cannot be."""
+        return [] if self._ending is not None else [Say(f"{why}: the group ends"), *self._end(1, SIGTERM, now)]
+
     # What follows
 
     def _start(self, one: _One, now: float) -> Start:

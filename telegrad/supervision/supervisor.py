@@ -1,7 +1,7 @@
 """The rim of `policy`: one thread that starts processes, reads what they print, and hears of signals and ends.
 
 One thread, so that what a child does before it becomes another program is safe, and so that its end is that of all
-children. The store is kept by a process of its own (`storekeeper`), since it needs torch, which takes seconds to import.
+children. The store is kept by a process of its own (`storekeeper`): it needs torch, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -68,15 +68,12 @@ class Supervisor:
             self._storekeeper = self._start_storekeeper()
             self._introduce()
             self._policy.begin(monotonic())
-            while self._policy.code is None:
+            while (code := self._policy.code) is None:
                 self._turn()
         self._part_from_storekeeper()
-        code = self._policy.code
-        if self._policy.failed:
-            path, last = self._output.path(self._policy.failed), self._output.last_lines(self._policy.failed)
-            self._output.say(
-                f"the group has ended with exit code {code}; {path} has what failed. Its last lines:{last}"
-            )
+        if failed := self._policy.failed:
+            path, last = self._output.path(failed), self._output.last_lines(failed)
+            self._output.say(f"{failed} has ended the group; {path} has all that it printed. Its last lines:{last}")
         return code
 
     def _introduce(self) -> None:
@@ -87,7 +84,7 @@ class Supervisor:
     # What happens
 
     def _turn(self) -> None:
-        due = min(self._policy.due, *(lines.due for lines in self._lines.values()))
+        due = min([self._policy.due, *(lines.due for lines in self._lines.values())])
         for key, _ in self._selector.select(max(0.0, due - monotonic()) if due < inf else None):
             if isinstance(key.data, tuple):
                 self._read(key.data)
@@ -115,7 +112,7 @@ class Supervisor:
                 self._output.say(self._status())
             elif number == FORWARDED:
                 for child in self._children.values():
-                    child.signal(number)
+                    child.tell(number)
 
     def _do(self, acts: list[Act]) -> None:
         for act in acts:
@@ -144,7 +141,7 @@ class Supervisor:
     def _start(self, seat: Seat, restarts: int) -> None:
         command = [seat.filled_in(word) for word in seat.role.command]
         try:
-            child = Child(command, self._environment(worker, restarts))
+            child = Child(command, self._environment(seat, restarts))
         except (OSError, subprocess.SubprocessError) as error:
             self._do(self._policy.could_not_start(seat.name, str(error), monotonic()))
             return
@@ -178,8 +175,8 @@ class Supervisor:
         return bool(data)
 
     def _print(self, name: str, stream: str, lines: list[bytes]) -> None:
-        for line in lines:
-            self._output.line(name, stream, line)
+        if lines:
+            self._output.lines(name, stream, lines)
 
     def _bury(self, name: str, child: Child) -> None:
         """A process has ended: what it printed last is in its pipes."""
@@ -235,8 +232,7 @@ class Supervisor:
             if self._ready:
                 self._output.say(f"who kept the group's store ended with {how}; workers that need it may fail")
             else:
-                self._output.say(f"the group's store could not be served ({how}): the group ends")
-                self._do(self._policy.signalled(signal.SIGTERM, monotonic()))
+                self._do(self._policy.given_up(f"the group's store could not be served ({how})", monotonic()))
 
     def _part_from_storekeeper(self) -> None:
         assert self._storekeeper is not None

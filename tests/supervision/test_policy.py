@@ -226,6 +226,16 @@ def test_what_cannot_be_started_any_more_does_not_end_a_group_twice() -> None:
     assert group.code == 128 + SIGTERM
 
 
+def test_a_group_that_cannot_be_ends() -> None:
+    group = policy(role("a"))
+    started(group, 0)
+    acts = group.given_up("no store", 1)
+    assert (said(acts), done(acts)) == ("no store: the group ends", [EndStore(), Signal("a0", SIGTERM)])
+    assert group.given_up("no store", 1) == []
+    group.ended("a0", -SIGTERM, 2)
+    assert group.code == 1
+
+
 class World:
     """Workers that live and die at random, and what must hold whatever they do."""
 
