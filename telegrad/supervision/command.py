@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--node", type=int, default=0, metavar="N", help="which of several hosts this is (0: keeps the store)"
     )
     role = parser.add_argument_group("a role", "Options of the role that was named last; else of one named `worker`.")
-    own = {"action": _OfRole, "default": argparse.SUPPRESS}
+    own: dict[str, Any] = {"action": _OfRole, "default": argparse.SUPPRESS}
     role.add_argument("--role", metavar="NAME", **own, help="its workers are NAME0, NAME1, ...")
     role.add_argument("--command", **own, help="what they run; else it stands behind --, and without any they serve")
     role.add_argument("--count", type=int, **own, help="how many there are (1)")

@@ -230,6 +230,8 @@ class Policy:
         for one in self._of(failed.role):
             if one.state == RUNS:
                 acts += self._ask(one, SIGTERM, now)
+            elif one.state == WAITS:
+                one.become(ENDED, now)
         return acts + self._begin_together(failed.role, now)
 
     def _begin_together(self, role: Role, now: float) -> list[Act]:

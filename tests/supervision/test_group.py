@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ def write(folder: pathlib.Path, kills: int) -> None:
     (folder / "roles.toml").write_text(ROLES.format(kills=kills))
 
 
-def results(launch: Launch) -> tuple[dict[str, object], str]:
+def results(launch: Launch) -> tuple[dict[str, Any], str]:
     code, said = launch("roles.toml").end()
     assert code == 0, said
     assert "all work is done: ps0, ps1 are to end" in said

@@ -155,6 +155,14 @@ def test_a_role_is_started_again_together() -> None:
     assert group.failed == "a1"
 
 
+def test_who_was_not_started_yet_is_started_with_the_others() -> None:
+    group = policy(role("a", count=2, on_failure=RESTART_ROLE))
+    assert group.look(0) == [Start("a0", 0)]
+    group.ended("a0", 1, 1)
+    assert states(group) == [WAITS, WAITS]
+    assert started(group, 1) == [Start("a0", 1), Start("a1", 0)]
+
+
 def test_a_role_of_one_is_started_again_by_itself() -> None:
     group = policy(role("a", on_failure=RESTART_ROLE))
     started(group, 0)
@@ -252,7 +260,11 @@ class World:
 
     def _role(self, name: str) -> Role:
         pick = self.random
-        options = {"count": pick.randint(1, 3), "restarts": pick.randint(0, 4), "within": pick.choice([5.0, 100.0])}
+        options: dict[str, Any] = {
+            "count": pick.randint(1, 3),
+            "restarts": pick.randint(0, 4),
+            "within": pick.choice([5.0, 100.0]),
+        }
         return Role(name, on_failure=pick.choice(POLICIES), serves=pick.random() < 0.3, **options)
 
     def run(self) -> None:
@@ -279,7 +291,12 @@ class World:
         name = self.random.choice(list(self.running))
         self.now += self.random.choice([0.0, 0.1, 1.0, 40.0])
         del self.running[name]
-        self._do(self.group.ended(name, self.random.choice([0, 0, 1, -9]), self.now))
+        code = self.random.choice([0, 0, 1, -9])
+        self._do(self.group.ended(name, code, self.now))
+        role = self.roles[name]
+        if code and role.on_failure == RESTART_ROLE and not self.over:
+            of_role = {one.state for one in self.group.standings() if self.roles[one.name] is role}
+            assert of_role in ({WAITS}, {ENDING}, {ENDED, ENDING}), "a role is started again as a whole"
 
     def _do(self, acts: list[Act]) -> None:
         for act in acts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -66,7 +67,8 @@ def launch(tmp_path: pathlib.Path) -> Iterator[Launch]:
     yield begin
     for run in made:
         run.process.kill()
-        run.process.communicate()
+        run.process.wait()
+        run.process.stdout.close()
 
 
 def lives(pid: int) -> bool:
@@ -158,9 +160,10 @@ def test_who_ignores_that_it_shall_end_is_killed(launch: Launch, tmp_path: pathl
 
 
 def test_a_role_is_started_again_as_a_whole(launch: Launch) -> None:
-    script = (
-        "echo life $TELEGRAD_RESTARTS; test $TELEGRAD_RESTARTS = 1 && exit 0; test {number} = 0 && exit 1; sleep 600"
+    once = (
+        "touch up{number}; test {number} = 0 || exec sleep 600; until test -e up1 && test -e up2; do sleep 0.05; done"
     )
+    script = f"echo life $TELEGRAD_RESTARTS; test $TELEGRAD_RESTARTS = 1 && exit 0; {once}; exit 1"
     run = launch("--count", "3", "--on-failure", "restart-role", "--", "sh", "-c", script)
     code, said = run.end()
     assert code == 0
@@ -209,6 +212,35 @@ def test_who_looks_on_may_go(launch: Launch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "go").touch()
     assert run.process.wait(PATIENCE) == 0
     assert "9999" in run.log("worker0")
+
+
+def test_a_store_that_cannot_be_served_ends_the_group(launch: Launch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    code, said = launch("--", *SLEEPS).end()
+    assert code == 1
+    assert "ImportError: there is no torch here" in said
+    assert "the group's store could not be served (exit code 1): the group ends" in said
+
+
+def test_names_have_colours_on_a_terminal(tmp_path: pathlib.Path) -> None:
+    ours, theirs = os.openpty()
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "telegrad", "run", "--", "echo", "hello"],
+        cwd=tmp_path,
+        env={**environment, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # which is its end
+        while data := terminal.read(4096):
+            said += data
+    assert process.wait(PATIENCE) == 0
+    assert re.search(rb"\033\[\d\dm\[worker0\]\033\[0m hello", said)
+    assert b"\033[31m[telegrad]\033[0m worker0 has ended" in said
 
 
 @pytest.mark.parametrize(
