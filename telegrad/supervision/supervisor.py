@@ -25,7 +25,7 @@ from telegrad.progress import spelled
 from telegrad.supervision import children
 from telegrad.supervision.children import Child
 from telegrad.supervision.lines import Lines
-from telegrad.supervision.output import Output
+from telegrad.supervision.output import STREAMS, Output
 from telegrad.supervision.policy import Act, EndStore, Policy, Say, Signal, Start
 from telegrad.supervision.roles import Plan, Seat
 
@@ -181,7 +181,7 @@ class Supervisor:
     def _bury(self, name: str, child: Child) -> None:
         """A process has ended: what it printed last is in its pipes."""
         child.signal(signal.SIGKILL)  # what it has left behind, which may print without an end
-        for stream in list(child.pipes):
+        for stream in STREAMS:
             while stream in child.pipes and self._read((name, stream)):
                 pass
             if stream in child.pipes:

@@ -48,7 +48,7 @@ import seen
 
 rpc.init_rpc(role="driver")
 rpc.wait_for_workers(3, timeout=60)
-assert [worker.name for worker in rpc.group("ps")] == ["ps0", "ps1"]
+assert sorted(worker.name for worker in rpc.group("ps")) == ["ps0", "ps1"]
 
 late, over = [], threading.Event()
 
