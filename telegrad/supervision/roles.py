@@ -13,6 +13,7 @@ import difflib
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
@@ -23,18 +24,22 @@ POLICIES = (RESTART, RESTART_ROLE, END)
 SERVE = ("python", "-m", "telegrad", "worker")  # of a role without a command of its own
 
 
-class Role(NamedTuple):
+@dataclass(frozen=True)
+class Role:
     """Workers that run the same command."""
 
     name: str
     command: tuple[str, ...] = SERVE
     count: int = 1
-    env: Mapping[str, str] = {}
+    env: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 3  # of each worker, or of the role as a whole where it is restarted so
     within: float = 300.0  # seconds
     on_failure: str = RESTART
     serves: bool = True  # until the others are done
     node: int | None = None  # the host where it runs, of several; None is each
+
+
+KEYS = tuple(each.name for each in fields(Role))[1:]
 
 
 class Seat(NamedTuple):
@@ -97,15 +102,16 @@ def _parsed(text: str) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(text)
+        told: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"it is no TOML: {error}; a command stands behind --") from error
+    return told
 
 
 def _role(name: str, table: Mapping[str, Any]) -> Role:
     check_role(name or " ")  # "" would be none at all
     of = f"role {name!r}"
-    _check_keys(table, Role._fields[1:], of)
+    _check_keys(table, KEYS, of)
     given = dict(table)
     own = "command" in given
     if own:

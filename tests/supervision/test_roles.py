@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from telegrad.errors import UsageError
-from telegrad.supervision.roles import RESTART_ROLE, SERVE, Plan, read
+from telegrad.supervision.roles import KEYS, RESTART_ROLE, SERVE, Plan, read
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text()
 
@@ -25,7 +25,7 @@ def test_the_file_of_the_page() -> None:
     seats = plan.seats(0)
     assert [seat.name for seat in seats] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0"]
     assert seats[3].filled_in(actor.command[-1]) == "2"
-    assert all(f"`{key}`" in PAGE for key in (*actor._fields[1:], *Plan._fields[1:]))
+    assert all(f"`{key}`" in PAGE for key in (*KEYS, *Plan._fields[1:]))
 
 
 def test_options_change_the_file_and_add_to_it() -> None:
