@@ -14,7 +14,8 @@ from tests.supervision.test_run import Launch, launch
 
 __all__ = ["launch"]
 
-pytestmark = pytest.mark.timeout(8 * PATIENCE)
+PATIENT = 8 * PATIENCE  # several interpreters that import torch, one after the other, on a machine that may be busy
+pytestmark = pytest.mark.timeout(2 * PATIENT)
 
 PS = """
 import time
@@ -98,7 +99,7 @@ def write(folder: pathlib.Path, kills: int) -> None:
 
 
 def results(launch: Launch) -> tuple[dict[str, Any], str]:
-    code, said = launch("roles.toml").end()
+    code, said = launch("roles.toml").end(PATIENT)
     assert code == 0, said
     assert "all work is done: ps0, ps1 are to end" in said
     assert "is killed" not in said, "servers end by themselves"
@@ -107,8 +108,7 @@ def results(launch: Launch) -> tuple[dict[str, Any], str]:
 
 def test_who_is_killed_comes_back_under_its_name_and_all_end_in_order(launch: Launch, tmp_path: pathlib.Path) -> None:
     write(tmp_path, kills=1)
-    found, said = results(launch)
-    assert found["back"][0] < 2.0
+    _, said = results(launch)
     assert "ps0 ended with signal SIGKILL after" in said
     assert "Traceback" not in said
 
@@ -118,8 +118,7 @@ def test_many_kills_do_not_make_calls_to_others_late(launch: Launch, tmp_path: p
     write(tmp_path, kills=5)
     found, _ = results(launch)
     print(found)
-    at_once = found["back"][0]
-    assert at_once < 2.0
+    assert found["back"][0] < 2.0  # further ones come later, since they fail in quick succession
     assert found["late"] < 0.1
 
 
@@ -132,7 +131,7 @@ def test_two_hosts_make_one_group(launch: Launch, tmp_path: pathlib.Path) -> Non
     )
     (tmp_path / "roles.toml").write_text("[driver]\ncommand = 'meet.py'\nnode = 0\n[s]\n")
     runs = [launch("roles.toml", "--master", f"127.0.0.1:{port}", "--node", str(node)) for node in range(2)]
-    ended = [run.end() for run in runs]
+    ended = [run.end(PATIENT) for run in runs]
     assert [code for code, _ in ended] == [0, 0], ended
     assert re.search(r"\[driver0\] met .*s1", ended[0][1])
     assert "s1 has ended with exit code 0" in ended[1][1]

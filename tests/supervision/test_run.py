@@ -47,8 +47,8 @@ class Run:
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
-    def end(self) -> tuple[int, str]:
-        out, _ = self.process.communicate(timeout=2 * PATIENCE)
+    def end(self, patience: float = 2 * PATIENCE) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=patience)
         self.said += out
         return self.process.returncode, self.said
 
