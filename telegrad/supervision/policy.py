@@ -3,7 +3,7 @@
 A worker WAITS for its start, RUNS, is ENDING once it was asked to, and has ENDED. One that fails (its exit code is not
 0) is started again, alone or with its whole role, at most `restarts` times `within` a time; or the group ends. A start
 follows the one before by at least PAUSES, so that one which fails at once is not started in a circle; one that has run
-for longer comes back at once.
+for LONG comes back at once.
 
 The group ends in order when the workers of all roles have ended with 0, but for those that serve until then: these are
 told by the store (`EndStore`), then asked by SIGTERM, then killed, with `grace` between. On a failure, or a signal of
@@ -23,7 +23,8 @@ from telegrad.processes import named
 from telegrad.supervision.roles import END, RESTART_ROLE, Role, Seat
 
 WAITS, RUNS, ENDING, ENDED = "waits", "runs", "is ending", "has ended"
-PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds from start to start; the last one also makes a run a long one
+PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds from start to start, after so many quick failures
+LONG = 5.0  # seconds of a run that did not fail quickly
 NOT_FOUND = 127  # the exit code where a command could not be started, as shells have it
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # of POSIX
 
@@ -70,7 +71,7 @@ class _Budget:
     def __init__(self, role: Role) -> None:
         self._role = role
         self._failures: deque[float] = deque()
-        self._quick = 0  # failures of runs that were not long, one after the other
+        self._quick = 0  # failures in a row, where runs were not long
 
     def spend(self, begun: float, now: float) -> float | None:
         """When what began at `begun` and has failed now may begin again; None where it may not."""
@@ -79,7 +80,7 @@ class _Budget:
         if len(self._failures) >= self._role.restarts:
             return None
         self._failures.append(now)
-        self._quick = 1 if now - begun >= PAUSES[-1] else self._quick + 1
+        self._quick = 1 if now - begun >= LONG else self._quick + 1
         return max(now, begun + PAUSES[min(self._quick, len(PAUSES)) - 1])
 
     def __str__(self) -> str:

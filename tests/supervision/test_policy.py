@@ -13,6 +13,7 @@ import pytest
 from telegrad.supervision.policy import (
     ENDED,
     ENDING,
+    LONG,
     NOT_FOUND,
     PAUSES,
     RUNS,
@@ -103,7 +104,7 @@ def test_who_has_run_for_long_comes_back_at_once() -> None:
         now = group.due
     assert now == PAUSES[1] + PAUSES[2]
     started(group, now)
-    now += PAUSES[-1]
+    now += LONG
     group.ended("a0", 1, now)
     assert group.due == now
     assert started(group, now) == [Start("a0", 4)]
