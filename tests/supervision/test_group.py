@@ -49,16 +49,18 @@ import seen
 
 rpc.init_rpc(role="driver")
 rpc.wait_for_workers(3, timeout=60)
-assert sorted(worker.name for worker in rpc.group("ps")) == ["ps0", "ps1"]
+assert rpc.group("ps").names == ["ps0"] and rpc.group("s").names == ["s0"]
 
-late, over = [], threading.Event()
+late, noise, over = [], [], threading.Event()  # noise: how late a busy machine lets a sleeper go on
 
 def watch():
     while not over.is_set():
         began = time.monotonic()
-        rpc.rpc_sync("ps1", seen.now)
+        rpc.rpc_sync("s0", seen.now)
         late.append(time.monotonic() - began)
+        began = time.monotonic()
         time.sleep(0.005)
+        noise.append(time.monotonic() - began)
 
 watcher = threading.Thread(target=watch)
 watcher.start()
@@ -77,7 +79,7 @@ for kill in range(int(sys.argv[1])):
     assert rpc.rpc_sync("ps0", seen.restarts) == kill + 1
 over.set()
 watcher.join()
-print("RESULT", json.dumps({"back": back, "late": max(late)}), flush=True)
+print("RESULT", json.dumps({"back": back, "late": max(late), "noise": max(noise)}), flush=True)
 rpc.shutdown()
 """
 
@@ -86,9 +88,9 @@ ROLES = """
 command = ["python", "driver.py", "{kills}"]
 [ps]
 command = "python ps.py"
-count = 2
 serves = true
 restarts = 100
+[s]
 """
 
 
@@ -101,7 +103,7 @@ def write(folder: pathlib.Path, kills: int) -> None:
 def results(launch: Launch) -> tuple[dict[str, Any], str]:
     code, said = launch("roles.toml").end(PATIENT)
     assert code == 0, said
-    assert "all work is done: ps0, ps1 are to end" in said
+    assert "all work is done: ps0, s0 are to end" in said
     assert "is killed" not in said, "servers end by themselves"
     return json.loads(re.search(r"RESULT (.*)", said).group(1)), said
 
@@ -119,11 +121,11 @@ def test_many_kills_do_not_make_calls_to_others_late(launch: Launch, tmp_path: p
     found, _ = results(launch)
     print(found)
     assert found["back"][0] < 2.0  # further ones come later, since they fail in quick succession
-    assert found["late"] < 0.1
+    assert found["late"] < 0.1 + 2 * found["noise"]
 
 
+@pytest.mark.nightly
 def test_two_hosts_make_one_group(launch: Launch, tmp_path: pathlib.Path) -> None:
-    """For a worker without a command of its own, too; and what stands for two hosts is one group."""
     port = str(free_port())
     (tmp_path / "meet.py").write_text(
         "import telegrad.rpc as rpc\nrpc.init_rpc()\nrpc.wait_for_workers(['s0', 's1', 'driver0'], timeout=60)\n"
