@@ -244,6 +244,8 @@ class Supervisor:
                 self._storekeeper.wait(LAST_WORDS)
         self._storekeeper.kill()
         self._storekeeper.wait()
+        assert self._storekeeper.stdout is not None
+        self._storekeeper.stdout.close()
 
     # Signals
 
