@@ -3,6 +3,7 @@
 python -m telegrad script.py [arguments]          run a program written for torch.distributed.rpc on Telegrad
 python -m telegrad -m package.module [arguments]  the same, for a module
 python -m telegrad worker NAME [options]          start one worker of a group; `worker --help` lists the options
+python -m telegrad run FILE | [options] -- ...    start workers by their roles, again when they fail; `run --help`
 python -m telegrad why                            what keeps the groups of this host from going on; `why --help`
 python -m telegrad top | dashboard                a live view of a group, in the terminal or the browser
 python -m telegrad trace FILE                     what has happened lately on all workers of a group, as a timeline
@@ -32,6 +33,11 @@ def main() -> None:
 
         _let_operators_sleep()
         sys.exit(worker.main(arguments[1:]))
+    elif first == "run":
+        from telegrad.supervision import command as run
+
+        _let_operators_sleep()
+        sys.exit(run.main(arguments[1:]))
     elif first in ("why", "top", "dashboard", "trace", "dump") and not os.path.exists(first):
         from telegrad.insight import command
 

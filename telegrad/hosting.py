@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
 from telegrad.group.members import check_name, check_role
+from telegrad.processes import named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class LocalGroup:
 
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """While the workers start, since to import torch takes this process as long."""
-        with self._wait(lambda: f"telegrad.local: {_quoted(self.names)} start up"):
+        with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
             import torch.distributed as dist
 
             from telegrad import rpc
@@ -93,7 +93,7 @@ class LocalGroup:
         """A worker's process has ended."""
         if self._closed:
             return
-        how = f"ended with {_named(code)}"
+        how = f"ended with {named(code)}"
         with self._lock:
             if not self._formed and not self._called_off:
                 said = "".join(f"\n    {line}" for line in worker.last_lines)
@@ -127,7 +127,7 @@ class LocalGroup:
         self._closed = True
         for worker in self._workers:
             worker.begin_end()
-        with self._wait(lambda: f"{_quoted(self._living())} did not end yet"):
+        with self._wait(lambda: f"{quoted(self._living())} did not end yet"):
             for worker in self._workers:
                 worker.end()
 
@@ -184,7 +184,7 @@ class _Worker:
             text=True,
             errors="replace",
             env=_environment(len(group.names)),
-            **_own_session(),
+            **own_session(),
         )
         self._pumps = [
             threading.Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}", daemon=True)
@@ -261,28 +261,8 @@ def _check_names(workers: Sequence[str], driver: str) -> None:
 
 def _environment(workers: int) -> dict[str, str]:
     """What this process can import, its workers can, too; and they share its cores."""
-    threads = max(1, (os.cpu_count() or 1) // workers)
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def _own_session() -> dict[str, Any]:
-    """Ctrl-C in the terminal, or in a notebook, is for this process alone."""
-    if os.name == "nt":
-        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]
-    return {"start_new_session": True}
-
-
-def _named(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(-code).name}"
-    return f"signal {-code}"
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+    return {**shared_cores(workers), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _nothing() -> None:

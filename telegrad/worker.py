@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+from telegrad.group import supervised
+
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
 
@@ -28,7 +30,7 @@ def main(arguments: list[str]) -> int:
     """Live; the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    if given.name is None and not given.role:
+    if given.name is None and not given.role and supervised.NAME not in os.environ:
         parser.error("give the worker's name, or its --role")
     if given.with_parent:
         threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()

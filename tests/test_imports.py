@@ -16,7 +16,7 @@ import telegrad
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version", "instruments"},
-    {"hints", "threads", "contracts", "progress"},
+    {"hints", "threads", "contracts", "processes", "progress"},
     {"wire"},
     {"devices"},
     {"transport", "group"},
@@ -29,6 +29,7 @@ FLOORS = [
     {"checkpoint", "weights"},
     {"insight"},
     {"compat"},
+    {"supervision"},
 ]
 PURE = [
     "wire/messages.py",
@@ -39,6 +40,7 @@ PURE = [
     "group/members.py",
     "group/attendance.py",
     "group/farewell.py",
+    "group/supervised.py",
     "agent/calls.py",
     "agent/deadlines.py",
     "agent/slots.py",
@@ -80,6 +82,9 @@ PURE = [
     "insight/graphs.py",
     "insight/layout.py",
     "insight/drawing.py",
+    "supervision/lines.py",
+    "supervision/roles.py",
+    "supervision/policy.py",
 ]
 IMPURE = {"socket", "threading", "time", "torch", "asyncio", "select", "selectors", "ssl"}
 FILES = sorted(ROOT.rglob("*.py"))

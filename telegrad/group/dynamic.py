@@ -173,9 +173,15 @@ class DynamicGroup:
         self._board.write(self._place, "")
         self._board.count("changes")
         if self._serves:
-            self._end_store()
+            self.end()
 
-    def _end_store(self) -> None:
+    def kept_by(self, who: str) -> None:
+        """Note that somebody who is no member serves the store, and will `end` the group."""
+        self._board.write("over", "")
+        self._board.write("server", who)
+
+    def end(self) -> None:
+        """Whoever serves the store: have the members know that it goes."""
         others = len(self.members()) + self._board.count("seen", 0)
         self._board.write("over", OPENED)
         self._board.count("changes")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
 from telegrad.group.address import check_resolves, spelled
+from telegrad.group.supervised import is_kept
 from telegrad.progress import Wait, attended
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
@@ -120,6 +121,8 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = join_store(host, port, timeout, lasting=True)
         return Meeting(dist.PrefixStore(f"/worker/attempt_{attempt}", store), host, rank, size)
+    if is_kept(host, port, os.environ):
+        return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size, port)
     return _tcp(host, port, rank, size, timeout)
 
 

@@ -18,6 +18,7 @@ from telegrad.agent.futures import Future
 from telegrad.errors import AlreadyInitialized, UsageError
 from telegrad.group.members import WorkerInfo, info
 from telegrad.group.stores import Meeting, open_store
+from telegrad.group.supervised import own_name
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
@@ -51,6 +52,8 @@ def init_rpc(
 
     Without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
 
+    A worker that `telegrad run` has started needs no argument: its environment has its name and its role.
+
     Raises:
         UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
         AlreadyInitialized: this process is in a group already.
@@ -59,6 +62,7 @@ def init_rpc(
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
+    name, role = own_name(name, role, os.environ)
     if name is None and not role:
         raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
     options = _options(rpc_backend_options)

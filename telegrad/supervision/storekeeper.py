@@ -1,0 +1,69 @@
+"""The program that keeps a group's store for `telegrad run`, and ends what that has started where it is killed.
+
+It reads words from its standard input: `+PID` and `-PID` for groups of processes that begin and end, `over` when the
+group has ended. When that input ends, so does the supervisor, in whatever way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+READY = b"ready\n"  # on its standard output, once the store is served
+
+_stores: list[Any] = []  # the one that is served, once it is; no lock: `append` is a single step
+
+
+def main(arguments: list[str]) -> None:
+    """`arguments`: the host, the port and the descriptor of the listening socket; none where others keep the store."""
+    if arguments:  # meanwhile, since to import torch takes seconds
+        threading.Thread(target=_serve, args=arguments, name="telegrad-serve", daemon=True).start()
+    else:
+        _say_ready()
+    started: set[int] = set()
+    for word in sys.stdin:
+        if word.startswith("+"):
+            started.add(int(word))
+        elif word.startswith("-"):
+            started.discard(-int(word))
+        elif _stores:
+            from telegrad.group.dynamic import DynamicGroup
+
+            DynamicGroup(_stores[0]).end()
+    for group in started:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(0)
+
+
+def _serve(host: str, port: str, listener: str) -> None:
+    try:
+        import torch.distributed as dist
+
+        from telegrad.group.dynamic import DynamicGroup
+        from telegrad.group.stores import OPEN, SERVED
+
+        store = dist.TCPStore(
+            host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(listener), multi_tenant=False
+        )
+        store.set(SERVED, OPEN)
+        DynamicGroup(store).kept_by(f"telegrad run (process {os.getppid()})")
+        _stores.append(store)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    _say_ready()
+
+
+def _say_ready() -> None:
+    with contextlib.suppress(OSError):  # the supervisor has ended meanwhile
+        os.write(1, READY)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,281 @@
+"""The rim of `policy`: one thread that starts processes, reads what they print, and hears of signals and ends.
+
+One thread, so that what a child does before it becomes another program is safe, and so that its end is that of all
+children. The store is kept by a process of its own (`storekeeper`): it needs torch, which takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from math import inf
+from time import monotonic
+
+from telegrad.group import supervised
+from telegrad.processes import named, own_session, shared_cores
+from telegrad.progress import spelled
+from telegrad.supervision import children
+from telegrad.supervision.children import Child
+from telegrad.supervision.lines import Lines
+from telegrad.supervision.output import STREAMS, Output
+from telegrad.supervision.policy import Act, EndStore, Policy, Say, Signal, Start
+from telegrad.supervision.roles import Plan, Seat
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = signal.SIGUSR2  # has a worker write down what it is at
+STATUS = signal.SIGUSR1
+LAST_WORDS = 1.0  # seconds for the storekeeper to end
+CROWD = 1024  # connections that wait for the store to be served
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")  # of who started us
+
+Source = tuple[str, str]  # a process and one of its streams
+
+
+class Supervisor:
+    """One run."""
+
+    def __init__(self, plan: Plan, host: str, port: int, node: int, output: Output) -> None:
+        """Listen where the store is to be, on the first host.
+
+        Raises:
+            OSError: that cannot be.
+        """
+        self._seats = {seat.name: seat for seat in plan.seats(node)}
+        self._plan = plan
+        self._policy = Policy(self._seats.values(), plan.grace)
+        self._output = output
+        self._children: dict[str, Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[Source, Lines] = {}
+        self._signals: deque[int] = deque()
+        self._host = host
+        self._listener = _listen(host, port) if node == 0 else None
+        self._port = self._listener.getsockname()[1] if self._listener is not None else port
+        self._ready = False
+        self._storekeeper: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Until all is over; the exit code."""
+        with self._hears_signals():
+            self._storekeeper = self._start_storekeeper()
+            self._introduce()
+            self._policy.begin(monotonic())
+            while (code := self._policy.code) is None:
+                self._turn()
+        self._part_from_storekeeper()
+        if failed := self._policy.failed:
+            path, last = self._output.path(failed), self._output.last_lines(failed)
+            self._output.say(f"{failed} has ended the group; {path} has all that it printed. Its last lines:{last}")
+        return code
+
+    def _introduce(self) -> None:
+        roles = ", ".join(f"{role.count} {role.name}" for role in self._plan.roles)
+        place = f"{self._host}:{self._port}"
+        self._output.say(f"starts {roles}; the group meets at {place}, its logs are in {self._output.folder}")
+
+    # What happens
+
+    def _turn(self) -> None:
+        due = min([self._policy.due, *(lines.due for lines in self._lines.values())])
+        for key, _ in self._selector.select(max(0.0, due - monotonic()) if due < inf else None):
+            if isinstance(key.data, tuple):
+                self._read(key.data)
+            elif key.data == "signals":
+                os.read(key.fd, children.PIECE)
+            else:
+                self._hear_storekeeper()
+        self._heed_signals()
+        for name, child in list(self._children.items()):
+            if (code := child.code()) is not None:
+                self._bury(name, child)
+                self._do(self._policy.ended(name, code, monotonic()))
+        now = monotonic()
+        self._do(self._policy.look(now))
+        for (name, stream), lines in self._lines.items():
+            self._print(name, stream, lines.look(now))
+
+    def _heed_signals(self) -> None:
+        while self._signals:
+            number = self._signals.popleft()
+            if number in ENDING:
+                self._output.say(f"{signal.Signals(number).name}: the group ends; once more kills it")
+                self._do(self._policy.signalled(number, monotonic()))
+            elif number == STATUS:
+                self._output.say(self._status())
+            elif number == FORWARDED:
+                for child in self._children.values():
+                    child.tell(number)
+
+    def _do(self, acts: list[Act]) -> None:
+        for act in acts:
+            if isinstance(act, Start):
+                self._start(self._seats[act.name], act.restarts)
+            elif isinstance(act, Signal):
+                if act.name in self._children:
+                    self._children[act.name].signal(act.number)
+            elif isinstance(act, EndStore):
+                self._tell_storekeeper("over")
+            elif isinstance(act, Say):
+                self._output.say(act.text)
+
+    def _status(self) -> str:
+        now = monotonic()
+        return "\n".join(
+            f"{one.name} {one.state} for {spelled(now - one.since)}, restarts: {one.restarts}{self._process(one.name)}"
+            for one in self._policy.standings()
+        )
+
+    def _process(self, name: str) -> str:
+        return f", process {self._children[name].pid}" if name in self._children else ""
+
+    # Workers
+
+    def _start(self, seat: Seat, restarts: int) -> None:
+        command = [seat.filled_in(word) for word in seat.role.command]
+        try:
+            child = Child(command, self._environment(seat, restarts))
+        except (OSError, subprocess.SubprocessError) as error:
+            self._do(self._policy.could_not_start(seat.name, str(error), monotonic()))
+            return
+        self._tell_storekeeper(f"+{child.pid}")
+        self._children[seat.name] = child
+        for stream, pipe in child.pipes.items():
+            self._lines[seat.name, stream] = Lines()
+            self._selector.register(pipe, selectors.EVENT_READ, (seat.name, stream))
+        if restarts:
+            self._output.raw(
+                seat.name, f"--- started again: {time.strftime('%H:%M:%S')}, restarts: {restarts}\n".encode()
+            )
+
+    def _environment(self, seat: Seat, restarts: int) -> Mapping[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
+        own = {key: seat.filled_in(value) for key, value in seat.role.env.items()}
+        named_so = supervised.variables(seat.name, seat.role.name, restarts, self._host, self._port)
+        return {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **named_so, **own}
+
+    def _read(self, source: Source) -> bool:
+        """Whether there was something; at the end of a stream it is watched no more."""
+        name, stream = source
+        pipe = self._children[name].pipes[stream]
+        data = children.read(pipe)
+        if data:
+            self._output.raw(name, data)
+            self._print(name, stream, self._lines[source].feed(data, monotonic()))
+        elif data is not None:
+            self._selector.unregister(pipe)
+            del self._children[name].pipes[stream]
+        return bool(data)
+
+    def _print(self, name: str, stream: str, lines: list[bytes]) -> None:
+        if lines:
+            self._output.lines(name, stream, lines)
+
+    def _bury(self, name: str, child: Child) -> None:
+        """A process has ended: what it printed last is in its pipes."""
+        child.signal(signal.SIGKILL)  # what it has left behind, which may print without an end
+        for stream in STREAMS:
+            while stream in child.pipes and self._read((name, stream)):
+                pass
+            if stream in child.pipes:
+                self._selector.unregister(child.pipes[stream])
+            self._print(name, stream, self._lines.pop((name, stream)).flush())
+        child.close()
+        del self._children[name]
+        self._tell_storekeeper(f"-{child.pid}")
+
+    # The storekeeper
+
+    def _start_storekeeper(self) -> subprocess.Popen[bytes]:
+        place: list[str] = []
+        descriptors: list[int] = []
+        if self._listener is not None:
+            descriptors = [self._listener.fileno()]
+            place = [self._host, str(self._port), str(descriptors[0])]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "telegrad.supervision.storekeeper", *place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=descriptors,
+            **own_session(),
+        )
+        if self._listener is not None:
+            self._listener.close()
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, "storekeeper")
+        return process
+
+    def _tell_storekeeper(self, word: str) -> None:
+        assert self._storekeeper is not None
+        assert self._storekeeper.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed
+            self._storekeeper.stdin.write(f"{word}\n".encode())
+            self._storekeeper.stdin.flush()
+
+    def _hear_storekeeper(self) -> None:
+        assert self._storekeeper is not None
+        assert self._storekeeper.stdout is not None
+        data = children.read(self._storekeeper.stdout.fileno())
+        if data:
+            self._ready = True
+        elif data is not None:
+            self._selector.unregister(self._storekeeper.stdout)
+            how = named(self._storekeeper.wait())
+            if self._ready:
+                self._output.say(f"who kept the group's store ended with {how}; workers that need it may fail")
+            else:
+                self._do(self._policy.given_up(f"the group's store could not be served ({how})", monotonic()))
+
+    def _part_from_storekeeper(self) -> None:
+        assert self._storekeeper is not None
+        assert self._storekeeper.stdin is not None
+        with contextlib.suppress(OSError):
+            self._storekeeper.stdin.close()
+        if self._ready:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._storekeeper.wait(LAST_WORDS)
+        self._storekeeper.kill()
+        self._storekeeper.wait()
+        assert self._storekeeper.stdout is not None
+        self._storekeeper.stdout.close()
+
+    # Signals
+
+    @contextlib.contextmanager
+    def _hears_signals(self) -> Iterator[None]:
+        """Those that come wake `select` up. Those that whoever started this wants to be ignored stay so."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            self._selector.register(ours, selectors.EVENT_READ, "signals")
+            waker = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            wanted = (*ENDING, STATUS, FORWARDED, signal.SIGCHLD)
+            ignored = [
+                number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN
+            ]
+            before = {
+                number: signal.signal(number, lambda caught, _: self._signals.append(caught))
+                for number in wanted
+                if number not in ignored
+            }
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                signal.set_wakeup_fd(waker)
+                self._selector.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=CROWD)

@@ -1,0 +1,341 @@
+"""Who is started again, and how a group ends: the machine alone, and thousands of random lives."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from math import inf
+from typing import Any
+
+import pytest
+
+from telegrad.supervision.policy import (
+    ENDED,
+    ENDING,
+    LONG,
+    NOT_FOUND,
+    PAUSES,
+    RUNS,
+    SIGINT,
+    SIGKILL,
+    SIGTERM,
+    WAITS,
+    Act,
+    EndStore,
+    Policy,
+    Say,
+    Signal,
+    Start,
+)
+from telegrad.supervision.roles import END, POLICIES, RESTART_ROLE, Plan, Role
+
+GRACE = 10.0
+SEED = os.environ.get("TELEGRAD_SEED")
+
+
+def policy(*roles: Role) -> Policy:
+    made = Policy(Plan(roles).seats(0), GRACE)
+    made.begin(0.0)
+    return made
+
+
+def role(name: str, serves: bool = False, **options: Any) -> Role:
+    return Role(name, serves=serves, **options)
+
+
+def started(of: Policy, now: float) -> list[Start]:
+    """All that start now, which they do one by one."""
+    found: list[Start] = []
+    while of.due <= now:
+        acts = of.look(now)
+        starts = [act for act in acts if isinstance(act, Start)]
+        assert len(starts) <= 1
+        found += starts
+    return found
+
+
+def done(acts: list[Act]) -> list[Act]:
+    """But for what is said."""
+    return [act for act in acts if not isinstance(act, Say)]
+
+
+def said(acts: list[Act]) -> str:
+    return "\n".join(act.text for act in acts if isinstance(act, Say))
+
+
+def states(of: Policy) -> list[str]:
+    return [one.state for one in of.standings()]
+
+
+def test_a_group_ends_when_its_workers_have() -> None:
+    group = policy(role("a", count=2))
+    assert started(group, 0) == [Start("a0", 0), Start("a1", 0)]
+    assert said(group.ended("a0", 0, 1)) == "a0 has ended with exit code 0"
+    assert group.code is None
+    assert done(group.ended("a1", 0, 2)) == [EndStore()]
+    assert group.code == 0
+
+
+def test_who_fails_is_started_again_later_and_later_until_its_restarts_are_used_up() -> None:
+    group = policy(role("a", restarts=4))
+    now, times = 0.0, []
+    for restarts in range(4):
+        assert started(group, now) == [Start("a0", restarts)]
+        times.append(now)
+        assert f"({restarts + 1} of 4 within 300 s)" in said(group.ended("a0", 1, now + 0.5))
+        assert states(group) == [WAITS]
+        now = group.due
+    assert times == [0.0, 0.5, 1.5, 3.5]
+    started(group, now)
+    acts = group.ended("a0", -SIGKILL, now + 0.5)
+    assert said(acts) == (
+        "a0 ended with signal SIGKILL after 0.5 s, and 4 restarts within 300 s are used up: the group ends"
+    )
+    assert (group.code, group.failed) == (128 + SIGKILL, "a0")
+
+
+def test_who_has_run_for_long_comes_back_at_once() -> None:
+    group = policy(role("a", restarts=5, within=1000))
+    now = 0.0
+    for _ in range(3):
+        started(group, now)
+        group.ended("a0", 1, now)
+        now = group.due
+    assert now == PAUSES[1] + PAUSES[2]
+    started(group, now)
+    now += LONG
+    group.ended("a0", 1, now)
+    assert group.due == now
+    assert started(group, now) == [Start("a0", 4)]
+
+
+def test_restarts_that_are_long_ago_do_not_count() -> None:
+    group = policy(role("a", restarts=1, within=50))
+    for now in (0.0, 100.0, 200.0):
+        started(group, now)
+        assert "started again (1 of 1 within 50 s)" in said(group.ended("a0", 1, now + 60))
+    started(group, 260.0)
+    group.ended("a0", 1, 270.0)
+    assert group.code == 1
+
+
+def test_none_is_started_again_without_restarts() -> None:
+    group = policy(role("a", restarts=0))
+    started(group, 0)
+    assert "is not to be started again" in said(group.ended("a0", 7, 1))
+    assert group.code == 7
+
+
+def test_a_failure_can_end_the_group() -> None:
+    group = policy(role("a", count=2, on_failure=END), role("b"))
+    started(group, 0)
+    acts = group.ended("a0", 3, 1)
+    assert done(acts) == [EndStore(), Signal("a1", SIGTERM), Signal("b0", SIGTERM)]
+    group.ended("b0", 0, 2)
+    assert group.due == 1 + GRACE
+    acts = group.look(1 + GRACE)
+    assert done(acts) == [Signal("a1", SIGKILL)]
+    assert "a1 does not end within 10 s and is killed" in said(acts)
+    assert (group.due, group.code) == (inf, None)
+    assert group.ended("a1", -SIGKILL, 12) == []
+    assert group.code == 3
+
+
+def test_a_role_is_started_again_together() -> None:
+    group = policy(role("a", count=3, on_failure=RESTART_ROLE, restarts=1), role("b"))
+    started(group, 0)
+    group.ended("a2", 0, 1)
+    acts = group.ended("a0", 1, 5)
+    assert done(acts) == [Signal("a1", SIGTERM)]
+    assert "all of role 'a' are started again (1 of 1 within 300 s)" in said(acts)
+    assert states(group) == [ENDED, ENDING, ENDED, RUNS]
+    assert group.ended("a1", -SIGTERM, 6) == []
+    assert started(group, 6) == [Start("a0", 1), Start("a1", 1), Start("a2", 1)]
+    group.ended("a1", 1, 7)
+    assert group.failed == "a1"
+
+
+def test_who_was_not_started_yet_is_started_with_the_others() -> None:
+    group = policy(role("a", count=2, on_failure=RESTART_ROLE))
+    assert group.look(0) == [Start("a0", 0)]
+    group.ended("a0", 1, 1)
+    assert states(group) == [WAITS, WAITS]
+    assert started(group, 1) == [Start("a0", 1), Start("a1", 0)]
+
+
+def test_a_role_of_one_is_started_again_by_itself() -> None:
+    group = policy(role("a", on_failure=RESTART_ROLE))
+    started(group, 0)
+    assert done(group.ended("a0", 1, 5)) == []
+    assert started(group, 5) == [Start("a0", 1)]
+
+
+def test_who_serves_ends_after_the_others() -> None:
+    group = policy(role("a"), role("s", serves=True, count=3))
+    started(group, 0)
+    group.ended("s2", 1, 0.1)
+    group.look(0.1)
+    group.ended("s2", 1, 0.2)
+    acts = group.ended("a0", 0, 0.5)
+    assert done(acts) == [EndStore()]
+    assert "all work is done: s0, s1, s2 are to end" in said(acts)
+    assert states(group)[-1] == ENDED
+    assert group.ended("s0", 0, 1) == []
+    assert group.due == 0.5 + GRACE
+    assert done(group.look(group.due)) == [Signal("s1", SIGTERM)]
+    assert done(group.look(group.due)) == [Signal("s1", SIGKILL)]
+    assert group.ended("s1", -SIGKILL, 30) == []
+    assert group.code == 0
+
+
+def test_where_all_serve_they_do_until_all_have_ended() -> None:
+    group = policy(role("s", serves=True, count=2))
+    started(group, 0)
+    group.ended("s0", 0, 1)
+    assert group.code is None
+    group.ended("s1", 0, 2)
+    assert group.code == 0
+
+
+def test_the_first_signal_asks_and_the_second_kills() -> None:
+    group = policy(role("a", count=2), role("b"))
+    started(group, 0)
+    group.ended("b0", 1, 0.1)
+    assert states(group) == [RUNS, RUNS, WAITS]
+    assert done(group.signalled(SIGINT, 1)) == [EndStore(), Signal("a0", SIGINT), Signal("a1", SIGINT)]
+    assert states(group) == [ENDING, ENDING, ENDED]
+    group.ended("a1", 130, 1)
+    assert done(group.signalled(SIGINT, 2)) == [Signal("a0", SIGKILL)]
+    group.ended("a0", -SIGKILL, 2)
+    assert group.code == 128 + SIGINT
+
+
+def test_a_command_that_is_not_there_ends_the_group() -> None:
+    group = policy(role("a", count=3))
+    assert done(group.look(0)) == [Start("a0", 0)]
+    assert done(group.look(0)) == [Start("a1", 0)]
+    acts = group.could_not_start("a1", "no such file", 0)
+    assert done(acts) == [EndStore(), Signal("a0", SIGTERM)]
+    assert "a1 could not be started: no such file: the group ends" in said(acts)
+    assert group.due == GRACE
+    assert started(group, GRACE - 1) == []
+    group.ended("a0", 0, 1)
+    assert group.code == NOT_FOUND
+
+
+def test_what_cannot_be_started_any_more_does_not_end_a_group_twice() -> None:
+    group = policy(role("a", count=2))
+    started(group, 0)
+    group.ended("a0", 1, 1)
+    group.look(1)
+    group.signalled(SIGTERM, 1)
+    assert group.could_not_start("a0", "gone", 1) == []
+    group.ended("a1", 0, 2)
+    assert group.code == 128 + SIGTERM
+
+
+def test_a_group_that_cannot_be_ends() -> None:
+    group = policy(role("a"))
+    started(group, 0)
+    acts = group.given_up("no store", 1)
+    assert (said(acts), done(acts)) == ("no store: the group ends", [EndStore(), Signal("a0", SIGTERM)])
+    assert group.given_up("no store", 1) == []
+    group.ended("a0", -SIGTERM, 2)
+    assert group.code == 1
+
+
+class World:
+    """Workers that live and die at random, and what must hold whatever they do."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        roles = [self._role(f"r{number}") for number in range(self.random.randint(1, 3))]
+        self.roles = {seat.name: seat.role for seat in Plan(tuple(roles)).seats(0)}
+        self.group = Policy(Plan(tuple(roles)).seats(0), GRACE)
+        self.now = 0.0
+        self.running: dict[str, float] = {}  # and when each began
+        self.starts: dict[str, list[float]] = {name: [] for name in self.roles}
+        self.ignores: set[str] = set()
+        self.over = False
+
+    def _role(self, name: str) -> Role:
+        pick = self.random
+        options: dict[str, Any] = {
+            "count": pick.randint(1, 3),
+            "restarts": pick.randint(0, 4),
+            "within": pick.choice([5.0, 100.0]),
+        }
+        return Role(name, on_failure=pick.choice(POLICIES), serves=pick.random() < 0.3, **options)
+
+    def run(self) -> None:
+        self.group.begin(self.now)
+        for _ in range(2000):
+            if self.group.code is not None:
+                break
+            self._step()
+        assert self.group.code is not None, "it does not end"
+        assert self.running == {}
+        assert set(states(self.group)) == {ENDED}
+
+    def _step(self) -> None:
+        if self.running and (self.group.due == inf or self.random.random() < 0.3):
+            self._let_one_end()
+        elif self.random.random() < 0.01 and self.group.due > self.now:
+            self._do(self.group.signalled(SIGTERM, self.now))
+        else:
+            assert self.group.due < inf, "nothing runs and nothing is to come"
+            self.now = max(self.now, self.group.due)
+            self._do(self.group.look(self.now))
+
+    def _let_one_end(self) -> None:
+        name = self.random.choice(list(self.running))
+        self.now += self.random.choice([0.0, 0.1, 1.0, 40.0])
+        del self.running[name]
+        code = self.random.choice([0, 0, 1, -9])
+        self._do(self.group.ended(name, code, self.now))
+        role = self.roles[name]
+        if code and role.on_failure == RESTART_ROLE and not self.over:
+            of_role = {one.state for one in self.group.standings() if self.roles[one.name] is role}
+            assert of_role in ({WAITS}, {ENDING}, {ENDED, ENDING}), "a role is started again as a whole"
+
+    def _do(self, acts: list[Act]) -> None:
+        for act in acts:
+            if isinstance(act, Start):
+                self._start(act)
+            elif isinstance(act, Signal) and act.name in self.running:
+                if act.number == SIGKILL or self.random.random() < 0.5:
+                    del self.running[act.name]
+                    self._do(self.group.ended(act.name, -act.number, self.now))
+            elif isinstance(act, EndStore):
+                assert not self.over, "the group ends once"
+                self.over = True
+
+    def _start(self, act: Start) -> None:
+        assert act.name not in self.running, "it runs already"
+        assert not self.over, "the group has ended"
+        if self.random.random() < 0.01:
+            self._do(self.group.could_not_start(act.name, "", self.now))
+            return
+        self.running[act.name] = self.now
+        before = self.starts[act.name]
+        assert act.restarts == len(before)
+        before.append(self.now)
+        role = self.roles[act.name]
+        lately = sum(self.now - then < role.within for then in before)
+        assert lately <= role.restarts + 1, "more often than it may"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_lives(part: int) -> None:
+    seeds = [int(SEED)] if SEED else range(part * 500, (part + 1) * 500)
+    codes: Counter[int | None] = Counter()
+    for seed in seeds:
+        world = World(seed)
+        try:
+            world.run()
+        except BaseException:
+            print(f"SEED={seed}")
+            raise
+        codes[world.group.code] += 1
+    assert SEED or {0, 1, NOT_FOUND, 128 + SIGTERM, 128 + SIGKILL} <= set(codes)

@@ -1,0 +1,79 @@
+"""What a file of roles may say."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from telegrad.errors import UsageError
+from telegrad.supervision.roles import KEYS, RESTART_ROLE, SERVE, Plan, read
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "supervision.md").read_text()
+
+
+def test_the_file_of_the_page() -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    plan = read(text, {})
+    learner, actor, buffer = plan.roles
+    assert (plan.logs, plan.grace) == ("logs", 10.0)
+    assert (learner.command, learner.serves, learner.count) == (("python", "learner.py"), False, 1)
+    assert (actor.count, actor.restarts, actor.within) == (4, 10, 600)
+    assert (buffer.command, buffer.serves) == (SERVE, True)
+    seats = plan.seats(0)
+    assert [seat.name for seat in seats] == ["learner0", "actor0", "actor1", "actor2", "actor3", "buffer0"]
+    assert seats[3].filled_in(actor.command[-1]) == "2"
+    assert all(f"`{key}`" in PAGE for key in (*KEYS, *Plan._fields[1:]))
+
+
+def test_options_change_the_file_and_add_to_it() -> None:
+    text = "grace = 1\n[actor]\ncommand = 'x'\nenv = {A = 1, B = 2}\n"
+    changes = {"actor": {"count": 2, "env": {"B": "3"}}, "critic": {"on_failure": RESTART_ROLE}, "logs": "there"}
+    plan = read(text, changes)
+    actor, critic = plan.roles
+    assert (plan.logs, plan.grace) == ("there", 1)
+    assert (actor.command, actor.count, actor.env) == (("x",), 2, {"A": "1", "B": "3"})
+    assert (critic.command, critic.on_failure) == (SERVE, RESTART_ROLE)
+    assert read("", {"a": {"command": "train.py -n 1"}}).roles[0].command == ("python", "train.py", "-n", "1")
+
+
+def test_names_go_on_from_host_to_host() -> None:
+    plan = read("[driver]\nnode = 0\n[actor]\ncount = 2", {})
+    assert [seat.name for seat in plan.seats(0)] == ["driver0", "actor0", "actor1"]
+    assert [seat.name for seat in plan.seats(2)] == ["actor4", "actor5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "there is no role"),
+        ("[actor", "no TOML"),
+        ("[actor]\ncuont = 2", "did you mean 'count'"),
+        ("lgos = 'x'\n[a]", "did you mean 'logs'"),
+        ("[actor]\nname = 'x'", "has a key 'name'"),
+        ("['a b']", "cannot be a worker's role"),
+        ("[actor]\ncount = 0", "count is how many"),
+        ("[actor]\ncount = true", "count is how many"),
+        ("[actor]\ncount = 1.5", "count is how many"),
+        ("[actor]\nrestarts = -1", "restarts is a number"),
+        ("[actor]\nwithin = 0", "within is a number"),
+        ("[actor]\non_failure = 'panic'", "restart, restart-role, end"),
+        ("[actor]\nserves = 1", "serves is true or false"),
+        ("[actor]\nnode = -1", "node is the number"),
+        ("[actor]\ncommand = ''", "command is a text or a list"),
+        ("[actor]\ncommand = [1]", "command is a text or a list"),
+        ("[actor]\ncommand = 1", "command is a text or a list"),
+        ('[actor]\ncommand = "a \'b"', "command is a text or a list"),
+        ("[actor]\nenv = 'x'", "env is a table"),
+        ("[actor]\nenv = {X = []}", "env is a table"),
+        ("logs = 1\n[a]", "logs is the name"),
+        ("grace = 'x'\n[a]", "grace is a number"),
+        ("[[actor]]", "actor"),
+    ],
+)
+def test_files_that_cannot_be(text: str, words: str) -> None:
+    changes: dict[str, Any] = {}
+    with pytest.raises(UsageError, match=re.escape(words)):
+        read(text, changes)

@@ -1,0 +1,262 @@
+"""`telegrad run` with real programs, which need no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.cluster import PATIENCE
+
+pytestmark = pytest.mark.timeout(4 * PATIENCE)
+
+Launch = Callable[..., "Run"]
+
+
+class Run:
+    """One of `telegrad run`, and what it has said so far."""
+
+    def __init__(self, folder: pathlib.Path, *arguments: str, **environment: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "telegrad", "run", *arguments],
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.said = ""
+
+    def wait_for(self, words: str) -> str:
+        """The first line that has them."""
+        for line in self.process.stdout:
+            self.said += line
+            if words in line:
+                return line
+        raise AssertionError(f"{words!r} was not said: {self.said}")
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self, patience: float = 2 * PATIENCE) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=patience)
+        self.said += out
+        return self.process.returncode, self.said
+
+    def log(self, name: str) -> str:
+        return (self.folder / "logs" / "latest" / f"{name}.log").read_text()
+
+
+@pytest.fixture
+def launch(tmp_path: pathlib.Path) -> Iterator[Launch]:
+    made: list[Run] = []
+
+    def begin(*arguments: str, **environment: str) -> Run:
+        made.append(Run(tmp_path, *arguments, **environment))
+        return made[-1]
+
+    yield begin
+    for run in made:
+        run.process.kill()
+        run.process.wait()
+        run.process.stdout.close()
+
+
+def lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_output_of_many_is_merged_and_kept(launch: Launch) -> None:
+    script = 'echo out $TELEGRAD_NAME {number} $EXTRA; printf "no end of $TELEGRAD_NAME" >&2'
+    run = launch("--role", "a", "--count", "20", "--env", "EXTRA={name}!", "--", "sh", "-c", script)
+    code, said = run.end()
+    assert code == 0, said
+    for number in range(20):
+        name = f"a{number}"
+        assert f"[{name}] out {name} {number} {name}!\n" in said
+        assert f"[{name}] no end of {name}\n" in said
+        assert f"out {name} {number} {name}!\n" in run.log(name)
+        assert f"no end of {name}" in run.log(name)
+    assert "starts 20 a; the group meets at 127.0.0.1:" in run.log("telegrad")
+
+
+def test_who_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
+    run = launch("--restarts", "2", "--", "sh", "-c", "echo life $TELEGRAD_RESTARTS; exit 3")
+    began = time.monotonic()
+    code, said = run.end()
+    assert code == 3
+    assert re.findall(r"\[worker0\] life (\d)", said.partition("Its last lines")[0]) == ["0", "1", "2"]
+    assert "worker0 ended with exit code 3 after 0." in said
+    assert "2 restarts within 300 s are used up: the group ends" in said
+    assert re.search(r"worker0\.log has all that it printed. Its last lines:\n\[telegrad\]     life 0\n", said)
+    assert run.log("worker0").count("--- started again") == 2
+    assert 1.0 < time.monotonic() - began < PATIENCE
+
+
+SLEEPS = ["sh", "-c", "echo sleeps; sleep 600"]
+STUBBORN = ["sh", "-c", 'trap "" INT TERM HUP; echo sleeps; while true; do sleep 0.1; done']
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_goes_on_to_the_workers(launch: Launch, number: signal.Signals) -> None:
+    script = f'trap "echo {number.name} came; exit 0" {number.name[3:]}; echo sleeps; while true; do sleep 0.05; done'
+    run = launch("--", "sh", "-c", script)
+    run.wait_for("sleeps")
+    run.send(number)
+    code, said = run.end()
+    assert code == 128 + number
+    assert f"[worker0] {number.name} came" in said
+
+
+def test_the_second_interrupt_kills(launch: Launch) -> None:
+    run = launch("--grace", "600", "--", *STUBBORN)
+    run.wait_for("] sleeps")
+    run.send(signal.SIGINT)
+    run.wait_for("once more kills")
+    assert run.process.poll() is None
+    run.send(signal.SIGINT)
+    code, said = run.end()
+    assert code == 130
+    assert "all are killed" in said
+
+
+def test_who_ignores_that_it_shall_end_is_killed(launch: Launch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "roles.toml").write_text(
+        f"""
+        grace = 0.3
+        [stubborn]
+        command = {STUBBORN!r}
+        [fails]
+        command = ["sh", "-c", "while ! test -e go; do sleep 0.05; done; exit 5"]
+        on_failure = "end"
+        """
+    )
+    run = launch("roles.toml")
+    run.wait_for("] sleeps")
+    (tmp_path / "go").touch()
+    code, said = run.end()
+    assert code == 5
+    assert "stubborn0 does not end within 0.3 s and is killed" in said
+
+
+def test_a_role_is_started_again_as_a_whole(launch: Launch) -> None:
+    once = (
+        "touch up{number}; test {number} = 0 || exec sleep 600; until test -e up1 && test -e up2; do sleep 0.05; done"
+    )
+    script = f"echo life $TELEGRAD_RESTARTS; test $TELEGRAD_RESTARTS = 1 && exit 0; {once}; exit 1"
+    run = launch("--count", "3", "--on-failure", "restart-role", "--", "sh", "-c", script)
+    code, said = run.end()
+    assert code == 0
+    assert sorted(re.findall(r"\[worker(\d)\] life 1", said)) == ["0", "1", "2"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_all_end_with_a_supervisor_that_is_killed(launch: Launch) -> None:
+    script = "echo pid $$; sh -c 'echo pid $$; trap \"\" TERM HUP; while true; do sleep 0.1; done'"
+    run = launch("--count", "2", "--", "sh", "-c", script)
+    pids = [int(run.wait_for("pid").split()[-1]) for _ in range(4)]
+    assert all(map(lives, pids))
+    run.send(signal.SIGKILL)
+    wait_until(lambda: not any(map(lives, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_a_worker_has_started_ends_with_it(launch: Launch) -> None:
+    run = launch("--count", "1", "--", "sh", "-c", "sleep 600 & echo pid $!")
+    pid = int(run.wait_for("pid").split()[-1])
+    assert run.end()[0] == 0
+    wait_until(lambda: not lives(pid))
+
+
+@pytest.mark.parametrize("command", ["no-such-program", "/", "{name}-does-not-exist"])
+def test_a_command_that_is_not_there(launch: Launch, command: str) -> None:
+    run = launch("--role", "good", "--command", "sleep 600", "--role", "bad", "--count", "3", "--", command)
+    code, said = run.end()
+    assert code == 127
+    assert "bad0 could not be started: there is no program" in said
+
+
+def test_what_becomes_of_each_is_told(launch: Launch) -> None:
+    run = launch("--", *SLEEPS)
+    run.wait_for("] sleeps")
+    run.send(signal.SIGUSR1)
+    assert re.search(r"\[telegrad\] worker0 runs for \d s, restarts: 0, process \d+", run.wait_for("runs for"))
+    run.send(signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_who_looks_on_may_go(launch: Launch, tmp_path: pathlib.Path) -> None:
+    run = launch("--", "sh", "-c", "echo begun; while ! test -e go; do sleep 0.05; done; seq 9999; exit 0")
+    run.wait_for("begun")
+    run.process.stdout.close()
+    (tmp_path / "go").touch()
+    assert run.process.wait(PATIENCE) == 0
+    assert "9999" in run.log("worker0")
+
+
+def test_a_store_that_cannot_be_served_ends_the_group(launch: Launch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    code, said = launch("--", *SLEEPS).end()
+    assert code == 1
+    assert "ImportError: there is no torch here" in said
+    assert "the group's store could not be served (exit code 1): the group ends" in said
+
+
+def test_names_have_colours_on_a_terminal(tmp_path: pathlib.Path) -> None:
+    ours, theirs = os.openpty()
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "telegrad", "run", "--", "echo", "hello"],
+        cwd=tmp_path,
+        env={**environment, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # which is its end
+        while data := terminal.read(4096):
+            said += data
+    assert process.wait(PATIENCE) == 0
+    assert re.search(rb"\033\[\d\dm\[worker0\]\033\[0m hello", said)
+    assert b"\033[31m[telegrad]\033[0m worker0 has ended" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], "--on-failure"),
+        (["nowhere.toml"], "nowhere.toml"),
+        ([], "there is no role to run"),
+        (["--env", "x", "--", "true"], "write NAME=VALUE"),
+        (["--master", "x", "--", "true"], "write HOST:PORT"),
+        (["--node", "1", "--", "true"], "needs the --master"),
+        (["--master", "192.0.2.1:29500", "--", "true"], "assign requested address"),
+    ],
+    ids=str,
+)
+def test_the_command_line_explains_itself(launch: Launch, arguments: list[str], words: str) -> None:
+    code, said = launch(*arguments).end()
+    assert code == (0 if "--help" in arguments else 2)
+    assert words in said
