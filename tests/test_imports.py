@@ -27,7 +27,7 @@ FLOORS = [
     {"nn"},
     {"optim"},
     {"checkpoint", "weights"},
-    {"insight"},
+    {"insight", "recovery"},
     {"compat"},
 ]
 PURE = [
@@ -50,6 +50,7 @@ PURE = [
     "autograd/schedule.py",
     "autograd/passes.py",
     "rpc/choices.py",
+    "rpc/claims.py",
     "rpc/sharing.py",
     "rpc/trees.py",
     "rpc/gatherings.py",

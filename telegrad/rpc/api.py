@@ -22,6 +22,7 @@ from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.functions import must_finish
+from telegrad.rpc.lasting import Restore, check_restore, with_recipe
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.streams import WINDOW, Stream
@@ -226,15 +227,25 @@ def remote(
     args: Any = None,
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    restore: Restore = False,
 ) -> RRef[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`, where its value stays; a reference to that.
 
     Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
+
+    With `restore`, the value comes back with its owner: where that was lost, the next use of the reference waits for a
+    worker of the same name, has the value made anew there by the same call, and `restore(value)` called with it,
+    such as to load a checkpoint; what that gives, unless None, is then the value. `restore=True` does no more than
+    the call.
     """
     call = convert(func, args, kwargs)
+    check_restore(restore)
     if profiling.wanted():
-        return profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
-    return create(to, call, timeout)
+        made: RRef[Any] = profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
+    else:
+        made = create(to, call, timeout)
+    return made if restore is False else with_recipe(made, func, args, kwargs, restore)
 
 
 @not_compiled
