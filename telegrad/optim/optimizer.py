@@ -130,7 +130,7 @@ class DistributedOptimizer(Optimizer):
         return names, options
 
     def recover(self, timeout: float = DEFAULT) -> None:
-        """Go on after workers were lost and have come back: all owners begin anew, with the hyperparameters as they are.
+        """Go on after workers were lost and have come back: all owners begin anew, with the hyperparameters of now.
 
         The model is to be recovered before, and the state loaded behind it: `telegrad.recover` does all of it. Steps
         that are still under way for what has failed change nothing any more.

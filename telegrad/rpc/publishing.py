@@ -144,12 +144,7 @@ class Offers:
         """Another asks for this worker's claim."""
         with self._lock:
             offer = self._offers.get(name)
-            if offer is None:
-                return NOTHING
-            state, begins = offer.claim.asked(who)
-        if begins:
-            self._decide_soon(offer)
-        return state
+            return NOTHING if offer is None else offer.claim.asked(who)
 
     def remind(self, name: str) -> None:
         """Somebody looks for the value, and finds none."""
@@ -188,7 +183,7 @@ class Offers:
                 with self._lock:
                     again, offer.again = offer.again, False
                     state = offer.claim.answered(answers)
-                    if state == OWNS or not again:
+                    if state == OWNS or (state == STANDS_BY and not again):
                         break
                     offer.claim.begin()
         finally:
@@ -207,8 +202,8 @@ class Offers:
                 del self._offers[offer.name]  # so that another can have it
             raise
 
-    def _ask(self, offer: Offer) -> list[tuple[Rank, str]]:
-        """What all others answer; who does not is asked again, until it is out of the group."""
+    def _ask(self, offer: Offer) -> dict[Rank, str]:
+        """What all answer who are there; who does not is asked again, until it is out of the group."""
         worker = offer.worker
         worker.membership.refresh()
         answers: dict[Rank, str] = {}
@@ -228,7 +223,7 @@ class Offers:
                 if silent():
                     wait.look()
                     pause()
-        return list(answers.items())
+        return {who: answers[who] for who in map(_rank, _others(worker)) if who in answers}
 
 
 def _others(worker: Worker) -> list[Member]:
