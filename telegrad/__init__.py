@@ -77,12 +77,19 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
     return make(group, backend, timeout)
 
 
-def recover(state: dict[str, Any], checkpoint_id: str | os.PathLike[str], timeout: float = 60.0) -> None:
+def recover(
+    state: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    timeout: float = 60.0,
+    *,
+    after: BaseException | None = None,
+) -> None:
     """Have all parts of a state be as they were in a checkpoint, those whose workers were lost included.
 
     `state` is what `checkpoint.save` and `load` take. The lost parts of its models are made anew as their workers come
     back, where they were made with `restore`; all optimizers begin anew on all owners, pipelines find their stages,
-    and the checkpoint is loaded. Where another worker is lost meanwhile, it begins once more.
+    and the checkpoint is loaded. Where another worker is lost meanwhile, it begins once more. `after` is the error that
+    has ended a step: where it tells of anything but lost workers, it is raised again.
 
     Raises:
         CannotRestore: a lost part was made without `restore`.
@@ -91,4 +98,4 @@ def recover(state: dict[str, Any], checkpoint_id: str | os.PathLike[str], timeou
     """
     from telegrad.recovery import recover as recover_all
 
-    recover_all(state, checkpoint_id, timeout)
+    recover_all(state, checkpoint_id, timeout, after)

@@ -10,7 +10,16 @@ from typing import Any
 from torch import nn
 
 from telegrad import checkpoint
-from telegrad.errors import CallTimeout, CannotRestore, PeerError, RRefError, UnknownWorker, WorkersFailed
+from telegrad.errors import (
+    CallCancelled,
+    CallTimeout,
+    CannotRestore,
+    ContextEnded,
+    PeerError,
+    RRefError,
+    UnknownWorker,
+    WorkersFailed,
+)
 from telegrad.nn.reviving import revive_model
 from telegrad.optim import DistributedOptimizer
 from telegrad.progress import Wait
@@ -19,11 +28,15 @@ from telegrad.rpc import RRef, get_worker_info
 PAUSE = 0.05  # seconds before the next try
 LEAST = 1.0  # seconds for a try
 
-OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout
+OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout, CallCancelled, ContextEnded
 
 
-def recover(state: dict[str, Any], checkpoint_id: checkpoint.Path, timeout: float = 60.0) -> None:
+def recover(
+    state: dict[str, Any], checkpoint_id: checkpoint.Path, timeout: float = 60.0, after: BaseException | None = None
+) -> None:
     """See `telegrad.recover`."""
+    if after is not None and not _may_end(after):
+        raise after
     until = time.monotonic() + timeout if timeout else inf
     why: Exception | None = None
 
@@ -55,6 +68,6 @@ def _recover(values: Iterable[Any], timeout: float) -> None:
 
 
 def _may_end(error: BaseException) -> bool:
-    """Whether it says of lost workers only, and these may come back."""
+    """Whether it tells of lost workers only, and these may come back."""
     several = error.errors.values() if isinstance(error, WorkersFailed) else [error]
     return all(isinstance(each, OF_A_LOSS) and not isinstance(each, CannotRestore) for each in several)

@@ -8,7 +8,8 @@ it asks all once more.
 
     STANDS_BY --begin()--> ASKS --answered()--> OWNS, STANDS_BY, or ASKS once more
 
-Who stands by begins again whenever a worker has gone. Events come one at a time; at most one question of a claim is under way.
+Who stands by begins again whenever a worker has gone. Events come one at a time; at most one question of a claim is
+under way.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from telegrad.errors import (
     RendezvousError,
     RRefError,
     RRefLost,
+    ShutDown,
     UnknownWorker,
 )
 from telegrad.group.members import Identity
@@ -42,7 +43,7 @@ from telegrad.wire.reducers import REDUCERS
 
 T = TypeVar("T")
 
-LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable  # of a value that may come back
+LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown  # of a value that may come back
 NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a source asks is not back
 PAUSE = 0.05  # seconds between two looks
 
@@ -85,9 +86,11 @@ class Lasting(RRef[T]):
     def _check(self) -> None:
         self._reach()
 
-    def _renew(self, timeout: float, lost: BaseException | None = None) -> None:
+    def _renew(self, timeout: float, lost: BaseException) -> None:
         """Find the value again. Several threads may, at once: they find the same."""
         agent = self._table.agent
+        if agent.closed:
+            raise lost
         limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
         about = f"the value of the reference {number(self._handle.id)}"
         try:
@@ -98,7 +101,7 @@ class Lasting(RRef[T]):
                 f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
                 f"{where or 'nobody'} is to bring it. Start that worker again, or give the call a longer timeout: "
                 f"{error}"
-            ) from lost or error
+            ) from lost
         self._handle = found._handle
 
 
