@@ -50,7 +50,7 @@ PURE = [
     "autograd/schedule.py",
     "autograd/passes.py",
     "rpc/choices.py",
-    "rpc/claims.py",
+    "rpc/bids.py",
     "rpc/sharing.py",
     "rpc/trees.py",
     "rpc/gatherings.py",

@@ -1,7 +1,7 @@
 """References whose values come back: where one was lost with its owner, a use finds it again, or has it made anew.
 
-A source says how. The handle of the reference is then another one; what was sent of the old one stays lost, unless it
-has a source of its own: a copy on another worker asks whoever made the value for the new one.
+A trail says how. The handle of the reference is then another one; what was sent of the old one stays lost, unless it
+has a trail of its own: a copy on another worker asks whoever made the value for the new one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from telegrad.wire.reducers import REDUCERS
 T = TypeVar("T")
 
 LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown  # of a value that may come back
-NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a source asks is not back
+NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a trail asks is not back
 PAUSE = 0.05  # seconds between two looks
 
 Restore = bool | Callable[[Any], Any]
 
 
-class Source(Protocol):
+class Trail(Protocol):
     """Where a value is found once it was lost."""
 
     def find(self, limit: float) -> RRef[Any]:
@@ -59,21 +59,21 @@ class Source(Protocol):
     def missing(self) -> list[str]:
         """Who is waited for."""
 
-    def travels(self) -> Source:
-        """The source of a copy on another worker."""
+    def travels(self) -> Trail:
+        """The trail of a copy on another worker."""
 
 
 class Lasting(RRef[T]):
     """A reference to a value that comes back."""
 
-    __slots__ = ("_source",)
+    __slots__ = ("_trail",)
 
-    _source: Source
+    _trail: Trail
 
     @classmethod
-    def of(cls, reference: RRef[Any], source: Source) -> Lasting[Any]:
+    def of(cls, reference: RRef[Any], trail: Trail) -> Lasting[Any]:
         made = cls._of_handle(reference._table, reference._handle)
-        made._source = source
+        made._trail = trail
         return made
 
     def _reach(self, timeout: float = DEFAULT) -> Identity:
@@ -94,9 +94,9 @@ class Lasting(RRef[T]):
         limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
         about = f"the value of the reference {number(self._handle.id)}"
         try:
-            found = wait_for(agent, self._source, limit, about)
+            found = wait_for(agent, self._trail, limit, about)
         except NotPublished as error:
-            where = " or ".join(map(repr, self._source.missing()))
+            where = " or ".join(map(repr, self._trail.missing()))
             raise OwnerLost(
                 f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
                 f"{where or 'nobody'} is to bring it. Start that worker again, or give the call a longer timeout: "
@@ -105,8 +105,8 @@ class Lasting(RRef[T]):
         self._handle = found._handle
 
 
-def wait_for(agent: Agent, source: Source, limit: float, about: str) -> RRef[Any]:
-    """What a source finds, once it does.
+def wait_for(agent: Agent, trail: Trail, limit: float, about: str) -> RRef[Any]:
+    """What a trail finds, once it does.
 
     Raises:
         NotPublished: that took longer than `limit` seconds (0 for no limit).
@@ -118,12 +118,12 @@ def wait_for(agent: Agent, source: Source, limit: float, about: str) -> RRef[Any
     def text() -> str:
         return f"{about} is not there: {why}"
 
-    with Wait("a value that comes back", text, source.missing, worker=agent.name) as wait:
+    with Wait("a value that comes back", text, trail.missing, worker=agent.name) as wait:
         while True:
             left = until - monotonic()
             try:
                 with Inside(None):  # else what is made anew would belong to the autograd context of its user
-                    return source.find(0 if left == inf else max(left, PAUSE))
+                    return trail.find(0 if left == inf else max(left, PAUSE))
             except NOT_YET as error:
                 why = error
             if agent.closed or left <= PAUSE:
@@ -188,7 +188,7 @@ class Recipe(NamedTuple):
     def missing(self) -> list[str]:
         return [self.worker]
 
-    def travels(self) -> Source:
+    def travels(self) -> Trail:
         return Copied(self.first, current.agent().me.identity)
 
 
@@ -208,7 +208,7 @@ class Copied(NamedTuple):
     def missing(self) -> list[str]:
         return [self.maker.name]
 
-    def travels(self) -> Source:
+    def travels(self) -> Trail:
         return self
 
 
@@ -312,7 +312,7 @@ def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
 def _reduce(pickler: Any, reference: Lasting[Any]) -> Any:
     reference._reach()
     plain: RRef[Any] = RRef._of_handle(reference._table, reference._handle)
-    return Lasting.of, (plain, reference._source.travels())
+    return Lasting.of, (plain, reference._trail.travels())
 
 
 REDUCERS[Lasting] = _reduce

@@ -17,7 +17,7 @@ from telegrad.errors import InvalidArgument, NotPublished, ShutDown, TelegradErr
 from telegrad.group.members import Member, listed
 from telegrad.progress import Wait
 from telegrad.rpc import current
-from telegrad.rpc.claims import NOTHING, OWNS, STANDS_BY, Claim, Rank
+from telegrad.rpc.bids import NOTHING, OWNS, STANDS_BY, Bid, Rank
 from telegrad.rpc.lasting import Lasting, pause, wait_for
 from telegrad.rpc.references import RRef
 from telegrad.rpc.worker import Worker
@@ -64,7 +64,7 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
 
 
 class Named(NamedTuple):
-    """The source of a published value."""
+    """The trail of a published value."""
 
     name: str
 
@@ -99,13 +99,13 @@ class Offer:
         self.name = name
         self.factory = factory
         self.worker = worker
-        self.claim = Claim((worker.me.id, worker.me.incarnation))
+        self.bid = Bid((worker.me.id, worker.me.incarnation))
         self.value: RRef[Any] | None = None  # stored once, when it was made
         self.deciding = False  # some thread asks the others
         self.again = False  # and shall once more
 
     def __repr__(self) -> str:
-        return f"<Offer of {self.name!r}: {self.claim.state}>"
+        return f"<Offer of {self.name!r}: {self.bid.state}>"
 
 
 class Offers:
@@ -113,11 +113,11 @@ class Offers:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()  # guards all below, the claims, and the fields of offers but for `value`
+        self._lock = threading.Lock()  # guards all below, the bids, and the fields of offers but for `value`
         self._offers: dict[str, Offer] = {}
         self._watches = False
         agent.run_at_once(_found_here)
-        agent.run_at_once(_claimed)
+        agent.run_at_once(_bid_asked)
 
     def __repr__(self) -> str:
         return f"<Offers: {list(self._offers.values())}>"
@@ -138,13 +138,13 @@ class Offers:
         """How this worker stands to a name, and its value where it is here."""
         with self._lock:
             offer = self._offers.get(name)
-            return (NOTHING, None) if offer is None else (offer.claim.state, offer.value)
+            return (NOTHING, None) if offer is None else (offer.bid.state, offer.value)
 
-    def claimed(self, name: str, who: Rank) -> str:
-        """Another asks for this worker's claim."""
+    def bid_asked(self, name: str, who: Rank) -> str:
+        """Another asks for this worker's bid."""
         with self._lock:
             offer = self._offers.get(name)
-            return NOTHING if offer is None else offer.claim.asked(who)
+            return NOTHING if offer is None else offer.bid.asked(who)
 
     def remind(self, name: str) -> None:
         """Somebody looks for the value, and finds none."""
@@ -173,7 +173,7 @@ class Offers:
         """Find out who has the value; make it where that is this worker."""
         with self._lock:
             offer.again = offer.deciding
-            if offer.deciding or not offer.claim.begin():
+            if offer.deciding or not offer.bid.begin():
                 return
             offer.deciding = True
         state = STANDS_BY
@@ -182,15 +182,15 @@ class Offers:
                 answers = self._ask(offer)
                 with self._lock:
                     again, offer.again = offer.again, False
-                    state = offer.claim.answered(answers)
+                    state = offer.bid.answered(answers)
                     if state == OWNS or (state == STANDS_BY and not again):
                         break
-                    offer.claim.begin()
+                    offer.bid.begin()
         finally:
             with self._lock:
                 offer.deciding = False
                 if state != OWNS:
-                    offer.claim.give_up()
+                    offer.bid.give_up()
         if state == OWNS:
             self._make(offer)
 
@@ -218,7 +218,7 @@ class Offers:
             while asked := silent():
                 if self._agent.closed:
                     raise ShutDown(f"worker {worker.me.name!r} shut down")
-                for member, state in _asked(asked, _claimed, (offer.name, offer.claim.me)):
+                for member, state in _asked(asked, _bid_asked, (offer.name, offer.bid.me)):
                     answers[_rank(member)] = state
                 if silent():
                     wait.look()
@@ -264,8 +264,8 @@ def _found_here(name: str) -> tuple[str, RRef[Any] | None]:
 
 
 @known_as("publish")
-def _claimed(name: str, who: Rank) -> str:
-    return current.here().attached(Offers).claimed(name, who)
+def _bid_asked(name: str, who: Rank) -> str:
+    return current.here().attached(Offers).bid_asked(name, who)
 
 
 @known_as("lookup of a published value")

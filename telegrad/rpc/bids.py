@@ -1,6 +1,6 @@
 """Who has a published value, where several workers could: decided among them, without a store.
 
-Each that publishes a value under a name has a claim to it. It asks all others for theirs, having looked who is there:
+Each that publishes a value under a name makes a bid for it. It asks all others for theirs, having looked who is there:
 so of two workers at least one asks the other. Who asks while another has the value stands by; else, of all who want
 it, the one of the lowest rank gets it. A worker that decides remembers who has asked it meanwhile, and may have been
 told nothing to its own question before. Where that is one whom it has not asked, a newcomer or one that has died since,
@@ -8,7 +8,7 @@ it asks all once more.
 
     STANDS_BY --begin()--> ASKS --answered()--> OWNS, STANDS_BY, or ASKS once more
 
-Who stands by begins again whenever a worker has gone. Events come one at a time; at most one question of a claim is
+Who stands by begins again whenever a worker has gone. Events come one at a time; at most one question of a bid is
 under way.
 """
 
@@ -21,8 +21,8 @@ Rank = tuple[int, str]  # a worker's rank, and its incarnation
 NOTHING, STANDS_BY, ASKS, OWNS = "nothing", "stands by", "asks", "owns"
 
 
-class Claim:
-    """One worker's claim to one name."""
+class Bid:
+    """One worker's bid to one name."""
 
     def __init__(self, me: Rank) -> None:
         self.me = me
@@ -58,4 +58,4 @@ class Claim:
         self.state = STANDS_BY
 
     def __repr__(self) -> str:
-        return f"<Claim of rank {self.me[0]}: {self.state}>"
+        return f"<Bid of rank {self.me[0]}: {self.state}>"

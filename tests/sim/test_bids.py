@@ -1,9 +1,9 @@
-"""Claims to a published value under a seeded scheduler: workers come, ask, die and are missed in any order.
+"""Bids to a published value under a seeded scheduler: workers come, ask, die and are missed in any order.
 
     at most one living worker has the value, at any moment
     once all is quiet, one has it, if any worker that lives publishes it
 
-A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_claims.py` replays it alone.
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_bids.py` replays it alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
-from telegrad.rpc.claims import ASKS, NOTHING, OWNS, STANDS_BY, Claim, Rank
+from telegrad.rpc.bids import ASKS, NOTHING, OWNS, STANDS_BY, Bid, Rank
 
 SEED = os.environ.get("TELEGRAD_SEED")
 SEEDS = [int(SEED)] if SEED else range(3000)
@@ -22,11 +22,11 @@ STEPS = 60
 
 
 class Worker:
-    """What the rim keeps around a claim."""
+    """What the rim keeps around a bid."""
 
-    def __init__(self, rank: int, number: int, kind: type[Claim]) -> None:
+    def __init__(self, rank: int, number: int, kind: type[Bid]) -> None:
         self.me: Rank = rank, f"{number:04}"
-        self.claim = kind(self.me)
+        self.bid = kind(self.me)
         self.view: set[Worker] = set()
         self.answers: dict[Rank, str] = {}
         self.round = 0
@@ -37,7 +37,7 @@ class Worker:
 class World:
     """Questions and answers under way, deaths of which not all have heard."""
 
-    def __init__(self, seed: int, kind: type[Claim]) -> None:
+    def __init__(self, seed: int, kind: type[Bid]) -> None:
         self.random = random.Random(seed)
         self.kind = kind
         self.workers: list[Worker] = []
@@ -83,7 +83,7 @@ class World:
 
     def decide(self, worker: Worker) -> None:
         worker.again = worker.deciding
-        if worker.deciding or not worker.claim.begin():
+        if worker.deciding or not worker.bid.begin():
             return
         worker.deciding = True
         self.ask(worker)
@@ -99,7 +99,7 @@ class World:
     def asked(self, asker: Worker, other: Worker, number: int) -> None:
         if not other.lives:
             return  # the asker will hear of its death
-        state = other.claim.asked(asker.me) if other.publishes else NOTHING
+        state = other.bid.asked(asker.me) if other.publishes else NOTHING
         self.acts.append(lambda: self.answer(asker, other, state, number))
 
     def answer(self, asker: Worker, other: Worker, state: str, number: int) -> None:
@@ -113,11 +113,11 @@ class World:
         if not worker.deciding or late:
             return
         again, worker.again = worker.again, False
-        state = worker.claim.answered({other.me: worker.answers[other.me] for other in worker.view})
+        state = worker.bid.answered({other.me: worker.answers[other.me] for other in worker.view})
         if state == OWNS or (state == STANDS_BY and not again):
             worker.deciding = False
         else:
-            worker.claim.begin()
+            worker.bid.begin()
             self.ask(worker)
 
     def run(self) -> None:
@@ -140,20 +140,20 @@ class World:
             self.check()
         assert not self.acts, "it never comes to rest"
         if any(worker.publishes for worker in self.living()):
-            assert len(self.owners()) == 1, f"nobody has the value: {[w.claim for w in self.living()]}"
+            assert len(self.owners()) == 1, f"nobody has the value: {[w.bid for w in self.living()]}"
 
     def step(self) -> None:
         if self.acts:
             self.acts.pop(self.random.randrange(len(self.acts)))()
 
     def owners(self) -> list[Worker]:
-        return [worker for worker in self.living() if worker.claim.state == OWNS]
+        return [worker for worker in self.living() if worker.bid.state == OWNS]
 
     def check(self) -> None:
-        assert len(self.owners()) <= 1, f"several have the value: {[worker.claim for worker in self.owners()]}"
+        assert len(self.owners()) <= 1, f"several have the value: {[worker.bid for worker in self.owners()]}"
 
 
-def run(seeds: Iterable[int], kind: type[Claim] = Claim) -> None:
+def run(seeds: Iterable[int], kind: type[Bid] = Bid) -> None:
     for seed in seeds:
         try:
             World(seed, kind).run()
@@ -170,14 +170,14 @@ def test_one_worker_has_the_value_in_many_more_schedules() -> None:
     run(range(3000, 100_000))
 
 
-class Forgetful(Claim):
+class Forgetful(Bid):
     """Does not remember who has asked meanwhile."""
 
     def asked(self, who: Rank) -> str:
         return self.state
 
 
-class Polite(Claim):
+class Polite(Bid):
     """Leaves the value to whoever wants it, too."""
 
     def answered(self, answers: Mapping[Rank, str]) -> str:
@@ -185,7 +185,7 @@ class Polite(Claim):
         return self.state
 
 
-class Greedy(Claim):
+class Greedy(Bid):
     """Heeds only who has the value."""
 
     def answered(self, answers: Mapping[Rank, str]) -> str:
@@ -193,7 +193,7 @@ class Greedy(Claim):
         return self.state
 
 
-class Trusting(Claim):
+class Trusting(Bid):
     """Leaves the value to whoever has asked, be it a dead one."""
 
     def answered(self, answers: Mapping[Rank, str]) -> str:
@@ -203,19 +203,19 @@ class Trusting(Claim):
 
 
 @pytest.mark.parametrize("wrong", [Forgetful, Polite, Greedy, Trusting])
-def test_wrong_variants_are_found(wrong: type[Claim]) -> None:
+def test_wrong_variants_are_found(wrong: type[Bid]) -> None:
     with pytest.raises(AssertionError, match="SEED="):
         run(range(3000), wrong)
 
 
 def test_a_claim_that_gives_up_stands_by() -> None:
-    claim = Claim((1, "a"))
-    assert claim.begin()
-    assert claim.state == ASKS
-    claim.give_up()
-    assert claim.state == STANDS_BY
-    assert "rank 1: stands by" in repr(claim)
-    assert claim.begin()
-    assert claim.answered({}) == OWNS
-    assert not claim.begin()
-    assert claim.asked((0, "b")) == OWNS
+    bid = Bid((1, "a"))
+    assert bid.begin()
+    assert bid.state == ASKS
+    bid.give_up()
+    assert bid.state == STANDS_BY
+    assert "rank 1: stands by" in repr(bid)
+    assert bid.begin()
+    assert bid.answered({}) == OWNS
+    assert not bid.begin()
+    assert bid.asked((0, "b")) == OWNS
