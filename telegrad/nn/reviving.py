@@ -11,6 +11,7 @@ from telegrad.nn.tree import Model, references_of
 from telegrad.rpc import RRef, rpc_async
 from telegrad.rpc.lasting import revive
 from telegrad.rpc.together import together
+from telegrad.rref.letters import Id
 
 Wave = list[RRef[nn.Module]]
 
@@ -22,7 +23,7 @@ def revive_model(model: Model, timeout: float) -> None:
         CannotRestore: a part was made without `restore`.
         OwnerLost: its worker did not come back in time.
     """
-    seen = set()
+    seen: set[Id] = set()
     if isinstance(model, nn.Module):
         wave = _revive_in(model, timeout)
     else:

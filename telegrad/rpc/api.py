@@ -235,9 +235,8 @@ def remote(
     Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
 
     With `restore`, the value comes back with its owner: where that was lost, the next use of the reference waits for a
-    worker of the same name, has the value made anew there by the same call, and `restore(value)` called with it,
-    such as to load a checkpoint; what that gives, unless None, is then the value. `restore=True` does no more than
-    the call.
+    worker of the same name, and has the value made anew there by the same call, and `restore(value)` called, which
+    brings it to the state of a checkpoint, say. `restore=True` leaves it as it was made.
     """
     call = convert(func, args, kwargs)
     check_restore(restore)

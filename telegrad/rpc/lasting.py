@@ -6,6 +6,7 @@ has a trail of its own: a copy on another worker asks whoever made the value for
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from math import inf
@@ -31,6 +32,7 @@ from telegrad.errors import (
     RRefError,
     RRefLost,
     ShutDown,
+    TelegradError,
     UnknownWorker,
 )
 from telegrad.group.members import Identity
@@ -38,6 +40,7 @@ from telegrad.progress import Wait
 from telegrad.rpc import current
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.references import RRef
+from telegrad.rpc.values import Borrowed
 from telegrad.rref.letters import Id, number
 from telegrad.wire.reducers import REDUCERS
 
@@ -85,6 +88,10 @@ class Lasting(RRef[T]):
 
     def _check(self) -> None:
         self._reach()
+
+    def _lent(self) -> Borrowed:
+        self._reach()
+        return super()._lent()
 
     def _renew(self, timeout: float, lost: BaseException) -> None:
         """Find the value again. Several threads may, at once: they find the same."""
@@ -295,8 +302,9 @@ def _make_anew(make: Callable[..., Any], args: Any, kwargs: Any, restore: Restor
     table = current.references()
     made: RRef[Any] = table.create(table.agent.name, *call[:3], 0, call.keeps, call.asked)
     value = made.to_here(0)
-    other = restore(value) if callable(restore) else None
-    return made if other is None or other is value else RRef(other)
+    if callable(restore):
+        restore(value)
+    return made
 
 
 @known_as("asking for a value that was made anew")
@@ -310,7 +318,8 @@ def _found_again(maker: str, number: int, limit: float) -> RRef[Any]:
 
 
 def _reduce(pickler: Any, reference: Lasting[Any]) -> Any:
-    reference._reach()
+    with contextlib.suppress(TelegradError):  # sending what is lost says so better
+        reference._reach()
     plain: RRef[Any] = RRef._of_handle(reference._table, reference._handle)
     return Lasting.of, (plain, reference._trail.travels())
 

@@ -70,14 +70,16 @@ class Named(NamedTuple):
 
     def find(self, _: float) -> RRef[Any]:
         here = current.here()
+        here.membership.refresh()
         state, found = here.attached(Offers).find(self.name)
         if found is not None:
             return found
         standing = [here.me] if state == STANDS_BY else []
-        for member, (state, found) in _asked(_others(here), _found_here, (self.name,)):
-            if found is not None:
-                return found
-            if state == STANDS_BY:
+        for member, (there, coming) in _asked(_others(here), _found_here, (self.name,)):
+            if coming is not None:
+                reference: RRef[Any] = coming
+                return reference
+            if there == STANDS_BY:
                 standing.append(member)
         if not standing:
             raise NotPublished(f"no worker publishes it; there are {listed(_names(here.membership.present()))}")

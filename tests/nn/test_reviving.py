@@ -35,8 +35,8 @@ def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
         yield made
     finally:
         current.enter(None)
-        for name in [*made.workers]:
-            made.lose(name)
+        for worker in made.workers.values():
+            worker.end("")
 
 
 class Layer(nn.Module):
@@ -159,11 +159,15 @@ def test_a_module_that_came_back_has_the_mode_of_its_handle(crowd: Crowd) -> Non
     module.eval()
     module.recover()
     restart(crowd, "w1")
-    assert module.get_module_rref().rpc_sync().training  # a use has made it anew
+    assert rpc.rpc_sync("w1", trains, (module.get_module_rref(),))  # a use has made it anew
     module.recover()
-    assert not module.get_module_rref().rpc_sync().training
+    assert not rpc.rpc_sync("w1", trains, (module.get_module_rref(),))
     assert module.training is False
     assert rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)).abs().sum() == 0
+
+
+def trains(module: rpc.RRef[Layer]) -> bool:
+    return module.local_value().training
 
 
 def weight_of(module: rpc.RRef[Layer]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import threading
 import time
@@ -35,7 +36,13 @@ class Crowd:
         return made
 
     def lose(self, name: str) -> None:
+        """End a worker, and wait until all others know: a call that is begun before fails."""
         self.workers.pop(name).end("")
+        for other in self.workers.values():
+            until = time.monotonic() + PATIENCE
+            with contextlib.suppress(errors.UnknownWorker):
+                while time.monotonic() < until:
+                    other.agent.identify(name)
 
     def on(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """What a function gives on a thread of that worker."""
@@ -56,8 +63,8 @@ def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
             made.add(name, rank)
         yield made
     finally:
-        for name in [*made.workers]:
-            made.lose(name)
+        for worker in made.workers.values():
+            worker.end("")
 
 
 class Counter:
@@ -138,8 +145,8 @@ def test_all_who_publish_at_once_agree_on_one() -> None:
         with ThreadPoolExecutor(5) as pool:
             list(pool.map(publish, workers))
             owners = list(pool.map(_owner, workers))
-    assert len(made) == 1
-    assert set(owners) == {made[0]}
+        assert len(made) == 1
+        assert set(owners) == {made[0]}
 
 
 def _owner(worker: Worker) -> str:

@@ -17,7 +17,7 @@ import pytest
 from telegrad.rpc.bids import ASKS, NOTHING, OWNS, STANDS_BY, Bid, Rank
 
 SEED = os.environ.get("TELEGRAD_SEED")
-SEEDS = [int(SEED)] if SEED else range(3000)
+SEEDS = [int(SEED)] if SEED else range(2000)
 STEPS = 60
 
 
@@ -167,7 +167,7 @@ def test_one_worker_has_the_value() -> None:
 
 @pytest.mark.nightly
 def test_one_worker_has_the_value_in_many_more_schedules() -> None:
-    run(range(3000, 100_000))
+    run(range(2000, 100_000))
 
 
 class Forgetful(Bid):
@@ -205,7 +205,7 @@ class Trusting(Bid):
 @pytest.mark.parametrize("wrong", [Forgetful, Polite, Greedy, Trusting])
 def test_wrong_variants_are_found(wrong: type[Bid]) -> None:
     with pytest.raises(AssertionError, match="SEED="):
-        run(range(3000), wrong)
+        run(range(2000), wrong)
 
 
 def test_a_claim_that_gives_up_stands_by() -> None:
