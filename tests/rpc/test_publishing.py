@@ -20,7 +20,7 @@ from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, agents, processes
 
 
 class Crowd:
@@ -209,3 +209,39 @@ def test_what_cannot_be_published(crowd: Crowd) -> None:
         crowd.on("w1", rpc.publish, "other", Counter())
     with pytest.raises(errors.InvalidArgument, match="has a name"):
         crowd.on("w1", rpc.lookup, "")
+
+
+def take_part(name: str, url: str, start: int | None) -> None:
+    options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
+    rpc.init_rpc(name, rank=int(name[-1]), rpc_backend_options=options)
+    if start is not None:
+        rpc.publish("counter", partial(Counter, start))
+
+
+found: list[rpc.RRef[Counter]] = []
+
+
+def find() -> int:
+    found[:] = [rpc.lookup("counter")]
+    return found[0].rpc_sync().add(1)
+
+
+def use_until_it_works() -> tuple[float, int]:
+    """How long that took, and what came of it."""
+    begun = time.monotonic()
+    while True:
+        with contextlib.suppress(errors.PeerError):  # of a call that was begun before the death was known
+            return time.monotonic() - begun, found[0].rpc_sync().add(1)
+
+
+def test_a_killed_owner_is_replaced_by_who_stands_by(tmp_path: pathlib.Path) -> None:
+    with processes(3) as (user, owner, spare):
+        url = f"file://{tmp_path}/store"
+        user.run(take_part, "w0", url, None)
+        owner.run(take_part, "w1", url, 10)
+        spare.run(take_part, "w2", url, 20)
+        assert user.run(find) == 11
+        owner.kill()
+        taken, value = user.run(use_until_it_works)
+    assert value == 21
+    assert taken < 2
