@@ -133,6 +133,7 @@ def main() -> None:
     if args.name:
         live(args.name, args.folder, args.steps)
         return
+    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     with tempfile.TemporaryDirectory() as folder:
         keep_alive(pathlib.Path(folder), args.steps, args.kills)

@@ -62,6 +62,9 @@ class Trail(Protocol):
     def missing(self) -> list[str]:
         """Who is waited for."""
 
+    def wanted(self) -> str:
+        """What its user can do."""
+
     def travels(self) -> Trail:
         """The trail of a copy on another worker."""
 
@@ -103,11 +106,9 @@ class Lasting(RRef[T]):
         try:
             found = wait_for(agent, self._trail, limit, about)
         except NotPublished as error:
-            where = " or ".join(map(repr, self._trail.missing()))
             raise OwnerLost(
                 f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
-                f"{where or 'nobody'} is to bring it. Start that worker again, or give the call a longer timeout: "
-                f"{error}"
+                f"{self._trail.wanted()}, or give the call a longer timeout. The last try: {error.__cause__ or error}"
             ) from lost
         self._handle = found._handle
 
@@ -195,6 +196,9 @@ class Recipe(NamedTuple):
     def missing(self) -> list[str]:
         return [self.worker]
 
+    def wanted(self) -> str:
+        return f"start worker {self.worker!r} again"
+
     def travels(self) -> Trail:
         return Copied(self.first, current.agent().me.identity)
 
@@ -214,6 +218,9 @@ class Copied(NamedTuple):
 
     def missing(self) -> list[str]:
         return [self.maker.name]
+
+    def wanted(self) -> str:
+        return f"worker {self.maker.name!r}, which has made it, must live and hold a reference, and its owner come back"
 
     def travels(self) -> Trail:
         return self

@@ -17,7 +17,7 @@ from telegrad.errors import InvalidArgument, NotPublished, ShutDown, TelegradErr
 from telegrad.group.members import Member, listed
 from telegrad.progress import Wait
 from telegrad.rpc import current
-from telegrad.rpc.bids import NOTHING, OWNS, STANDS_BY, Bid, Rank
+from telegrad.rpc.bids import ASKS, NOTHING, OWNS, STANDS_BY, Bid, Rank
 from telegrad.rpc.lasting import Lasting, pause, wait_for
 from telegrad.rpc.references import RRef
 from telegrad.rpc.worker import Worker
@@ -79,6 +79,8 @@ class Named(NamedTuple):
             if coming is not None:
                 reference: RRef[Any] = coming
                 return reference
+            if there in (ASKS, OWNS):
+                raise NotPublished(f"worker {member.name!r} is about to make it")
             if there == STANDS_BY:
                 standing.append(member)
         if not standing:
@@ -89,6 +91,9 @@ class Named(NamedTuple):
 
     def missing(self) -> list[str]:
         return []
+
+    def wanted(self) -> str:
+        return f"have a worker publish {self.name!r} again"
 
     def travels(self) -> Named:
         return self

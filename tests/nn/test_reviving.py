@@ -248,7 +248,7 @@ def test_a_worker_that_does_not_come_back_is_named(crowd: Crowd, tmp_path: pathl
     module = RemoteModule("w1", Layer, (1,), restore=True)
     checkpoint.save({"model": module}, tmp_path / "one")
     crowd.lose("w1")
-    with pytest.raises(errors.OwnerLost, match="'w1' is to bring it"):
+    with pytest.raises(errors.OwnerLost, match="start worker 'w1' again"):
         telegrad.recover({"model": module}, tmp_path / "one", 0.5)
 
 

@@ -100,7 +100,7 @@ def test_an_owner_that_does_not_come_back_is_lost(crowd: Crowd) -> None:
     made.to_here()
     crowd.lose("w1")
     with pytest.raises(
-        errors.OwnerLost, match=r"lost with worker 'w1', and did not come back within 0.3 s: 'w1' is to"
+        errors.OwnerLost, match=r"lost with worker 'w1', and did not come back within 0.3 s: start worker 'w1'"
     ):
         made.rpc_sync(timeout=0.3).add(1)
 
