@@ -217,6 +217,7 @@ def test_hyperparameters_and_schedulers_go_on(crowd: Crowd, tmp_path: pathlib.Pa
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, module, lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     state: dict[str, Any] = {"model": module, "optimizer": optimizer, "scheduler": scheduler}
+    train(module, optimizer, range(1))
     scheduler.step()
     checkpoint.save(state, tmp_path / "one")
     scheduler.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import pathlib
 import threading
 import time
@@ -37,12 +38,13 @@ class Crowd:
 
     def lose(self, name: str) -> None:
         """End a worker, and wait until all others know: a call that is begun before fails."""
-        self.workers.pop(name).end("")
+        lost = self.workers.pop(name)
+        lost.end("")
         for other in self.workers.values():
-            until = time.monotonic() + PATIENCE
             with contextlib.suppress(errors.UnknownWorker):
-                while time.monotonic() < until:
-                    other.agent.identify(name)
+                while True:
+                    with contextlib.suppress(errors.PeerError):
+                        other.agent.call(lost.me.identity, operator.add, (1, 1), None)
 
     def on(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """What a function gives on a thread of that worker."""
