@@ -143,6 +143,19 @@ def test_a_pipeline_goes_on_with_the_same_losses(crowd: Crowd, tmp_path: pathlib
     check(crowd, tmp_path, Pipeline(stages, chunks=4), whole, "w1", "w2")
 
 
+def test_a_stage_whose_worker_stays_away_goes_on_elsewhere(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    pipeline = Pipeline([RemoteModule("w1", Layer, (1,)), RemoteModule("w2", Layer, (2,))], chunks=2)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+    state = {"model": pipeline, "optimizer": optimizer}
+    expected = alone(nn.Sequential(Layer(1), Layer(2)), 4)
+    assert train(pipeline, optimizer, range(2)) == pytest.approx(expected[:2])
+    checkpoint.save(state, tmp_path / "two")
+    crowd.lose("w1")
+    pipeline.replace(0, RemoteModule("w2", Layer, (100,)))
+    telegrad.recover(state, tmp_path / "two")
+    assert train(pipeline, optimizer, range(2, 4)) == pytest.approx(expected[2:])
+
+
 def test_a_model_that_was_cut_goes_on_and_so_do_its_ties(crowd: Crowd, tmp_path: pathlib.Path) -> None:
     pipeline = Pipeline.split(Tied(), ["w1", "w2"], at=["layers.2"], chunks=2, restore=True)
     check(crowd, tmp_path, pipeline, Tied(), "w1", "w2")
