@@ -208,7 +208,7 @@ def test_wrong_variants_are_found(wrong: type[Bid]) -> None:
         run(range(2000), wrong)
 
 
-def test_a_claim_that_gives_up_stands_by() -> None:
+def test_a_bid_that_is_given_up_stands_by() -> None:
     bid = Bid((1, "a"))
     assert bid.begin()
     assert bid.state == ASKS
