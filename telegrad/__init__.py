@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -26,6 +27,7 @@ __all__ = [
     "nn",
     "optim",
     "process_group",
+    "recover",
     "rpc",
     "weights",
 ]
@@ -73,3 +75,27 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
     from telegrad.rpc.process_groups import process_group as make
 
     return make(group, backend, timeout)
+
+
+def recover(
+    state: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    timeout: float = 60.0,
+    *,
+    after: BaseException | None = None,
+) -> None:
+    """Have all parts of a state be as they were in a checkpoint, those whose workers were lost included.
+
+    `state` is what `checkpoint.save` and `load` take. The lost parts of its models are made anew as their workers come
+    back, where they were made with `restore`; all optimizers begin anew on all owners, pipelines find their stages,
+    and the checkpoint is loaded. Where another worker is lost meanwhile, it begins once more. `after` is the error that
+    has ended a step: where it tells of anything but lost workers, it is raised again.
+
+    Raises:
+        CannotRestore: a lost part was made without `restore`.
+        OwnerLost: its worker did not come back within `timeout` seconds (0 for no limit).
+        UsageError: there is no complete checkpoint there, or one of something else.
+    """
+    from telegrad.recovery import recover as recover_all
+
+    recover_all(state, checkpoint_id, timeout, after)

@@ -35,7 +35,9 @@ TelegradError (RuntimeError)
 │   └── FunctionNotFound       the callee has no function of that name
 ├── RRefError                  a remote reference cannot be used
 │   ├── OwnerLost (PeerLost)   its owner has died or left, and the value with it
-│   └── RRefLost               its value was never made, or the reference came too late
+│   │   └── CannotRestore      nothing says how to make it anew
+│   ├── RRefLost               its value was never made, or the reference came too late
+│   └── NotPublished           no worker publishes a value under that name, or none did in time
 ├── AutogradError              a backward pass across workers could not run
 │   ├── ContextEnded           there is no context of that id, or no longer
 │   │   └── ContextLost        a worker took the context's owner for dead, and let it go
@@ -59,6 +61,7 @@ __all__ = [
     "CallTimeout",
     "CannotDecode",
     "CannotEncode",
+    "CannotRestore",
     "CodecError",
     "ContextEnded",
     "ContextLost",
@@ -73,6 +76,7 @@ __all__ = [
     "LeftEarly",
     "NotInitialized",
     "NotOwner",
+    "NotPublished",
     "OwnerLost",
     "PeerError",
     "PeerLost",
@@ -239,8 +243,16 @@ class OwnerLost(RRefError, PeerLost):
     """The worker that owned the value has died or left."""
 
 
+class CannotRestore(OwnerLost):
+    """The value was lost with its owner, and was made without `restore`."""
+
+
 class RRefLost(RRefError):
     """The value was never made, or the reference was given up when its connection broke."""
+
+
+class NotPublished(RRefError):
+    """No worker had a value under that name in the time that was given."""
 
 
 class AutogradError(TelegradError):

@@ -24,6 +24,7 @@ VARIANTS = {
     "federated.py --steps 8": "accuracy",
     "reinforcement.py --steps 12 --ask": "observers answered at once",
     "parameter_server.py --mode async --steps 200": "of the same, in one process",
+    "recovering.py --steps 200": "largest difference of outputs",
     "pipeline.py --steps 30 --chunks 4 --schedule zero-bubble": "step by step",
 }
 

@@ -27,7 +27,7 @@ FLOORS = [
     {"nn"},
     {"optim"},
     {"checkpoint", "weights"},
-    {"insight"},
+    {"insight", "recovery"},
     {"compat"},
     {"supervision"},
 ]
@@ -52,6 +52,7 @@ PURE = [
     "autograd/schedule.py",
     "autograd/passes.py",
     "rpc/choices.py",
+    "rpc/bids.py",
     "rpc/sharing.py",
     "rpc/trees.py",
     "rpc/gatherings.py",

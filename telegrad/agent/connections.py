@@ -156,6 +156,9 @@ class Connections:
         """The calling side towards a worker."""
         if isinstance(to, Identity):
             found = self.peer(to.name)
+            if found.identity != to:  # it may be the next of that name, of which nothing was heard yet
+                self._names.pop(to.name, None)
+                found = self.peer(to.name)
             if found.identity != to:
                 raise UnknownWorker(f"the worker named {to.name!r} is not the one that it was")
             return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.naming import known_as
 from telegrad.autograd import backward
@@ -30,6 +31,7 @@ from telegrad.nn.stage import Bundle
 from telegrad.nn.ties import parse_ties
 from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, current, remote
+from telegrad.rpc.lasting import Restore, check_restore
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,6 +106,21 @@ class Pipeline(nn.Module):
         self.stages[stage] = made
         self._crew = None
 
+    def recover(self, timeout: float = DEFAULT) -> None:
+        """See to it that all stages are there: those that were lost are made anew as their workers come back.
+
+        They have the parameters with which they were made: load those of a checkpoint, as `telegrad.recover` does.
+
+        Raises:
+            CannotRestore: a lost stage was made without `restore`; `replace` puts another in its place.
+            OwnerLost: its worker did not come back within `timeout` seconds.
+        """
+        for stage in self.stages:
+            if isinstance(stage, RemoteModule):
+                stage.recover(timeout)
+        self._crew = None
+        self._gather()  # now, since stages that are new own weights that they are to borrow
+
     def _complete_state(self, state: Any, prefix: str, *_: Any) -> None:
         """What stages have borrowed is as old as the last batch: the owners have the value."""
         for tie in self._ties:
@@ -126,6 +143,8 @@ class Pipeline(nn.Module):
         balance: Sequence[int] | None = None,
         chunks: int = 8,
         schedule: str = "1f1b",
+        *,
+        restore: Restore = False,
     ) -> Self:
         """A pipeline of copies of the parts of `model`, one stage on each of `workers`.
 
@@ -140,6 +159,9 @@ class Pipeline(nn.Module):
         `eval`. A model with one argument takes the inputs as they are; to others they are given as a tuple, or as
         a dictionary by the arguments' names.
 
+        With `restore` the stages can be recovered, as a `RemoteModule` that is made with it: this worker keeps the
+        parts of the model as they are, and sends them anew.
+
         Its state, optimizers and checkpoints have the names of the model:
         `pipeline.load_state_dict(model.state_dict())`, and the other way.
 
@@ -148,9 +170,10 @@ class Pipeline(nn.Module):
         """
         if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
             raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
+        check_restore(restore)
         places = [(worker, parse_place(worker)[0]) for worker in workers]
         found = cut(model, len(workers), at, balance)
-        stages = _sent(found.stages, places)
+        stages = _sent(found.stages, places, restore)
         tied = [(f"{early}.{name}", f"{late}.{other}") for early, name, late, other in found.ties]
         pipeline = cls(stages, chunks, schedule, tied)
         keep_names(pipeline, found.parts)
@@ -244,7 +267,9 @@ def _lead_on(context_id: int, given: Iterable[tuple[Tensor, Tensor | None]]) -> 
         backward(context_id, root_of([tensor for tensor, _ in got], [gradient for _, gradient in got]))
 
 
-def _sent(parts: Sequence[nn.Module], places: Sequence[tuple[str | WorkerInfo, str | int]]) -> list[RemoteModule]:
+def _sent(
+    parts: Sequence[nn.Module], places: Sequence[tuple[str | WorkerInfo, str | int]], restore: Restore
+) -> list[RemoteModule]:
     """The stages of a model, once they are where they shall be."""
     stages: list[RemoteModule] = []
     owners = [f"rank {owner}" if isinstance(owner, int) else owner for _, owner in places]
@@ -260,7 +285,7 @@ def _sent(parts: Sequence[nn.Module], places: Sequence[tuple[str | WorkerInfo, s
 
     with attended(Wait("Pipeline.split", text, missing)):
         with Inside(None):  # in a context they would arrive as no leaves
-            made = [remote(on, _arrived, (part,)) for (_, on), part in zip(places, parts, strict=True)]
+            made = [remote(on, _arrived, (part,), restore=restore) for (_, on), part in zip(places, parts, strict=True)]
         for number, ((place, _), each) in enumerate(zip(places, made, strict=True)):
             stage = RemoteModule.init_from_module_rref(place, each)
             stage._surplus = f"{STAGES}.{number}"

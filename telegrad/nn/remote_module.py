@@ -23,6 +23,7 @@ from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
 from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, rpc_async, rpc_sync
+from telegrad.rpc.lasting import Restore, check_restore, revive, with_recipe
 from telegrad.rpc.references import Proxy
 from telegrad.wire.reducers import REDUCERS
 
@@ -52,6 +53,10 @@ class RemoteModule(nn.Module):
     To a module on an accelerator, arguments on accelerators travel along the device map; what did not arrive on its
     device is moved there. Results and state come back along the map or, without a map to that worker, on the CPU.
 
+    With `restore`, the module comes back with its worker: where that was lost, the next use of the handle, or
+    `recover()`, waits for a worker of the same name, and has the module made there anew and `restore(module)` called.
+    `restore=True` leaves it as it was made.
+
     What is done to the handle as a whole is done to the module: `train`, `eval`, `to` and its like, `apply`,
     `requires_grad_`, `zero_grad`, `state_dict`, `load_state_dict`. Hooks of the handle run on the worker that calls it.
 
@@ -73,15 +78,21 @@ class RemoteModule(nn.Module):
         module_cls: Callable[..., nn.Module],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        restore: Restore = False,
     ) -> None:
         super().__init__()
         worker, device = parse_place(remote_device)
         there = device or torch.device("cpu")
         check_maker(module_cls, args, kwargs)
+        check_restore(restore)
+        given = module_cls, there, tuple(args or ()), dict(kwargs or {})
         owner = f"rank {worker}" if isinstance(worker, int) else worker
         kind = getattr(module_cls, "__qualname__", module_cls)
         with attended(Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])):
-            self._represent(*rpc_sync(worker, _make, (module_cls, there, tuple(args or ()), dict(kwargs or {}))))
+            self._represent(*rpc_sync(worker, _make, given))
+        if restore is not False:
+            self.module_rref = with_recipe(self.module_rref, _make_again, given, {}, restore)
         self._signature = _signature_of(module_cls)
 
     @classmethod
@@ -93,17 +104,34 @@ class RemoteModule(nn.Module):
             raise UsageError(f"{module_rref!r} is not on worker {worker!r}, but on {owner.name!r}: say so")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._represent(*rpc_sync(owner, _adopt, (module_rref, device)))
+        made._represent(module_rref, *rpc_sync(owner, _adopt, (module_rref, device)))
         return made
 
     def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
         self.module_rref = module
+        self._represented = module._handle.id
         self.on = module.owner_name()
         self.device = device
         self.is_device_map_set = module._table.agent.maps_devices_to(self.on)
         self.training = training
         self._trains = trains
         self._kind = kind
+
+    def recover(self, timeout: float = DEFAULT) -> None:
+        """See to it that the module is there: where it was lost with its worker, wait for that, and have it made anew.
+
+        It has its device and the mode of this handle then, and the parameters that `restore` gave it.
+
+        Raises:
+            CannotRestore: it was made without `restore`.
+            OwnerLost: its worker did not come back within `timeout` seconds.
+        """
+        revive(self.module_rref, timeout)
+        if self._represented != self.module_rref._handle.id:  # it has come back, now or as it was used before
+            mode = self.training
+            there = self.module_rref, torch.device(self.device)
+            self._represent(self.module_rref, *rpc_sync(self.on, _adopt, there))
+            self.train(mode)
 
     # Using it
 
@@ -294,13 +322,19 @@ def _signature_of(module_cls: Any) -> inspect.Signature | None:
 
 @known_as("RemoteModule()")
 def _make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    module = _make_again(module_cls, device, args, kwargs)
+    return RRef(module), *_about(module, str(device))
+
+
+@known_as("RemoteModule()")
+def _make_again(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> nn.Module:
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an instance "
             f"of {type(module)}"
         )
-    return _about(RRef(module), module.to(device), str(device))
+    return module.to(device)
 
 
 @known_as("RemoteModule.init_from_module_rref")
@@ -310,16 +344,17 @@ def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any
         raise ValueError(f"{reference!r} is a reference to an instance of {type(module)}, not of <class nn.Module>")
     if device is not None:
         module.to(device)
-    return _about(reference, module, str(device or device_of(module) or "cpu"))
+    return _about(module, str(device or device_of(module) or "cpu"))
 
 
-runs_as(_make, lambda module_cls, *_: f"RemoteModule({getattr(module_cls, '__qualname__', module_cls)})")
+for _maker in (_make, _make_again):
+    runs_as(_maker, lambda module_cls, *_: f"RemoteModule({getattr(module_cls, '__qualname__', module_cls)})")
 
 
-def _about(reference: RRef[nn.Module], module: nn.Module, device: str) -> tuple[Any, ...]:
-    """What `RemoteModule._represent` takes."""
+def _about(module: nn.Module, device: str) -> tuple[Any, ...]:
+    """What `RemoteModule._represent` takes behind the reference."""
     trains = any(parameter.requires_grad for parameter in module.parameters())
-    return reference, type(module).__name__, device, module.training, trains
+    return type(module).__name__, device, module.training, trains
 
 
 def device_of(module: nn.Module) -> torch.device | None:

@@ -63,11 +63,12 @@ def _look(root: RRef[Any], name: str) -> tuple[bool, list[Branch]]:
     if isinstance(value, RRef):
         return False, [Branch(name, value)]
     if isinstance(value, nn.Module):
-        return True, list(_references(value, name))
+        return True, list(references_of(value, name))
     return isinstance(value, nn.Parameter), []
 
 
-def _references(module: nn.Module, prefix: str) -> Iterator[Branch]:
+def references_of(module: nn.Module, prefix: str = "") -> Iterator[Branch]:
+    """Where a module of this worker leads to, itself or by one of its parts."""
     for name, part in module.named_modules():
         path = joined(prefix, name)
         if isinstance(part, RemoteModule):

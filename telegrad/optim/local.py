@@ -27,7 +27,7 @@ from telegrad.rpc.functions import must_finish
 
 Hyperparameters = dict[str, Any]
 Changes = Mapping[int, Hyperparameters]  # of hyperparameters, by the numbers of their groups
-USER_NAMES = {"ride": "step", "norm": "step", "state": "state_dict", "load": "load_state_dict"}
+USER_NAMES = {"ride": "step", "norm": "step", "retire": "recover", "state": "state_dict", "load": "load_state_dict"}
 
 
 class LocalOptimizer:
@@ -46,6 +46,7 @@ class LocalOptimizer:
         self._targets: list[Tensor] = []  # what the optimizer changes, for each parameter
         self._guards = guards_of([])
         self._kept = Gradients()  # of contexts that have ended, for the next step
+        self._retired = False  # another has its place; guarded by the guards
 
     def _telegrad_runs(self, method: str) -> str:
         return f"{_user_name(method)} ({type(self._optimizer).__name__})"
@@ -90,6 +91,8 @@ class LocalOptimizer:
         assert self._optimizer is not None
         start = perf_counter()
         with holding(self._guards):
+            if self._retired:
+                raise UsageError("this step comes too late: its optimizer has recovered meanwhile, see recover()")
             context = self._gather(context_id)
             gradients = {} if context is None else context.gradients.as_dict()
             self._adopt(changes)
@@ -108,6 +111,12 @@ class LocalOptimizer:
         if (note := instruments.note) is not None:
             note((instruments.STEPPED, start, perf_counter(), context_id, type(self._optimizer).__name__))
         return None if context is None else sum(parameter in gradients for parameter in self.parameters)
+
+    @must_finish
+    def retire(self) -> None:
+        """Step no more: what is still under way of a batch that has failed shall not change the parameters."""
+        with holding(self._guards):
+            self._retired = True
 
     def norm(self, context_id: int, norm_type: float) -> float | None:
         """That of the gradients of a context, if there are any, with what was kept for the next step."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
 from telegrad.autograd.record import Inside
-from telegrad.errors import ContextEnded, UsageError
+from telegrad.errors import ContextEnded, TelegradError, UsageError
 from telegrad.hints import hint
 from telegrad.nn.checks import check_context_id
 from telegrad.nn.remote_module import RemoteModule
@@ -24,6 +25,7 @@ from telegrad.optim.local import Hyperparameters, LocalOptimizer, ask, check_nee
 from telegrad.optim.riding import Clipped, Done, StepRide, Whole, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
 from telegrad.rpc import RRef, current, rpc_async
+from telegrad.rpc.lasting import revive
 from telegrad.rpc.together import together
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class DistributedOptimizer(Optimizer):
         self._done: dict[int, Done] = {}  # by contexts, for the call of `step` that follows; each use is atomic
         self._names: dict[str, set[str]] = {}  # of the parameters of each worker
         self._sent: list[Hyperparameters] = []  # what the owners have, by group
+        self._members: list[list[Branch]] = []  # of each group
+        self._model: Model | None = None  # whose branches the first group has
         super().__init__(_checked(params_rref), {})
         self.defaults = {**self._sent[0]}
 
@@ -84,17 +88,26 @@ class DistributedOptimizer(Optimizer):
         belongs to it, too: `RemoteModule`s and references to modules and parameters, from worker to worker.
         """
         group = {"params": [*branches(module)]}
-        return cls(optimizer_class, [group], *args, hogwild=hogwild, **kwargs)
+        made = cls(optimizer_class, [group], *args, hogwild=hogwild, **kwargs)
+        made._model = module
+        return made
 
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take on more parameters, with hyperparameters of their own."""
-        number = len(self._sent)
-        by_worker: dict[str, list[Branch]] = {}
         members = self._branches(param_group["params"])
+        names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
+        self._sent.append({**options})
+        self._members.append(members)
+        self.param_groups.append({"params": [branch.root for branch in members], "param_names": names, **options})
+
+    def _share_out(
+        self, number: int, members: list[Branch], options: Hyperparameters
+    ) -> tuple[list[str], Hyperparameters]:
+        """Have the owners take on a group; the names of its parameters, and the options with the defaults."""
+        by_worker: dict[str, list[Branch]] = {}
         for branch in members:
             by_worker.setdefault(branch.root.owner_name(), []).append(branch)
-        options = hyperparameters(param_group)
         if may_import(self._maker[0]):  # which takes seconds, and is not what a timeout is for
             together(
                 by_worker,
@@ -114,8 +127,35 @@ class DistributedOptimizer(Optimizer):
             raise UsageError(
                 "there is no parameter to optimize: the modules have none, or this optimizer has all of them already"
             )
-        self._sent.append({**options})
-        self.param_groups.append({"params": [branch.root for branch in members], "param_names": names, **options})
+        return names, options
+
+    def recover(self, timeout: float = DEFAULT) -> None:
+        """Go on after workers were lost and have come back: all owners begin anew, with the hyperparameters of now.
+
+        The model is to be recovered before, and the state loaded behind it: `telegrad.recover` does all of it. Steps
+        that are still under way for what has failed change nothing any more.
+
+        Raises:
+            CannotRestore: a parameter is lost, and nothing says how to make it anew.
+        """
+        for future in [*self._retiring()]:
+            with suppress(TelegradError):  # it is a dead one's, or has just died
+                future.wait()
+        if self._model is not None:
+            self._members[0] = branches(self._model)
+        for branch in {each.root._handle.id: each for members in self._members for each in members}.values():
+            revive(branch.root, timeout)
+        self._rider = secrets.randbits(63)
+        self.locals, self._names, self._keeps = {}, {}, False
+        for number, (members, group) in enumerate(zip(self._members, self.param_groups, strict=True)):
+            names, options = self._share_out(number, members, hyperparameters(group))
+            self._sent[number] = {**options}
+            group.update(params=[branch.root for branch in members], param_names=names)
+
+    def _retiring(self) -> Iterator[Future[Any]]:
+        for local in self.locals.values():
+            with suppress(TelegradError):
+                yield ask(local, "retire")
 
     def _branches(self, params: Any) -> list[Branch]:
         """The members of a group; those that come without a name are called by their position among all."""

@@ -27,6 +27,7 @@ from telegrad.rpc.api import (
 from telegrad.rpc.groupcalls import GroupFuture
 from telegrad.rpc.groups import Group, group
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.publishing import lookup, publish
 from telegrad.rpc.references import RRef
 from telegrad.rpc.refgroups import RefGroup
 from telegrad.rpc.streams import Stream
@@ -57,8 +58,10 @@ __all__ = [
     "get_worker_info",
     "group",
     "init_rpc",
+    "lookup",
     "on_join",
     "on_leave",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_stream",

@@ -23,6 +23,7 @@ from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.functions import must_finish
+from telegrad.rpc.lasting import Restore, check_restore, with_recipe
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.streams import WINDOW, Stream
@@ -230,15 +231,24 @@ def remote(
     args: Any = None,
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    restore: Restore = False,
 ) -> RRef[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`, where its value stays; a reference to that.
 
     Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
+
+    With `restore`, the value comes back with its owner: where that was lost, the next use of the reference waits for a
+    worker of the same name, and has the value made anew there by the same call, and `restore(value)` called, which
+    brings it to the state of a checkpoint, say. `restore=True` leaves it as it was made.
     """
     call = convert(func, args, kwargs)
+    check_restore(restore)
     if profiling.wanted():
-        return profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
-    return create(to, call, timeout)
+        made: RRef[Any] = profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
+    else:
+        made = create(to, call, timeout)
+    return made if restore is False else with_recipe(made, func, args, kwargs, restore)
 
 
 @not_compiled

@@ -16,7 +16,7 @@ from telegrad.agent.futures import Future
 from telegrad.agent.naming import user_name
 from telegrad.autograd.api import backward, check_root
 from telegrad.errors import CallTimeout, NotOwner, UsageError
-from telegrad.group.members import WorkerInfo
+from telegrad.group.members import Identity, WorkerInfo
 from telegrad.rpc import current
 from telegrad.rpc.operators import Operators, is_tensor_method
 from telegrad.rpc.streams import WINDOW, Stream
@@ -101,8 +101,19 @@ class RRef(Operators, Generic[T]):
         return self._fetch(timeout)
 
     def _fetch(self, timeout: float) -> T:
-        value: T = self._table.agent.call(self._table.reach(self._handle), fetch, self._handle.id, None, timeout, self)
+        value: T = self._table.agent.call(self._reach(timeout), fetch, self._handle.id, None, timeout, self)
         return value
+
+    def _reach(self, timeout: float = DEFAULT) -> Identity:
+        """The owner, who is to be called; raises why the value cannot be had, if so.
+
+        A reference to a value that comes back waits for that so long; its handle may be another one then.
+        """
+        return self._table.reach(self._handle)
+
+    def _check(self) -> None:
+        """As `_reach`, where nobody is to be called."""
+        self._table.check(self._handle)
 
     @not_compiled
     def local_value(self) -> T:
@@ -138,12 +149,12 @@ class RRef(Operators, Generic[T]):
         creation = self._table.creation(self._handle)
         if creation is not None:
             return creation
-        self._table.check(self._handle)
+        self._check()
         if self._handle.box is not None:
             return when_full(self._handle.box)
         if self._table.made_here(self._handle):  # and so it has succeeded
             return when_full(Box.of(None))
-        return self._table.agent.call_async(self._table.reach(self._handle), created, self._handle.id, None, keeps=self)
+        return self._table.agent.call_async(self._reach(), created, self._handle.id, None, keeps=self)
 
     _get_future = future
 
@@ -164,7 +175,7 @@ class RRef(Operators, Generic[T]):
         value.backward(retain_graph=retain_graph)  # type: ignore[attr-defined]
 
     def _as_root(self) -> tuple[str, Any]:
-        return self._table.reach(self._handle).name, self._handle.id
+        return self._reach().name, self._handle.id
 
     # Using it where it is
 
@@ -194,35 +205,44 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def _call(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Any:
-        owner, call = self._table.reach(self._handle), self._table.agent.call
+        owner, call = self._reach(timeout), self._table.agent.call
         if profiling.wanted():
             call = partial(profiling.called, self._event("sync", method, asked), call)
         return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, asked)
 
     @not_compiled
     def _call_async(self, method: str, timeout: float, args: Any, kwargs: Any, asked: Any = None) -> Future[Any]:
-        owner, call = self._table.reach(self._handle), self._table.agent.call_async
+        owner, call = self._reach(timeout), self._table.agent.call_async
         if profiling.wanted():
             call = partial(profiling.called_async, self._event("async", method, asked), call)
         return call(owner, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self, asked)
 
     @not_compiled
     def _stream(self, window: int, method: str, timeout: float, args: Any, kwargs: Any) -> Stream[Any]:
-        owner, function = self._table.reach(self._handle), methods.of(method)
+        owner, function = self._reach(timeout), methods.of(method)
         return Stream(owner, function, (*self._handle.id, *args), kwargs, timeout, window, self, function)
 
     @not_compiled
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
-        return self._make(method, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self)
+        owner = self._reach(timeout)
+        return self._make(owner, method, methods.of(method), (*self._handle.id, *args), kwargs, timeout, self)
 
     def _make(
-        self, name: str, function: Any, args: Any, kwargs: Any, timeout: float, keeps: Any, asked: Any = None
+        self,
+        owner: Identity,
+        name: str,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        keeps: Any,
+        asked: Any = None,
     ) -> RRef[Any]:
         """Have the owner make another value; a profiler shows it under that name."""
         create = self._table.create
         if profiling.wanted():
             create = partial(profiling.called_creation, self._event("remote", name), create)
-        made: RRef[Any] = create(self._table.reach(self._handle), function, args, kwargs, timeout, keeps, asked)
+        made: RRef[Any] = create(owner, function, args, kwargs, timeout, keeps, asked)
         return made
 
     def _event(self, kind: str, method: str, asked: Any = None) -> profiling.Event:
@@ -237,11 +257,11 @@ class RRef(Operators, Generic[T]):
         """Call a function at the owner with the values of its operands."""
         held = [each for each in (*operands, *named.values()) if isinstance(each, RRef)]
         for each in held:
-            self._table.check(each._handle)
+            each._check()
         args = (function, *(each._lent() if isinstance(each, RRef) else each for each in operands))
         kwargs = {name: each._lent() if isinstance(each, RRef) else each for name, each in named.items()}
         name = operands[1] if function is call_method else profiling.function_name(function)
-        return self._make(name, with_values, args, kwargs, DEFAULT, held, function)
+        return self._make(self._reach(), name, with_values, args, kwargs, DEFAULT, held, function)
 
     def _lent(self) -> Borrowed:
         return Borrowed(self._handle.id, self._handle.owner.name)

@@ -161,7 +161,7 @@ class RefGroup:
         def call(share: Share, place: int) -> None:
             each = self._references[place]
             try:
-                each._table.reach(each._handle)
+                each._reach()
             except Exception as error:
                 raise Unusable(error) from error
             follow(share, partial(each._call_async, method, timeout, calls[share.number], {}))
@@ -178,7 +178,7 @@ class RefGroup:
         calls = []
         for share, each in pairs:
             try:
-                calls.append(EachCall(share, each._table.reach(each._handle), each))
+                calls.append(EachCall(share, each._reach(), each))
             except Exception as error:  # whatever its maker has raised
                 share.set_exception(error)
         current.agent().call_each(calls, methods.of_each(method), (self._ids(), *args), kwargs, timeout)
@@ -187,7 +187,7 @@ class RefGroup:
     def _create(self, method: str, timeout: float, args: Any, kwargs: Any) -> RefGroup:
         self._check()
         by_name = {each.owner_name(): each for each in self}
-        owners = _identified(list(by_name), lambda name: by_name[name]._table.reach(by_name[name]._handle))
+        owners = _identified(list(by_name), lambda name: by_name[name]._reach())
         function = methods.of_each(method)
         table = current.references()
         return RefGroup(table.create_each(owners, function, (self._ids(), *args), kwargs, timeout, self, None))
@@ -216,5 +216,5 @@ def _fetched(reference: RRef[Any], timeout: float) -> Future[Any]:
     """A future of the value."""
     if reference.is_owner():
         return reference.future().then(lambda _: reference.local_value())
-    table, handle = reference._table, reference._handle
-    return table.agent.call_async(table.reach(handle), fetch, handle.id, None, timeout, reference)
+    owner = reference._reach(timeout)
+    return reference._table.agent.call_async(owner, fetch, reference._handle.id, None, timeout, reference)

@@ -1,0 +1,73 @@
+"""`telegrad.recover`: a training goes on from its last checkpoint after workers have died and come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+from torch import nn
+
+from telegrad import checkpoint
+from telegrad.errors import (
+    CallCancelled,
+    CallTimeout,
+    CannotRestore,
+    ContextEnded,
+    PeerError,
+    RRefError,
+    UnknownWorker,
+    WorkersFailed,
+)
+from telegrad.nn.reviving import revive_model
+from telegrad.optim import DistributedOptimizer
+from telegrad.progress import Wait
+from telegrad.rpc import RRef, get_worker_info
+
+PAUSE = 0.05  # seconds before the next try
+LEAST = 1.0  # seconds for a try
+
+OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout, CallCancelled, ContextEnded
+
+
+def recover(
+    state: dict[str, Any], checkpoint_id: checkpoint.Path, timeout: float = 60.0, after: BaseException | None = None
+) -> None:
+    """See `telegrad.recover`."""
+    if after is not None and not _may_end(after):
+        raise after
+    until = time.monotonic() + timeout if timeout else inf
+    why: Exception | None = None
+
+    def text() -> str:
+        return f"recover: {why}" if why is not None else "recover: all parts are asked for"
+
+    with Wait("recover", text, worker=get_worker_info().name) as wait:
+        while True:
+            try:
+                _recover(state.values(), max(until - time.monotonic(), LEAST) if timeout else 0)
+                checkpoint.load(state, checkpoint_id)
+                return
+            except (*OF_A_LOSS, WorkersFailed) as error:
+                if time.monotonic() > until or not _may_end(error):
+                    raise
+                why = error
+            wait.look()
+            time.sleep(PAUSE)
+
+
+def _recover(values: Iterable[Any], timeout: float) -> None:
+    values = list(values)
+    for value in values:
+        if isinstance(value, nn.Module | RRef):
+            revive_model(value, timeout)
+    for value in values:
+        if isinstance(value, DistributedOptimizer):
+            value.recover(timeout)
+
+
+def _may_end(error: BaseException) -> bool:
+    """Whether it tells of lost workers only, and these may come back."""
+    several = error.errors.values() if isinstance(error, WorkersFailed) else [error]
+    return all(isinstance(each, OF_A_LOSS) and not isinstance(each, CannotRestore) for each in several)

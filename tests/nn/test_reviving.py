@@ -1,0 +1,275 @@
+"""Models, pipelines and optimizers whose workers are lost, come back, and go on from a checkpoint."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import telegrad
+import telegrad.autograd as autograd
+import telegrad.checkpoint as checkpoint
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import current
+from tests.rpc.test_publishing import Crowd
+
+WIDTH = 4
+
+
+@pytest.fixture
+def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
+    made = Crowd(tmp_path)
+    try:
+        for rank, name in enumerate(["w0", "w1", "w2"]):
+            made.add(name, rank)
+        current.enter(made.workers["w0"])
+        yield made
+    finally:
+        current.enter(None)
+        for worker in made.workers.values():
+            worker.end("")
+
+
+class Layer(nn.Module):
+    """With the same parameters wherever it is made."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.tanh(self.linear(value))
+
+
+class Outer(nn.Module):
+    """Has a part on another worker."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__()
+        self.own = Layer(1)
+        self.inner = RemoteModule(worker, Layer, (2,), restore=True)
+
+    def forward(self, value: Tensor) -> Tensor:
+        found: Tensor = self.inner(self.own(value))
+        return found
+
+
+class Tied(nn.Module):
+    """Its first and last part share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(1), Layer(2), Layer(3))
+        self.layers[2].linear.weight = self.layers[0].linear.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        found: Tensor = self.layers(value)
+        return found
+
+
+def restart(crowd: Crowd, *names: str) -> None:
+    for name in names:
+        crowd.lose(name)
+    for name in names:
+        crowd.add(name)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(8, WIDTH, generator=chance).double() for _ in range(2))  # type: ignore[return-value]
+
+
+def train(model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs, targets = batch(step)
+        with autograd.context() as context_id:
+            if isinstance(model, Pipeline):
+                loss = model.forward_backward(context_id, inputs, targets, mse_loss)
+            else:
+                loss = mse_loss(model(inputs), targets)
+                autograd.backward(context_id, loss)
+            optimizer.step(context_id)
+        losses.append(loss.item())
+    return losses
+
+
+def alone(model: nn.Module, steps: int) -> list[float]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check(crowd: Crowd, folder: pathlib.Path, model: nn.Module, whole: nn.Module, *lost: str) -> None:
+    """Train, save, train on, lose workers, recover and train on: with the losses of the whole model in one place."""
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, model, lr=0.05)
+    state = {"model": model, "optimizer": optimizer, "step": 2}
+    expected = alone(whole, 6)
+    assert train(model, optimizer, range(2)) == pytest.approx(expected[:2])
+    checkpoint.save(state, folder / "two")
+    assert train(model, optimizer, range(2, 4)) == pytest.approx(expected[2:4])
+    state["step"] = 4
+    for each in lost:
+        restart(crowd, each)
+        telegrad.recover(state, folder / "two")
+        assert state["step"] == 2
+        assert train(model, optimizer, range(2, 6)) == pytest.approx(expected[2:6])
+    restart(crowd, *lost)
+    telegrad.recover(state, folder / "two")
+    assert train(model, optimizer, range(2, 6)) == pytest.approx(expected[2:6])
+
+
+def test_a_pipeline_goes_on_with_the_same_losses(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    stages = [RemoteModule("w1", Layer, (1,), restore=True), RemoteModule("w2", Layer, (2,), restore=True), Layer(3)]
+    whole = nn.Sequential(Layer(1), Layer(2), Layer(3))
+    check(crowd, tmp_path, Pipeline(stages, chunks=4), whole, "w1", "w2")
+
+
+def test_a_stage_whose_worker_stays_away_goes_on_elsewhere(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    pipeline = Pipeline([RemoteModule("w1", Layer, (1,)), RemoteModule("w2", Layer, (2,))], chunks=2)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
+    state = {"model": pipeline, "optimizer": optimizer}
+    expected = alone(nn.Sequential(Layer(1), Layer(2)), 4)
+    assert train(pipeline, optimizer, range(2)) == pytest.approx(expected[:2])
+    checkpoint.save(state, tmp_path / "two")
+    crowd.lose("w1")
+    pipeline.replace(0, RemoteModule("w2", Layer, (100,)))
+    telegrad.recover(state, tmp_path / "two")
+    assert train(pipeline, optimizer, range(2, 4)) == pytest.approx(expected[2:])
+
+
+def test_a_model_that_was_cut_goes_on_and_so_do_its_ties(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    pipeline = Pipeline.split(Tied(), ["w1", "w2"], at=["layers.2"], chunks=2, restore=True)
+    check(crowd, tmp_path, pipeline, Tied(), "w1", "w2")
+
+
+@pytest.mark.parametrize("lost", ["w1", "w2"])
+def test_parts_of_parts_come_back(crowd: Crowd, tmp_path: pathlib.Path, lost: str) -> None:
+    model = RemoteModule("w1", Outer, ("w2",), restore=True)
+    check(crowd, tmp_path, model, nn.Sequential(Layer(1), Layer(2)), lost)
+
+
+def test_a_module_that_came_back_has_the_mode_of_its_handle(crowd: Crowd) -> None:
+    module = RemoteModule("w1", Layer, (1,), restore=lambda layer: nn.init.zeros_(layer.linear.weight))
+    module.eval()
+    module.recover()
+    restart(crowd, "w1")
+    assert rpc.rpc_sync("w1", trains, (module.get_module_rref(),))  # a use has made it anew
+    module.recover()
+    assert not rpc.rpc_sync("w1", trains, (module.get_module_rref(),))
+    assert module.training is False
+    assert rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)).abs().sum() == 0
+
+
+def trains(module: rpc.RRef[Layer]) -> bool:
+    return module.local_value().training
+
+
+def weight_of(module: rpc.RRef[Layer]) -> Tensor:
+    return module.local_value().linear.weight.detach()
+
+
+def test_a_handle_on_another_worker_finds_the_module_too(crowd: Crowd) -> None:
+    module = RemoteModule("w1", Layer, (1,), restore=True)
+    outer = RemoteModule("w2", Around, (module,))
+    value = batch(0)[0]
+    with torch.no_grad():
+        expected = module(value)
+        restart(crowd, "w1")
+        assert torch.equal(outer(value), expected)
+
+
+class Around(nn.Module):
+    """Was given a handle."""
+
+    def __init__(self, inner: RemoteModule) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, value: Tensor) -> Tensor:
+        found: Tensor = self.inner(value)
+        return found
+
+
+def test_a_step_that_comes_too_late_changes_nothing(crowd: Crowd) -> None:
+    module = RemoteModule("w1", Layer, (1,), restore=True)
+    optimizer = DistributedOptimizer.for_module(torch.optim.Adam, module, lr=0.05)
+    old = optimizer.locals["w1"]
+    optimizer.recover()
+    assert optimizer.locals["w1"] is not old
+    before = rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)).clone()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, module(batch(0)[0]).sum())
+        with pytest.raises(errors.UsageError, match="comes too late"):
+            old.rpc_sync().step(context_id, {})
+        assert torch.equal(rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)), before)
+        optimizer.step(context_id)
+    assert not torch.equal(rpc.rpc_sync("w1", weight_of, (module.get_module_rref(),)), before)
+
+
+def test_hyperparameters_and_schedulers_go_on(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    module = RemoteModule("w1", Layer, (1,), restore=True)
+    optimizer = DistributedOptimizer.for_module(torch.optim.SGD, module, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state: dict[str, Any] = {"model": module, "optimizer": optimizer, "scheduler": scheduler}
+    train(module, optimizer, range(1))
+    scheduler.step()
+    checkpoint.save(state, tmp_path / "one")
+    scheduler.step()
+    restart(crowd, "w1")
+    telegrad.recover(state, tmp_path / "one")
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.5
+    train(module, optimizer, range(1))
+    assert rpc.rpc_sync("w1", rate_of, (optimizer.locals["w1"],)) == 0.5
+
+
+def rate_of(local: rpc.RRef[Any]) -> float:
+    found: float = local.local_value()._optimizer.param_groups[0]["lr"]
+    return found
+
+
+def test_what_cannot_come_back_is_told_at_once(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    module = RemoteModule("w1", Layer, (1,))
+    checkpoint.save({"model": module}, tmp_path / "one")
+    restart(crowd, "w1")
+    start = time.monotonic()
+    with pytest.raises(errors.CannotRestore, match="give `restore`"):
+        telegrad.recover({"model": module}, tmp_path / "one")
+    with pytest.raises(errors.CannotRestore, match="give `restore`"):
+        module.recover()
+    assert time.monotonic() - start < 5
+
+
+def test_a_worker_that_does_not_come_back_is_named(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    module = RemoteModule("w1", Layer, (1,), restore=True)
+    checkpoint.save({"model": module}, tmp_path / "one")
+    crowd.lose("w1")
+    with pytest.raises(errors.OwnerLost, match="start worker 'w1' again"):
+        telegrad.recover({"model": module}, tmp_path / "one", 0.5)
+
+
+def test_errors_of_the_program_are_raised_again(crowd: Crowd, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(errors.CodecError, match="mine"):
+        telegrad.recover({}, tmp_path, after=errors.CodecError("mine"))
+    with pytest.raises(errors.WorkersFailed):
+        telegrad.recover({}, tmp_path, after=errors.WorkersFailed("", {"w1": ValueError(), "w2": errors.PeerLost()}))
+    with pytest.raises(errors.UsageError, match="no complete checkpoint"):
+        telegrad.recover({}, tmp_path / "none", after=errors.PeerLost())

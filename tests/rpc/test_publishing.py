@@ -1,0 +1,249 @@
+"""Values with a name: published by several workers, had by one, found wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.group.stores import open_store
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
+from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, agents, processes
+
+
+class Crowd:
+    """Workers of a dynamic group in this process, that come and go."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.url = f"file://{folder}/store"
+        self.workers: dict[str, Worker] = {}
+
+    def add(self, name: str, rank: int = -1) -> Worker:
+        options = TelegradOptions(rpc_timeout=PATIENCE)
+        made = self.workers[name] = start(name, partial(open_store, self.url, rank, None), options, current.enter)
+        return made
+
+    def lose(self, name: str) -> None:
+        """End a worker, and wait until all others know: a call that is begun before fails."""
+        lost = self.workers.pop(name)
+        lost.end("")
+        for other in self.workers.values():
+            with contextlib.suppress(errors.UnknownWorker):
+                while True:
+                    with contextlib.suppress(errors.PeerError):
+                        other.agent.call(lost.me.identity, operator.add, (1, 1), None)
+
+    def on(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function gives on a thread of that worker."""
+
+        def run() -> Any:
+            current.enter(self.workers[name])
+            return function(*args)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(run).result(PATIENCE)
+
+
+@pytest.fixture
+def crowd(tmp_path: pathlib.Path) -> Iterator[Crowd]:
+    made = Crowd(tmp_path)
+    try:
+        for rank, name in enumerate(["w0", "w1", "w2"]):
+            made.add(name, rank)
+        yield made
+    finally:
+        for worker in made.workers.values():
+            worker.end("")
+
+
+class Counter:
+    """Counts what it is called."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+    def where(self) -> str:
+        return current.agent().name
+
+
+kept: list[Any] = []
+
+
+def keep(reference: rpc.RRef[Any]) -> None:
+    kept.append(reference)
+
+
+def where(reference: rpc.RRef[Counter]) -> str:
+    found: str = reference.rpc_sync().where()
+    return found
+
+
+def test_a_published_value_is_found_from_everywhere(crowd: Crowd) -> None:
+    crowd.on("w1", rpc.publish, "counter", Counter)
+    for name in ("w0", "w1", "w2"):
+        assert crowd.on(name, lambda: rpc.lookup("counter").rpc_sync().add(1)) > 0
+    assert crowd.on("w0", lambda: rpc.lookup("counter").rpc_sync().add(0)) == 3
+
+
+def test_who_stands_by_takes_over_and_references_follow(crowd: Crowd) -> None:
+    crowd.on("w1", rpc.publish, "counter", partial(Counter, 10))
+    crowd.on("w2", rpc.publish, "counter", partial(Counter, 20))
+    found = crowd.on("w0", rpc.lookup, "counter")
+    assert crowd.on("w0", where, found) == "w1"
+    crowd.lose("w1")
+    assert crowd.on("w0", where, found) == "w2"
+    assert crowd.on("w0", lambda: found.rpc_sync().add(1)) == 21
+    assert found.owner_name() == "w2"
+
+
+def test_who_comes_back_has_the_value_again(crowd: Crowd) -> None:
+    crowd.on("w1", rpc.publish, "counter", Counter)
+    found = crowd.on("w0", rpc.lookup, "counter")
+    assert crowd.on("w0", lambda: found.rpc_sync().add(5)) == 5
+    crowd.lose("w1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(crowd.on, "w0", lambda: found.rpc_sync().add(1))  # while nobody has it
+        crowd.add("w1")
+        crowd.on("w1", rpc.publish, "counter", partial(Counter, 100))
+        assert waiting.result(PATIENCE) == 101
+
+
+def test_a_reference_that_was_sent_on_follows_too(crowd: Crowd) -> None:
+    crowd.on("w1", rpc.publish, "counter", Counter)
+    crowd.on("w0", lambda: rpc.rpc_sync("w2", keep, (rpc.lookup("counter"),)))  # w2 is in this process
+    crowd.lose("w1")
+    crowd.on("w0", rpc.publish, "counter", partial(Counter, 7))
+    assert crowd.on("w2", lambda: kept[0].rpc_sync().add(1)) == 8
+    kept.clear()
+
+
+def test_all_who_publish_at_once_agree_on_one() -> None:
+    with agents(5, dynamic=True) as workers:
+        ready = threading.Barrier(5)
+        made: list[str] = []
+
+        def publish(worker: Worker) -> None:
+            current.enter(worker)
+            ready.wait(PATIENCE)
+            rpc.publish("one", lambda: made.append(worker.me.name))
+
+        with ThreadPoolExecutor(5) as pool:
+            list(pool.map(publish, workers))
+            owners = list(pool.map(_owner, workers))
+        assert len(made) == 1
+        assert set(owners) == {made[0]}
+
+
+def _owner(worker: Worker) -> str:
+    current.enter(worker)
+    return rpc.lookup("one").owner_name()
+
+
+def test_a_value_that_nobody_publishes_is_not_found(crowd: Crowd) -> None:
+    with pytest.raises(
+        errors.NotPublished, match=r"'nothing' is not there after 0.2 s: no worker publishes it.*w0, w1"
+    ):
+        crowd.on("w0", rpc.lookup, "nothing", 0.2)
+
+
+def test_a_lookup_waits_for_the_value(crowd: Crowd) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(crowd.on, "w0", rpc.lookup, "late")
+        crowd.on("w2", rpc.publish, "late", Counter)
+        assert crowd.on("w0", where, waiting.result(PATIENCE)) == "w2"
+
+
+def test_a_factory_that_fails_is_told_to_who_publishes_and_another_has_the_value(crowd: Crowd) -> None:
+    def fail() -> None:
+        raise ArithmeticError("no value today")
+
+    with pytest.raises(ArithmeticError, match="no value today"):
+        crowd.on("w1", rpc.publish, "counter", fail)
+    crowd.on("w1", rpc.publish, "counter", Counter)
+    crowd.on("w2", rpc.publish, "counter", fail)  # stands by
+    crowd.lose("w1")
+    crowd.on("w0", rpc.publish, "counter", Counter)
+    until = time.monotonic() + PATIENCE
+    while crowd.on("w0", lambda: where(rpc.lookup("counter"))) != "w0":
+        assert time.monotonic() < until
+
+
+def test_a_lookup_reminds_who_stands_by_of_a_value_that_nobody_has(crowd: Crowd) -> None:
+    begun, fails = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        assert fails.wait(PATIENCE)
+        raise ArithmeticError("no value today")
+
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(crowd.on, "w1", rpc.publish, "counter", fail)
+        assert begun.wait(PATIENCE)
+        crowd.on("w2", rpc.publish, "counter", Counter)  # stands by: w1 is to have it
+        fails.set()
+        with pytest.raises(ArithmeticError):
+            failing.result(PATIENCE)
+    assert crowd.on("w0", lambda: where(rpc.lookup("counter"))) == "w2"
+
+
+def test_what_cannot_be_published(crowd: Crowd) -> None:
+    crowd.on("w1", rpc.publish, "counter", Counter)
+    with pytest.raises(errors.UsageError, match="'w1' publishes a value under the name 'counter' already"):
+        crowd.on("w1", rpc.publish, "counter", Counter)
+    with pytest.raises(errors.InvalidArgument, match="publish takes a name"):
+        crowd.on("w1", rpc.publish, "other", Counter())
+    with pytest.raises(errors.InvalidArgument, match="has a name"):
+        crowd.on("w1", rpc.lookup, "")
+
+
+def take_part(name: str, url: str, start: int | None) -> None:
+    options = TelegradOptions(init_method=url, rpc_timeout=PATIENCE)
+    rpc.init_rpc(name, rank=int(name[-1]), rpc_backend_options=options)
+    if start is not None:
+        rpc.publish("counter", partial(Counter, start))
+
+
+found: list[rpc.RRef[Counter]] = []
+
+
+def find() -> int:
+    found[:] = [rpc.lookup("counter")]
+    return found[0].rpc_sync().add(1)
+
+
+def use_until_it_works() -> tuple[float, int]:
+    """How long that took, and what came of it."""
+    begun = time.monotonic()
+    while True:
+        with contextlib.suppress(errors.PeerError):  # of a call that was begun before the death was known
+            return time.monotonic() - begun, found[0].rpc_sync().add(1)
+
+
+def test_a_killed_owner_is_replaced_by_who_stands_by(tmp_path: pathlib.Path) -> None:
+    with processes(3) as (user, owner, spare):
+        url = f"file://{tmp_path}/store"
+        user.run(take_part, "w0", url, None)
+        owner.run(take_part, "w1", url, 10)
+        spare.run(take_part, "w2", url, 20)
+        assert user.run(find) == 11
+        owner.kill()
+        taken, value = user.run(use_until_it_works)
+    assert value == 21
+    assert taken < 2
