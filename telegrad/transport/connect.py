@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation
 from telegrad.transport.handshake import ITSELF, Claim, Initiator, StreamId
+from telegrad.transport.processes import is_stopped, process_at, stopped
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, client_context
 
@@ -40,6 +41,9 @@ def connect(
         HandshakeError: who answers is not of this group.
     """
     sock, shared = _reach(target, tls, transport, timeout, silence)
+    pid = process_at(sock) if shared else 0
+    if silence and is_stopped(pid):
+        timeout = min(timeout, silence)
     try:
         end = Initiator(key, mine, target.incarnation, stream_id=target.stream_id)
         return sock, shared, _shake_hands(sock, end, monotonic() + timeout)
@@ -48,9 +52,8 @@ def connect(
         raise type(error)(f"worker {target.name!r}: {error}") from error.__cause__
     except OSError as error:
         sock.close()
-        raise PeerUnreachable(
-            f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
-        ) from error
+        why = f"does not answer: {stopped(pid)}" if is_stopped(pid) else f"broke off the handshake ({error})"
+        raise PeerUnreachable(f"worker {target.name!r} {why}; the call has not run") from error
 
 
 def _reach(
