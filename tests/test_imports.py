@@ -42,6 +42,7 @@ PURE = [
     "agent/calls.py",
     "agent/deadlines.py",
     "agent/slots.py",
+    "agent/silence.py",
     "rpc/flow.py",
     "rref/letters.py",
     "rref/records.py",

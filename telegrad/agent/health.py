@@ -1,8 +1,8 @@
 """Finds workers that live and do not run: the rim of `silence`.
 
-A process that was stopped keeps its connections, and so nothing tells of it. On this host the kernel knows its state, so
-that one which is only busy is never taken for silent. Of all others only what they say can be seen: a heartbeat is asked
-for where the user wants that, and one that is busy for longer, and lets no other thread run, is silent then, too.
+A process that was stopped keeps its connections, and so nothing tells of it. On this host the kernel knows its state,
+so that one which is only busy is never taken for silent. Of all others only what they say can be seen: a heartbeat is
+asked for where the user wants that, and one that is busy for longer, and lets no other thread run, is silent then, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Health:
     """Whether those run whom this worker calls; for the clock's thread alone."""
 
     def __init__(self, silence: float, heartbeat: float, end: Callable[[Link, PeerSilent], None]) -> None:
-        """After `silence` seconds a stopped process is told of, after `heartbeat` one that does not answer; 0 for never.
+        """After `silence` seconds a stopped process is told of, after `heartbeat` who does not answer; 0 for never.
 
         `end` is called with the connection of a worker that is silent.
         """
@@ -85,11 +85,13 @@ class _Watched:
             why = f"for {silence:g} s {stopped(pid)}"
         elif heartbeat and self._voice.look(now, self._is_heard()) and not self._link.has_unread():
             why = (
-                f"it has not answered for {heartbeat:g} s, the option `heartbeat`: it was stopped, or a thread holds its "
-                "interpreter (`telegrad why` tells)"
+                f"it has not answered for {heartbeat:g} s, the option `heartbeat`: it was stopped, or a thread holds "
+                "its interpreter (`telegrad why` tells)"
             )
         self.due = now + min(self._process.pause, self._voice.pause)
-        return why and f"{why}. Calls in flight to it may or may not have run; if it goes on, the next call connects anew"
+        return (
+            why and f"{why}. Calls in flight to it may or may not have run; if it goes on, the next call connects anew"
+        )
 
     def _is_heard(self) -> bool:
         """Whether it gave a sign of life since the last look; if so, it is asked for the next."""

@@ -15,7 +15,16 @@ from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, RendezvousError, ShutDown, StoreLost
+from telegrad.errors import (
+    CallTimeout,
+    LeftEarly,
+    PeerError,
+    PeerLost,
+    PeerSilent,
+    RendezvousError,
+    ShutDown,
+    StoreLost,
+)
 from telegrad.group.address import knock
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member, Members, WorkerInfo, info
