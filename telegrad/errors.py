@@ -176,7 +176,7 @@ class PeerLost(PeerError, ConnectionError):
 
 
 class PeerSilent(PeerLost):
-    """The worker lives, but does not run: its process was stopped, or does not answer heartbeats; it may go on one day."""
+    """The worker lives, but does not run: its process was stopped, or does not answer heartbeats; it may go on yet."""
 
 
 class PublisherLost(PeerLost):

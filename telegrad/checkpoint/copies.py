@@ -29,7 +29,7 @@ class Shelf:
             if free:
                 return free.pop()
         dtype, count, locked = kind
-        return torch.empty(count, dtype=dtype, pin_memory=locked)
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=locked)
 
     def put(self, used: list[tuple[Kind, Tensor]]) -> None:
         """What one save has used; what lies here of others is given up, so that it is never more than that."""

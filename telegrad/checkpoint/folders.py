@@ -28,14 +28,12 @@ class Files(FileSystem):
         return False
 
     def rename(self, path: Path, new_path: Path) -> None:
-        newest = max(
-            (moment for moment, _ in _dated(os.path.dirname(os.path.dirname(os.path.abspath(new_path))))), default=0
-        )
-        newest = max(newest, _completed(os.path.dirname(new_path)))
+        folder = os.path.dirname(os.path.abspath(new_path))
+        newest = max((moment for moment, _ in _dated(os.path.dirname(folder))), default=0)
         now = os.stat(path).st_mtime_ns
         os.utime(path, ns=(now, max(now, newest + 1)))
         os.replace(path, new_path)
-        _sync(os.path.dirname(new_path))
+        _sync(folder)
 
 
 def latest(folder: Path) -> str | None:

@@ -32,8 +32,10 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
 
     It is complete when this returns. With `wait=False` this returns once all owners have copied what they have into the
     memory of their hosts; it is written beside the program, and complete once the future is done, whose value is the
-    path. The next `save`, and `rpc.shutdown()`, wait for that. With `keep`, so many complete checkpoints stay in the folder where this one is, and
-    older ones are removed: each training needs one of its own for them. `latest(folder)` finds the newest.
+    path. The next `save`, and `rpc.shutdown()`, wait for that.
+
+    With `keep`, so many complete checkpoints stay in the folder where this one is, and older ones are removed: each
+    training needs a folder of its own for them. `latest(folder)` finds the newest.
 
     Raises:
         UsageError: `state` is no dictionary by names.
