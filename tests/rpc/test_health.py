@@ -30,7 +30,7 @@ lines: queue.Queue[str] = queue.Queue()
 def account() -> None:
     """Keep account of what is told on this worker."""
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.put(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.put(record.getMessage())
     logging.getLogger("telegrad").addHandler(handler)
     rpc.on_leave(lambda worker, how: events.put((how, worker.name)))
     rpc.on_lost(lambda worker, reason: events.put((worker.name, type(reason).__name__, str(reason))))
@@ -141,9 +141,10 @@ def test_without_heartbeats_whoever_cannot_be_seen_is_waited_for() -> None:
         assert workers[0].end()[0] == ""
 
 
-def test_of_those_who_die_the_reason_is_told(tmp_path: pathlib.Path) -> None:
+def test_of_those_who_die_the_reason_is_told() -> None:
     with group(3) as workers:
         workers[0].run(account)
+        assert workers[0].run(call, "worker1") == workers[0].run(call, "worker2") == 3  # there are connections now
         workers[1].kill()
         assert {workers[0].run(next_event)[:2] for _ in range(2)} == {("lost", "worker1"), ("worker1", "PeerLost")}
         workers[2].run(rpc.shutdown, False)
