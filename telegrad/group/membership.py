@@ -92,6 +92,7 @@ class Membership:
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
         self._on_loss: list[Callable[[WorkerInfo, Exception], Any]] = []
         self._doubts: list[_Doubt] = []
+        self._silent: set[str] = set()  # the incarnations of those who were taken out, whatever the store says
         self._closed = False
         self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
         self._seen_changes = self._seen_orphans = 0
@@ -241,6 +242,9 @@ class Membership:
             doubtful = not isinstance(reason, ShutDown)
             if doubtful:
                 self._doubts.append(_Doubt(member, 0, monotonic(), reason))
+                if isinstance(reason, PeerSilent):  # at once: who is silent may serve the store
+                    self._silent.add(member.incarnation)
+                    self._take_out(member, reason)
             elif self._group is None:
                 self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
         if doubtful:
@@ -334,11 +338,13 @@ class Membership:
     def _see(self, group: DynamicGroup, acts: list[Act]) -> None:
         with self._changed:
             present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
+            silent = set(self._silent)
         members = {member.incarnation: member for member in group.members()}
         group.known = list(members.values())
         gone = [member for member in present.values() if member.incarnation not in members]
         ends = [(member, _found_lost(member) if group.was_lost(member) else None) for member in gone]
-        new = [member for member in group.known if member.incarnation not in present]
+        known = present.keys() | silent
+        new = [member for member in group.known if member.incarnation not in known]
         for member, lost in ends:
             if lost is not None:
                 acts.append(partial(self._note_lost, member))

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import operator
 import os
-import pathlib
 import queue
 import signal
 import time
@@ -18,7 +17,7 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, group, processes
+from tests.cluster import PATIENCE, Process, free_port, group, processes
 
 SILENCE = 0.5
 SOON = 5.0  # seconds that a loaded machine may take for what is due at once
@@ -157,8 +156,8 @@ def join(name: str, where: str, rank: int = -1) -> None:
     account()
 
 
-def test_in_a_dynamic_group_another_may_take_the_place_of_who_is_silent(tmp_path: pathlib.Path) -> None:
-    where = f"file://{tmp_path}/store"
+def test_in_a_dynamic_group_another_may_take_the_place_of_who_is_silent() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"  # who is stopped might hold the lock of a file
     with processes(4) as made:
         boss, other, first, second = made
         boss.run(join, "boss", where, 0)
@@ -183,6 +182,18 @@ def test_in_a_dynamic_group_another_may_take_the_place_of_who_is_silent(tmp_path
 def check_alive(*workers: Process) -> None:
     for worker in workers:
         assert worker.run(is_quiet)
+
+
+def test_who_serves_the_store_of_a_dynamic_group_may_be_silent_too() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as (boss, other):
+        boss.run(join, "boss", where, 0)
+        other.run(join, "other", where)
+        assert other.run(call, "boss") == 3
+        boss.kill(signal.SIGSTOP)
+        assert {other.run(next_event)[:2] for _ in range(2)} == {("lost", "boss"), ("boss", "PeerSilent")}
+        boss.kill(signal.SIGCONT)
+        assert "taken for dead by another" in boss.run(line_with, "taken for dead")
 
 
 @pytest.mark.parametrize("option", ["silence", "heartbeat"])
