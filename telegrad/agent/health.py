@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from math import inf
 from time import process_time
 
-from telegrad.agent.silence import Silence
 from telegrad.errors import PeerSilent
 from telegrad.transport.link import Link
 from telegrad.transport.processes import is_stopped, stopped
+from telegrad.transport.silence import Silence
 
 TICKS = 1.0  # seconds at most between two ticks of a worker that runs
 

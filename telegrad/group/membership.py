@@ -235,6 +235,8 @@ class Membership:
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         """A connection has ended, or none could be made."""
+        if isinstance(reason.__cause__, PeerSilent):
+            reason = reason.__cause__
         with self._changed:
             member = self._present.get(who.incarnation)
             if member is None or self._closed:
@@ -317,6 +319,8 @@ class Membership:
                     self._group.strike_out(doubt.who)
             with self._changed:
                 self._take_out(doubt.who, doubt.why)
+        elif self._on_leave or self._on_loss:  # it lives, and its next end shall be heard of, too
+            self._greet([doubt.who])
         return True
 
     def _look(self, group: DynamicGroup) -> None:

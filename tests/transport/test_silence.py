@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from telegrad.agent.silence import Silence
+from telegrad.transport.silence import Silence
 
 LIMIT = 10.0
 
