@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.calls import CALLS
 from benchmarks.cancelling import CANCELLING
+from benchmarks.checkpoints import CHECKPOINTS
 from benchmarks.crowds import CROWDS
 from benchmarks.lifecycle import LIFECYCLE
 from benchmarks.memory import MEMORY
@@ -14,4 +15,4 @@ from benchmarks.weights import WEIGHTS
 
 # One thread for each process, as torchrun has it: more of them than cores keep each other from running.
 _TRAINING = [row._replace(threads=1) for row in (*TRAINING, *PIPELINES)]
-ROWS = [*CALLS, *CANCELLING, *RECORDING, *_TRAINING, *CROWDS, *WEIGHTS, *LIFECYCLE, *MEMORY]
+ROWS = [*CALLS, *CANCELLING, *RECORDING, *_TRAINING, *CROWDS, *WEIGHTS, *CHECKPOINTS, *LIFECYCLE, *MEMORY]

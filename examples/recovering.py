@@ -49,8 +49,8 @@ def drive(folder: pathlib.Path, steps: int) -> None:
     pipeline = Pipeline([RemoteModule(name, stage, (name,), restore=True) for name in ("first", "second")], chunks=4)
     optimizer = DistributedOptimizer.for_module(torch.optim.SGD, pipeline, lr=RATE)
     state = {"model": pipeline, "optimizer": optimizer, "step": 0}
-    if latest(folder):
-        checkpoint.load(state, latest(folder))
+    if last := checkpoint.latest(folder):
+        checkpoint.load(state, last)
     else:
         save(state, folder)
     training, test = digits()
@@ -64,7 +64,7 @@ def drive(folder: pathlib.Path, steps: int) -> None:
             save(state, folder)
         except errors.TelegradError as error:
             print(f"a worker was lost behind step {state['step']}: {str(error).splitlines()[0][:100]}", flush=True)
-            telegrad.recover(state, latest(folder), after=error)
+            telegrad.recover(state, checkpoint.latest(folder), after=error)
     with torch.no_grad():
         torch.save(pipeline.eval()(test.images), folder / "outputs")
 
@@ -73,14 +73,8 @@ def save(state: dict[str, Any], folder: pathlib.Path) -> None:
     checkpoint.save(state, folder / f"{state['step']}-{os.getpid()}")
 
 
-def latest(folder: pathlib.Path) -> pathlib.Path | None:
-    """The last checkpoint that is whole."""
-    whole = [path.parent for path in folder.glob("*/.metadata")]
-    return max(whole, key=steps_of, default=None)
-
-
-def steps_of(path: pathlib.Path | None) -> int:
-    return int(path.name.partition("-")[0]) if path else 0
+def steps_of(path: str | None) -> int:
+    return int(os.path.basename(path).partition("-")[0]) if path else 0
 
 
 def live(name: str, folder: pathlib.Path, steps: int) -> None:
@@ -108,7 +102,7 @@ def keep_alive(folder: pathlib.Path, steps: int, kills: int) -> None:
     progress = Progress("training with deaths", steps // EVERY)
     victims = [("second", "driver", "first")[number % 3] for number in range(kills)]
     while processes["driver"].poll() != 0:
-        done = steps_of(latest(folder)) // EVERY
+        done = steps_of(checkpoint.latest(folder)) // EVERY
         while progress.done < done:
             progress.advance()
         if victims and done > (kills - len(victims) + 1) * steps // EVERY // (kills + 1):

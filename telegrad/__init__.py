@@ -79,7 +79,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) ->
 
 def recover(
     state: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | None,
     timeout: float = 60.0,
     *,
     after: BaseException | None = None,

@@ -18,6 +18,7 @@ TelegradError (RuntimeError)
 │   └── GroupIncomplete        not all workers came in time
 ├── PeerError                  the other worker, or the way to it
 │   ├── PeerLost               it died, or its connection broke
+│   │   ├── PeerSilent         its process does not run: it was stopped, or does not answer heartbeats
 │   │   └── PublisherLost      who published weights has gone, or has closed the publisher
 │   ├── PeerUnreachable        no connection could be made
 │   ├── HandshakeError         it is not who it should be
@@ -42,6 +43,7 @@ TelegradError (RuntimeError)
 │   ├── ContextEnded           there is no context of that id, or no longer
 │   │   └── ContextLost        a worker took the context's owner for dead, and let it go
 │   └── UnusedSends            a fast pass, but something that was sent took no part
+├── CheckpointFailed           a checkpoint that was written beside the program was not completed
 ├── WorkersFailed              several workers failed at one thing that all should do
 │   └── GroupError             some workers failed at a call to a group; what the others gave is on it
 └── RemoteError                a remote exception whose own type cannot be rebuilt here
@@ -62,6 +64,7 @@ __all__ = [
     "CannotDecode",
     "CannotEncode",
     "CannotRestore",
+    "CheckpointFailed",
     "CodecError",
     "ContextEnded",
     "ContextLost",
@@ -80,6 +83,7 @@ __all__ = [
     "OwnerLost",
     "PeerError",
     "PeerLost",
+    "PeerSilent",
     "PeerUnreachable",
     "ProtocolViolation",
     "PublisherLost",
@@ -173,6 +177,10 @@ class PeerError(TelegradError):
 
 class PeerLost(PeerError, ConnectionError):
     """The worker died or its connection broke; calls in flight may or may not have run."""
+
+
+class PeerSilent(PeerLost):
+    """The worker lives, but does not run: its process was stopped, or does not answer heartbeats; it may go on yet."""
 
 
 class PublisherLost(PeerLost):
@@ -269,6 +277,10 @@ class ContextLost(ContextEnded):
 
 class UnusedSends(AutogradError):
     """In a fast pass no gradient came for something that was sent."""
+
+
+class CheckpointFailed(TelegradError):
+    """A checkpoint that was written beside the program was not completed; the one before it is the last."""
 
 
 class WorkersFailed(TelegradError):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from telegrad import checkpoint
+from telegrad.checkpoint.folders import Path
 from telegrad.errors import (
     CallCancelled,
     CallTimeout,
@@ -18,6 +19,7 @@ from telegrad.errors import (
     PeerError,
     RRefError,
     UnknownWorker,
+    UsageError,
     WorkersFailed,
 )
 from telegrad.nn.reviving import revive_model
@@ -32,11 +34,13 @@ OF_A_LOSS = PeerError, RRefError, UnknownWorker, CallTimeout, CallCancelled, Con
 
 
 def recover(
-    state: dict[str, Any], checkpoint_id: checkpoint.Path, timeout: float = 60.0, after: BaseException | None = None
+    state: dict[str, Any], checkpoint_id: Path | None, timeout: float = 60.0, after: BaseException | None = None
 ) -> None:
     """See `telegrad.recover`."""
     if after is not None and not _may_end(after):
         raise after
+    if checkpoint_id is None:
+        raise UsageError("recover: there is no checkpoint to go on from; save one before the first step") from after
     until = time.monotonic() + timeout if timeout else inf
     why: Exception | None = None
 

@@ -124,7 +124,7 @@ def drive(port: int, folder: str) -> None:
         try:
             train(state, runs)
         except TelegradError as error:
-            telegrad.recover(state, latest(runs), BACK, after=error)
+            telegrad.recover(state, checkpoint.latest(runs), BACK, after=error)
         else:
             break
     (runs / "steps").write_text(str(state["step"]))
@@ -144,8 +144,8 @@ def built(runs: pathlib.Path) -> dict[str, Any]:
             optimizer = DistributedOptimizer.for_module(torch.optim.Adam, model, lr=0.01)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
             state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
-            if latest(runs):
-                checkpoint.load(state, latest(runs))
+            if last := checkpoint.latest(runs):
+                checkpoint.load(state, last)
             else:
                 save(state, runs)
             return state
@@ -174,11 +174,6 @@ def train(state: dict[str, Any], runs: pathlib.Path) -> None:
 
 def save(state: dict[str, Any], runs: pathlib.Path) -> None:
     checkpoint.save(state, runs / f"{state['step']}-{time.monotonic_ns()}")
-
-
-def latest(runs: pathlib.Path) -> str:
-    complete = [path.parent for path in runs.glob("*/.metadata")]
-    return str(max(complete, key=lambda path: int(path.name.partition("-")[0]))) if complete else ""
 
 
 # Who starts them

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import telegrad.autograd as autograd
 import telegrad.checkpoint as checkpoint
+from telegrad.checkpoint.saver import Saver
 from telegrad.errors import UsageError, WorkersFailed
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
@@ -135,24 +136,29 @@ def test_what_is_not_there(saved: Saved, tmp_path: pathlib.Path) -> None:
             checkpoint.load({"optimizer": DistributedOptimizer.for_module(torch.optim.Adam, nn.Linear(2, 2))}, saved[0])
 
 
-def test_what_was_not_written_to_its_end_is_no_checkpoint(
+def test_what_was_not_written_to_its_end_is_no_checkpoint_and_the_older_one_stays(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with agents(3) as workers:
         current.enter(workers[0])
         state = training(["w1", "w2"])
-        checkpoint.save(state, tmp_path)
+        checkpoint.save({**state, "step": 1}, tmp_path / "old")
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint.Saver, "write", broken)
-            with pytest.raises(WorkersFailed, match=r"3 of 3 workers failed[\s\S]*no space"):
-                checkpoint.save(state, tmp_path)
+            patched.setattr(Saver, "write", broken)
+            for name in ("old", "new"):
+                with pytest.raises(WorkersFailed, match=r"3 of 3 workers failed[\s\S]*no space"):
+                    checkpoint.save({**state, "step": 2}, tmp_path / name)
         with pytest.raises(UsageError, match="no complete checkpoint"):
-            checkpoint.load(state, tmp_path)
-        checkpoint.save(state, tmp_path)
-        checkpoint.load(state, tmp_path)
+            checkpoint.load(state, tmp_path / "new")
+        checkpoint.load(state, tmp_path / "old")
+        assert state["step"] == 1
+        checkpoint.save({**state, "step": 3}, tmp_path / "old")
+        checkpoint.load(state, tmp_path / "old")
+        assert state["step"] == 3
+        assert len(list((tmp_path / "old").iterdir())) == 4  # nothing is left of the older ones
 
 
-def broken(self: checkpoint.Saver, plan: dcp.SavePlan) -> NoReturn:
+def broken(self: Saver, plan: dcp.SavePlan) -> NoReturn:
     raise OSError("no space")
 
 

@@ -37,6 +37,7 @@ PURE = [
     "devices/maps.py",
     "transport/handshake.py",
     "transport/reading.py",
+    "transport/silence.py",
     "group/members.py",
     "group/attendance.py",
     "group/farewell.py",

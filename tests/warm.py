@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.rpc
 
+import telegrad.checkpoint
 import telegrad.rpc
 
 __all__ = ["cloudpickle", "pytest", "telegrad", "torch"]

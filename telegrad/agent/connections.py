@@ -19,9 +19,10 @@ from torch import Tensor
 from telegrad import instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller
+from telegrad.agent.health import Health
 from telegrad.agent.outgoing import AnyLink, OutgoingCalls
 from telegrad.agent.pending import Pending
-from telegrad.agent.reactor import Reactor
+from telegrad.agent.reactor import INSTANT, Reactor, Work
 from telegrad.devices.maps import Devices, faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
 from telegrad.devices.staging import Staging
@@ -73,6 +74,7 @@ class Settings(NamedTuple):
     pass_deadlines: bool = False
     most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
     most_bytes: int = 1 << 30  # of the tensors in them
+    heartbeat: float = 0.0
 
 
 class _Joined(NamedTuple):
@@ -114,6 +116,11 @@ class Connections:
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self._warned: set[str] = set()  # the incarnations of those whose loss was told
+        self._health = Health(
+            settings.silence,
+            settings.heartbeat,
+            lambda link, why: reactor.submit(Work(link.close, why, INSTANT)),
+        )
         self.closed = False
         self._joined: _Joined | None = None  # set once
         self._names: dict[str | int, OutgoingCalls] = {}  # found before; replaced as one is lost; no lock
@@ -368,6 +375,8 @@ class Connections:
         with self._lock:
             peers, accepted = list(self._peers.values()), list(self._accepted)
         upcoming = min((peer.tick(now) for peer in peers), default=inf)
+        links = (peer.link for peer in peers)
+        upcoming = min(upcoming, self._health.tick(now, [link for link in links if isinstance(link, Link)]))
         for link in accepted:
             link.release()
         self.listener.tick(now)

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
-from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, RendezvousError, ShutDown, StoreLost
+from telegrad.errors import (
+    CallTimeout,
+    LeftEarly,
+    PeerError,
+    PeerLost,
+    PeerSilent,
+    RendezvousError,
+    ShutDown,
+    StoreLost,
+)
 from telegrad.group.address import knock
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member, Members, WorkerInfo, info
 from telegrad.group.post import Post
 from telegrad.group.stores import Place, find_store
+from telegrad.group.telling import Teller
 from telegrad.progress import Wait
 from telegrad.threads import Background
 
@@ -53,34 +62,7 @@ class _Doubt(NamedTuple):
     who: Member
     knocks: int
     due: float
-
-
-class Teller:
-    """Calls the callbacks of users, one after the other, on a thread of its own."""
-
-    def __init__(self, entered: Callable[[], None]) -> None:
-        self._entered = entered
-        self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._thread = Background("telegrad-members", self._main)
-
-    def begin(self) -> None:
-        """There is somebody to be told."""
-        self._thread.want()
-
-    def tell(self, callback: Callable[..., Any], *args: Any) -> None:
-        self._queue.put((callback, args))
-
-    def close(self) -> None:
-        self._queue.put(None)
-
-    def _main(self) -> None:
-        self._entered()
-        while (told := self._queue.get()) is not None:
-            callback, args = told
-            try:
-                callback(*args)
-            except Exception:
-                log.exception("telegrad: a callback of on_join or on_leave failed for %s", args[0])
+    why: PeerError  # it is doubted
 
 
 class Membership:
@@ -108,7 +90,9 @@ class Membership:
         self._version = 0  # of the view
         self._on_join: list[Callable[[WorkerInfo], Any]] = []
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
+        self._on_loss: list[Callable[[WorkerInfo, Exception], Any]] = []
         self._doubts: list[_Doubt] = []
+        self._silent: set[str] = set()  # the incarnations of those who were taken out, whatever the store says
         self._closed = False
         self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
         self._seen_changes = self._seen_orphans = 0
@@ -226,9 +210,16 @@ class Membership:
 
     def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
         """Have `callback` called with each worker that goes, and with "left" or "lost"."""
+        self._hear_of_ends(self._on_leave, callback)
+
+    def on_lost(self, callback: Callable[[WorkerInfo, Exception], Any]) -> None:
+        """Have `callback` called with each worker that is lost, and with the reason."""
+        self._hear_of_ends(self._on_loss, callback)
+
+    def _hear_of_ends(self, told: list[Any], callback: Callable[..., Any]) -> None:
         self._teller.begin()
         with self._changed:
-            self._on_leave.append(callback)
+            told.append(callback)
             others = self._others()
         self._greet(others)
 
@@ -244,25 +235,32 @@ class Membership:
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         """A connection has ended, or none could be made."""
+        if isinstance(reason.__cause__, PeerSilent):
+            reason = reason.__cause__
         with self._changed:
             member = self._present.get(who.incarnation)
             if member is None or self._closed:
                 return
             doubtful = not isinstance(reason, ShutDown)
             if doubtful:
-                self._doubts.append(_Doubt(member, 0, monotonic()))
+                self._doubts.append(_Doubt(member, 0, monotonic(), reason))
+                if isinstance(reason, PeerSilent):  # at once: who is silent may serve the store
+                    self._silent.add(member.incarnation)
+                    self._take_out(member, reason)
             elif self._group is None:
-                self._take_out(member, LEFT if not isinstance(reason, LeftEarly) else LOST)
+                self._take_out(member, reason if isinstance(reason, LeftEarly) else None)
         if doubtful:
             self._watch.want()
         self._wake.set()
 
-    def _take_out(self, member: Member, how: str) -> None:
-        """With the lock held: a member has gone."""
+    def _take_out(self, member: Member, lost: PeerError | None) -> None:
+        """With the lock held: a member has gone; in order, where there is no reason for its loss."""
         if self._present.pop(member.incarnation, None) is not None:
             self._new_version()
             for callback in self._on_leave:
-                self._teller.tell(callback, info(member), how)
+                self._teller.tell(callback, info(member), LOST if lost else LEFT)
+            for told in self._on_loss if lost else ():
+                self._teller.tell(told, info(member), lost)
             self._changed.notify_all()
 
     def _new_version(self) -> None:
@@ -309,7 +307,8 @@ class Membership:
 
     def _settle(self, doubt: _Doubt) -> bool:
         """Whether it is known now what has become of a worker."""
-        answer = knock(doubt.who.tcp, PATIENCE)
+        is_silent = isinstance(doubt.why, PeerSilent)  # and the kernel would answer in its place
+        answer = False if is_silent else knock(doubt.who.tcp, PATIENCE)
         last = doubt.knocks + 1 == len(KNOCKS)
         if answer is not False and not last:
             return False
@@ -319,7 +318,9 @@ class Membership:
                 with contextlib.suppress(StoreLost):
                     self._group.strike_out(doubt.who)
             with self._changed:
-                self._take_out(doubt.who, LOST)
+                self._take_out(doubt.who, doubt.why)
+        elif self._on_leave or self._on_loss:  # it lives, and its next end shall be heard of, too
+            self._greet([doubt.who])
         return True
 
     def _look(self, group: DynamicGroup) -> None:
@@ -341,20 +342,22 @@ class Membership:
     def _see(self, group: DynamicGroup, acts: list[Act]) -> None:
         with self._changed:
             present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
+            silent = set(self._silent)
         members = {member.incarnation: member for member in group.members()}
         group.known = list(members.values())
         gone = [member for member in present.values() if member.incarnation not in members]
-        ends = [(member, LOST if group.was_lost(member) else LEFT) for member in gone]
-        new = [member for member in group.known if member.incarnation not in present]
-        for member, how in ends:
-            if how == LOST:
+        ends = [(member, _found_lost(member) if group.was_lost(member) else None) for member in gone]
+        known = present.keys() | silent
+        new = [member for member in group.known if member.incarnation not in known]
+        for member, lost in ends:
+            if lost is not None:
                 acts.append(partial(self._note_lost, member))
         with self._changed:
-            for member, how in ends:
-                self._take_out(member, how)
+            for member, lost in ends:
+                self._take_out(member, lost)
             for member in new:
                 self._take_in(member)
-            greets = bool(self._on_leave)
+            greets = bool(self._on_leave or self._on_loss)
         if greets:
             acts.append(partial(self._greet, new))
         for orphan in group.orphans(self._seen_orphans):
@@ -370,7 +373,7 @@ class Membership:
 
     def _note_lost(self, member: Member) -> None:
         if member.incarnation != self._me.incarnation:
-            self._post.warn_lost(member.identity, f"worker {member.name!r} was lost, as another worker has found")
+            self._post.warn_lost(member.identity, str(_found_lost(member)))
         else:
             log.warning("telegrad: worker %s was taken for dead by another: shut it down and join again", member)
 
@@ -432,4 +435,8 @@ class Membership:
 
 
 def _later(doubt: _Doubt) -> _Doubt:
-    return _Doubt(doubt.who, doubt.knocks + 1, monotonic() + KNOCKS[doubt.knocks + 1])
+    return doubt._replace(knocks=doubt.knocks + 1, due=monotonic() + KNOCKS[doubt.knocks + 1])
+
+
+def _found_lost(member: Member) -> PeerLost:
+    return PeerLost(f"worker {member.name!r} was lost, as another worker has found")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from telegrad.transport.processes import STOPPED, state_of, stopped
 from telegrad.witness.stacks import is_library
 
 WATCH = 0.1  # seconds of which the use of the processor is seen
@@ -29,17 +30,17 @@ class Seen(NamedTuple):
 
 def look_at(pid: int, stacks: int) -> Seen:
     """Look for a moment; `stacks` is the descriptor of that process to which it writes them, or -1."""
-    first = _stat(pid)
+    first = state_of(pid)
     if first is None:
         return Seen("its process has ended", "")
     state, used = first
-    if state in "Tt":
-        return Seen(f"its process is stopped (SIGSTOP, or a debugger); kill -CONT {pid} has it go on", "")
+    if state in STOPPED:
+        return Seen(stopped(pid), "")
     if state == "Z":
         return Seen("its process has ended, and its parent has not noticed", "")
     written = _stacks_of(pid, stacks) if stacks >= 0 else ""
     time.sleep(WATCH)
-    later = _stat(pid)
+    later = state_of(pid)
     if later is None:
         return Seen("its process has ended", written)
     if later[1] - used >= WATCH / 2 * os.sysconf("SC_CLK_TCK"):
@@ -72,16 +73,6 @@ def _where(stacks: str) -> str:
         if own and not frames[0]["file"].endswith(_WAITING):
             return ", at {file}:{line} in {function}".format(**own[0])
     return ""
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """The state of a process, and the ticks that it has used."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _stacks_of(pid: int, descriptor: int) -> str:

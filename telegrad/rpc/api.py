@@ -342,6 +342,15 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
     current.joined().membership.on_leave(callback)
 
 
+def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
+    """Have `callback(worker, reason)` called for each worker that is lost: it died, is silent, or left too early.
+
+    The reason is an exception, such as PeerLost or PeerSilent; `on_leave` is told, too. It runs on a thread of its own,
+    and may make remote calls. Ends with the group.
+    """
+    current.joined().membership.on_lost(callback)
+
+
 def debug_info() -> dict[str, int]:
     """How many references there are on this worker, and what is under way about them.
 

@@ -99,6 +99,7 @@ def _settings(options: TelegradOptions) -> Settings:
         tls=options.tls,
         devices=options.published(),
         pass_deadlines=options.pass_deadlines,
+        heartbeat=options.heartbeat,
     )
 
 

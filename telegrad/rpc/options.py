@@ -65,6 +65,7 @@ class TelegradOptions(RpcBackendOptions):
         tls: TlsFiles | None = None,
         shared_memory: int = DEFAULT_SHARED_MEMORY,
         silence: float = 10.0,
+        heartbeat: float = 0.0,
         pass_deadlines: bool = False,
         dashboard: int | None = None,
     ) -> None:
@@ -81,7 +82,10 @@ class TelegradOptions(RpcBackendOptions):
             key: the secret of the group; else `TELEGRAD_KEY`, else one is made when the workers meet.
             tls: certificate files, for encrypted and mutually authenticated TCP.
             shared_memory: bytes of memory files that this worker may lend to others of its host.
-            silence: seconds without a sign of life from another host after which it is taken for lost.
+            silence: seconds after which another host that gives no sign of life, or a process of this host that is
+                stopped, is taken for lost; 0 for never.
+            heartbeat: seconds after which a worker that does not answer heartbeats is taken for lost, on whatever host,
+                also where its interpreter is busy; 0 for none.
             pass_deadlines: whether what is called for the sake of a call of this worker, on whatever worker, has at
                 most what is left of that call's time.
             dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
@@ -102,7 +106,8 @@ class TelegradOptions(RpcBackendOptions):
         self.key = key.encode() if isinstance(key, str) else key
         self.tls = tls
         self.shared_memory = shared_memory
-        self.silence = silence
+        self.silence = _seconds("silence", silence)
+        self.heartbeat = _seconds("heartbeat", heartbeat)
         self.pass_deadlines = pass_deadlines
         self.dashboard = dashboard
 
@@ -158,6 +163,17 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
             devices=devices,
             **own,
         )
+
+
+def _seconds(option: str, value: Any) -> float:
+    """An option that is a time, 0 for never.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(value, float | int) or not 0 <= value < float("inf"):
+        raise UsageError(f"{option} must be 0 (never) or positive seconds, not {value!r}")
+    return float(value)
 
 
 def as_device(device: int | str | torch.device) -> torch.device:

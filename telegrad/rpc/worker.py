@@ -50,6 +50,7 @@ class Worker:
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.witness = witness
         self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
+        self.before_end: list[Callable[[float], None]] = []  # likewise, before it says so: each waits for something
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
 
@@ -88,6 +89,8 @@ class Worker:
         required = self.parting.required(require)
         try:
             if graceful:
+                for act in self.before_end:
+                    act(timeout)
                 if not serving:
                     self.witness.leaving(self.parting.missing)
                 self.parting.wait(timeout, serving)

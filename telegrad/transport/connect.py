@@ -8,8 +8,10 @@ import ssl
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation
+from telegrad.errors import AuthenticationFailed, HandshakeError, PeerSilent, PeerUnreachable, ProtocolViolation
 from telegrad.transport.handshake import ITSELF, Claim, Initiator, StreamId
+from telegrad.transport.processes import is_stopped, process_at, stopped
+from telegrad.transport.silence import Silence
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, client_context
 
@@ -40,12 +42,17 @@ def connect(
         HandshakeError: who answers is not of this group.
     """
     sock, shared = _reach(target, tls, transport, timeout, silence)
+    pid = process_at(sock) if shared else 0
     try:
         end = Initiator(key, mine, target.incarnation, stream_id=target.stream_id)
-        return sock, shared, _shake_hands(sock, end, monotonic() + timeout)
+        return sock, shared, _shake_hands(sock, end, monotonic() + timeout, pid, silence if pid else 0.0)
     except (HandshakeError, PeerUnreachable) as error:
         sock.close()
         raise type(error)(f"worker {target.name!r}: {error}") from error.__cause__
+    except PeerSilent as silent:
+        sock.close()
+        why = f"worker {target.name!r} does not answer: {silent}"
+        raise PeerUnreachable(f"{why}; the call has not run") from PeerSilent(why)
     except OSError as error:
         sock.close()
         raise PeerUnreachable(
@@ -98,14 +105,21 @@ def _reach(
     return sock, False
 
 
-def _shake_hands(sock: socket.socket, end: Initiator, deadline: float) -> bytes:
+def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> bytes:
+    """What came behind the handshake; PeerSilent where the other's process `pid` is stopped for so many seconds."""
     sock.sendall(end.start())
+    silent = Silence(silence)
     while not end.done:
         remaining = deadline - monotonic()
         if remaining <= 0:
             raise TimeoutError("timed out")
-        sock.settimeout(remaining)
-        data = sock.recv(4096)
+        sock.settimeout(min(remaining, silent.pause))
+        try:
+            data = sock.recv(4096)
+        except TimeoutError:
+            if silence and silent.look(monotonic(), not is_stopped(pid)):
+                raise PeerSilent(stopped(pid)) from None
+            continue
         if not data:
             raise ProtocolViolation("the connection was closed during the handshake")
         try:

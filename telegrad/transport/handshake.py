@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAGIC = b"TGRD"
 LONGEST = 2048
 NONCE = 32

@@ -22,6 +22,7 @@ from telegrad.errors import LeftEarly, PeerError, PeerLost, ShutDown
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
+from telegrad.transport.processes import process_at
 from telegrad.transport.reading import Reading
 from telegrad.transport.sockets import NOT_NOW, shut
 from telegrad.transport.waker import Waker
@@ -31,6 +32,7 @@ from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
     BYE,
     OPENED,
+    PULSE,
     RELEASE,
     RETIRE,
     Message,
@@ -75,6 +77,7 @@ class Link:
         self._tls_lock = threading.Lock() if self._tls else contextlib.nullcontext()  # TLS state is one for both sides
         self._poller = poller
         self._shares = stores.pool is not None  # and so descriptors may come
+        self.process = process_at(sock) if self._shares else 0  # of the peer, where it can be seen from here
         self._on_messages = on_messages
         self._on_closed = on_closed
         self._over: str | None = None  # the peer has said that nothing more follows, and how it left
@@ -102,6 +105,16 @@ class Link:
     def taken(self) -> int:
         """Bytes that have come, in memory that was lent, too."""
         return self.received + self._incoming.attached
+
+    @property
+    def written(self) -> int:
+        """Bytes that have left the outbox."""
+        return self._writer.written
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether there is something in the outbox."""
+        return bool(self._outbox)
 
     def __repr__(self) -> str:
         state = f"ended, {self.closed}" if self.closed is not None else f"{len(self._outbox)} buffers to send"
@@ -193,6 +206,18 @@ class Link:
                 if self.closed is None:
                     self._queue_release()
                     self._flush()
+
+    def ask(self) -> None:
+        """Ask the peer for a sign of life."""
+        with contextlib.suppress(PeerError):  # which is known by then
+            self.send(Message(PULSE, 1))
+
+    def has_unread(self) -> bool:
+        """Whether something has come that nobody has read yet."""
+        try:
+            return bool(select.select([self._sock], [], [], 0)[0])
+        except (OSError, ValueError):  # it has ended, or its number is too high to be asked
+            return False
 
     def retire(self, numbers: list[int]) -> None:
         """Tell the peer which blocks this worker gave up."""
@@ -329,7 +354,9 @@ class Link:
     def _wanted(self, count: int) -> Iterator[Message]:
         """Those frames that are not for this connection itself."""
         for frame in self.reader.advance(count):
-            if frame.kind == RELEASE:
+            if frame.kind < RELEASE:
+                yield frame
+            elif frame.kind == RELEASE:
                 with self._lock:
                     numbers = self._outgoing.returned(unpack_numbers(frame.body))
                 self._outgoing.reclaim(numbers)
@@ -340,8 +367,10 @@ class Link:
                     self._outgoing.opened(bytes(frame.body).decode())
             elif frame.kind == BYE:
                 self._over = bytes(frame.body).decode()
-            else:
+            elif frame.kind != PULSE:
                 yield frame
+            elif frame.id:
+                self.send(Message(PULSE))
 
     # The end
 

@@ -31,8 +31,10 @@ def tune_unix(sock: socket.socket) -> None:
 
 def tune_tcp(sock: socket.socket, silence: float) -> None:
     """Small frames go at once; a host that is silent for `silence` seconds is found out by the kernels, not by the
-    processes, so that one whose interpreter is busy is not taken for dead."""
+    processes, so that one whose interpreter is busy is not taken for dead; 0 for never."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not silence:
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probe = max(1, round(silence / 4))
     for option, value in (

@@ -32,6 +32,7 @@ class Writer:
         """`watch`: whether to be called again when the socket can be written. `resume` must lead to a flush, too."""
         self.outbox: deque[Chunk | StagedCopy] = deque()
         self.waits = False  # for the socket
+        self.written = 0  # bytes
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tls_lock = tls_lock
@@ -47,6 +48,7 @@ class Writer:
         try:
             while outbox and self._has_next():
                 sent = self._write()
+                self.written += sent
                 while sent:
                     chunk = outbox[0]
                     assert isinstance(chunk, Chunk)

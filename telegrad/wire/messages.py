@@ -14,6 +14,7 @@ tensors), `table` (one entry per blob), `body` (a pickle), and the memory of tho
     LEND      block `id` is memory of an accelerator, `body` tells how to open it
     OPENED    whether block `id`, the first of its kind, could be opened: `body` says why not
     CANCEL    call `id` is not wanted any more: nobody takes its answer, but for what that carries
+    PULSE     whether the other end runs: one with an `id` is answered by one without
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED, CANCEL = range(1, 12)
-KINDS = ("", "CALL", "RESULT", "FAILURE", "REFUSAL", "NOTICE", "RELEASE", "RETIRE", "BYE", "LEND", "OPENED", "CANCEL")
+CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED, CANCEL, PULSE = range(1, 13)
+KINDS = (
+    *("", "CALL", "RESULT", "FAILURE", "REFUSAL", "NOTICE", "RELEASE", "RETIRE", "BYE", "LEND", "OPENED", "CANCEL"),
+    "PULSE",
+)
 
 # Flags of a CALL: the caller's modes, as the function would find them in a local call.
 NO_GRAD = 1

@@ -341,16 +341,18 @@ def train(state: dict[str, Any], device: str | torch.device) -> list[float]:
     return [step(state, lambda model: loss_of(model, data(state["step"], device))) for _ in range(3)]
 
 
+@pytest.mark.parametrize("wait", [True, False])
 @on_host_and_devices
-def test_training_goes_on_from_a_checkpoint(kind: str) -> None:
+def test_training_goes_on_from_a_checkpoint(kind: str, wait: bool) -> None:
     """On other workers and other devices, which need no map for that."""
     here, there = places(kind)
     with tempfile.TemporaryDirectory() as folder:
         with group(kind, 3):
             state = training(here, there, 3)
             train(state, here)
-            checkpoint.save(state, folder)
+            written = checkpoint.save(state, folder, wait=wait)
             expected = train(state, here)
+            written.wait()
         with group(kind, 2, device_maps={}):
             state = training("cpu", here, 2)
             checkpoint.load(state, folder)

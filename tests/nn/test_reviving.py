@@ -273,3 +273,5 @@ def test_errors_of_the_program_are_raised_again(crowd: Crowd, tmp_path: pathlib.
         telegrad.recover({}, tmp_path, after=errors.WorkersFailed("", {"w1": ValueError(), "w2": errors.PeerLost()}))
     with pytest.raises(errors.UsageError, match="no complete checkpoint"):
         telegrad.recover({}, tmp_path / "none", after=errors.PeerLost())
+    with pytest.raises(errors.UsageError, match="save one before"):
+        telegrad.recover({}, checkpoint.latest(tmp_path), after=errors.PeerLost())

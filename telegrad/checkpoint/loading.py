@@ -1,0 +1,137 @@
+"""Reads a checkpoint: each worker what it has the names of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from telegrad.checkpoint.folders import Path
+from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, shares_of
+from telegrad.errors import UsageError
+from telegrad.nn.remote_module import apart
+from telegrad.nn.tree import Branch, joined, state_of
+from telegrad.optim import DistributedOptimizer
+from telegrad.optim.local import LocalOptimizer
+from telegrad.rpc import rpc_async
+from telegrad.rpc.together import together
+
+
+def load(state: dict[str, Any], checkpoint_id: Path) -> None:
+    """Read a checkpoint that `save` wrote into a state of the same form, wherever its parts are now.
+
+    Models, optimizers and what has a `load_state_dict` are changed in place; plain values are replaced in `state`.
+
+    Raises:
+        UsageError: there is no complete checkpoint there, or one of something else.
+        WorkersFailed: several workers could not read it.
+    """
+    path = folder_of("load", state, checkpoint_id)
+    _contents(path)
+    shares, own = shares_of(state)
+    together(
+        shares,
+        lambda worker, theirs: rpc_async(worker, _load_shares, (path, theirs), timeout=NO_LIMIT),
+        f"checkpoint.load: reading {path!r}",
+    )
+    for key, value in state.items():
+        if isinstance(value, DistributedOptimizer):
+            value.load_groups(_find(path, (key, "param_groups")))
+        elif key in own:
+            found = _find(path, (key,))
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(found)
+            else:
+                state[key] = found
+
+
+# On each worker
+
+
+def _load_shares(path: str, shares: list[Share]) -> None:
+    for key, branch in shares:
+        value = branch.root.local_value()
+        if isinstance(value, LocalOptimizer):
+            value.load(_find(path, (key, "state"), only=set(value.names)))
+        else:
+            _load_model(path, key, branch)
+
+
+def _load_model(path: str, key: str, branch: Branch) -> None:
+    state = state_of(branch)
+    flat = {joined(key, name): value for name, value in state.items()}
+    _read(path, flat)
+    value = branch.root.local_value()
+    if isinstance(value, nn.Module):
+        prefix = branch.name and f"{branch.name}."
+        loaded = {name.removeprefix(prefix): flat[joined(key, name)] for name in state}
+        with apart():
+            value.load_state_dict(loaded)
+
+
+def _find(path: str, start: tuple[str, ...], only: set[str] | None = None) -> Any:
+    """What a checkpoint has at a place in the state, in whatever form; `only` of these names below it."""
+    metadata = _contents(path)
+    depth = len(start)
+    ways = {
+        name: way[depth:]
+        for name, way in metadata.planner_data.items()
+        if way[:depth] == start and (only is None or way[depth] in only)
+    }
+    if not ways and only is None:
+        raise UsageError(f"the checkpoint in {path!r} has no {'.'.join(start)}")
+    flat = {name: _target(metadata, name) for name in ways}
+    _read(path, flat)
+    if () in ways.values():  # a value, not a dictionary
+        return next(iter(flat.values()))
+    found: Any = {}
+    for name, way in ways.items():
+        inner = found
+        for step in way[:-1]:
+            inner = inner.setdefault(step, {})
+        inner[way[-1]] = flat[name]
+    return _with_lists(found)
+
+
+def _target(metadata: Metadata, name: str) -> Tensor | None:
+    about = metadata.state_dict_metadata[name]
+    return torch.empty(about.size, dtype=about.properties.dtype) if isinstance(about, TensorStorageMetadata) else None
+
+
+def _with_lists(value: Any) -> Any:
+    """Dictionaries whose keys are positions were lists."""
+    if not isinstance(value, dict):
+        return value
+    parts = {key: _with_lists(part) for key, part in value.items()}
+    if parts and all(isinstance(key, int) for key in parts):
+        return [parts[position] for position in sorted(parts)]
+    return parts
+
+
+def _contents(path: str) -> Metadata:
+    try:
+        return FileSystemReader(path).read_metadata()
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no complete checkpoint in {path!r}: {error}") from error
+
+
+def _read(path: str, flat: dict[str, Any]) -> None:
+    """Fill `flat` from a checkpoint: its tensors in place, its other values anew.
+
+    Raises:
+        UsageError: there is no such checkpoint, or it has no value of such a name.
+    """
+    metadata = _contents(path)
+    missing = sorted(flat.keys() - metadata.state_dict_metadata.keys())
+    if missing:
+        raise UsageError(f"the checkpoint in {path!r} has no {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}")
+    reader = FileSystemReader(path)
+    reader.set_up_storage_reader(metadata, True)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(flat, metadata, True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan(plans)
+    reader.read_data(planner.finish_plan(plan), planner).wait()

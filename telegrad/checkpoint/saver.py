@@ -1,0 +1,76 @@
+"""One worker's part in the saving of a checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from telegrad.agent.futures import Future
+from telegrad.checkpoint.copies import Copies, Shelf
+from telegrad.checkpoint.folders import Files
+from telegrad.checkpoint.state import Share
+from telegrad.nn.tree import state_of
+from telegrad.optim.local import LocalOptimizer
+from telegrad.rpc import RRef, current
+from telegrad.rpc.functions import async_execution
+
+
+def writer_to(path: str, is_coordinator: bool) -> FileSystemWriter:
+    # Copies that torch makes ahead are waited for on the current accelerator alone; there may be several.
+    writer = FileSystemWriter(path, per_thread_copy_ahead=0)
+    writer.fs = Files()
+    writer.set_up_storage_writer(is_coordinator)
+    return writer
+
+
+class Saver:
+    """What of this worker belongs to a checkpoint."""
+
+    def __init__(self, path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> None:
+        """With `copies`, what is saved is as it is now, whatever happens to it before it is written."""
+        self._copies = Copies(current.here().attached(Shelf)) if copies else None
+        state = dict(own)
+        for share in shares:
+            value = share.branch.root.local_value()
+            is_optimizer = isinstance(value, LocalOptimizer)
+            part = {"state": value.state()} if is_optimizer else state_of(share.branch)
+            state.setdefault(share.key, {}).update(part if self._copies is None else self._copies.of(part))
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(state, is_coordinator=False)
+        self._writer = writer_to(path, False)
+
+    def plan(self) -> SavePlan:
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def write(self, plan: SavePlan) -> list[WriteResult]:
+        try:
+            return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        finally:
+            if self._copies is not None:
+                self._copies.give_back()
+
+
+def begin(path: str, shares: list[Share], own: dict[str, Any], copies: bool) -> tuple[RRef[Saver], SavePlan]:
+    saver = Saver(path, shares, own, copies)
+    return RRef(saver), saver.plan()
+
+
+@async_execution
+def write_beside(saver: RRef[Saver], plan: SavePlan) -> Future[list[WriteResult]]:
+    """Write on a thread of its own, so that no call of the training has to wait for a thread."""
+    part = saver.local_value()
+    future: Future[list[WriteResult]] = Future()
+
+    def run() -> None:
+        try:
+            results = part.write(plan)
+        except BaseException as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(results)
+
+    threading.Thread(target=run, name="telegrad-checkpoint", daemon=True).start()
+    return future

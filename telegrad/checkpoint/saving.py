@@ -1,0 +1,115 @@
+"""Writes a checkpoint: each owner what it has, and the driver the table of contents, last."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+
+from telegrad.agent.futures import Future
+from telegrad.checkpoint.beside import Beside
+from telegrad.checkpoint.folders import Path, discard, keep_newest, tidy
+from telegrad.checkpoint.saver import Saver, begin, write_beside, writer_to
+from telegrad.checkpoint.state import NO_LIMIT, folder_of, shares_of
+from telegrad.errors import InvalidArgument
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, current, get_worker_info, rpc_async
+from telegrad.rpc.together import together
+
+Begun = dict[str, tuple[RRef[Saver], SavePlan]]  # by worker
+
+
+def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, keep: int | None = None) -> Future[str]:
+    """Write a checkpoint into the folder `checkpoint_id`, which all workers must see under that path; a future of it.
+
+    The values of `state` are models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other
+    things with a `state_dict` (such as schedulers), or plain values. An older checkpoint in the folder stays until this
+    one is complete, and takes its place in one step.
+
+    It is complete when this returns. With `wait=False` this returns once all owners have copied what they have into the
+    memory of their hosts; it is written beside the program, and complete once the future is done, whose value is the
+    path. The next `save`, and `rpc.shutdown()`, wait for that.
+
+    With `keep`, so many complete checkpoints stay in the folder where this one is, and older ones are removed: each
+    training needs a folder of its own for them. `latest(folder)` finds the newest.
+
+    Raises:
+        UsageError: `state` is no dictionary by names.
+        WorkersFailed: several workers could not write; with `wait=False` the future raises it.
+        CheckpointFailed: an earlier one, written beside the program, failed, and nobody has asked its future.
+    """
+    path = folder_of("save", state, checkpoint_id)
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise InvalidArgument(f"keep is how many checkpoints stay, 1 or more, or None for all, not {keep!r}")
+    beside = _beside()
+    beside.settle()
+    begun = _begin(state, path, copies=not wait)
+    complete = partial(_complete, path, begun, keep, wait)
+    if not wait:
+        return beside.begin(path, complete)
+    complete()
+    future: Future[str] = Future()
+    future.set_result(path)
+    return future
+
+
+def _beside() -> Beside:
+    worker = current.here()
+    found = worker.attached(Beside)
+    if found.wait not in worker.before_end:
+        worker.before_end.append(found.wait)
+    return found
+
+
+def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
+    shares, own = shares_of(state)
+    own |= {
+        key: {"param_groups": value.state_groups()}
+        for key, value in state.items()
+        if isinstance(value, DistributedOptimizer)
+    }
+    here = get_worker_info().name
+    return together(
+        {here: [], **shares},
+        lambda worker, theirs: rpc_async(
+            worker, begin, (path, theirs, own if worker == here else {}, copies), timeout=NO_LIMIT
+        ),
+        f"checkpoint.save: gathering what belongs to {path!r}",
+    )
+
+
+def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> None:
+    planner, writer = DefaultSavePlanner(), writer_to(path, True)
+    planner.set_up_planner({}, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([plan for _, plan in begun.values()])
+    mark = secrets.token_hex(4)
+    plans = [_marked(plan, mark) for plan in writer.prepare_global_plan(plans)]
+    by_worker = dict(zip(begun, plans, strict=True))
+    try:
+        written = together(
+            by_worker,
+            lambda worker, plan: (
+                begun[worker][0].rpc_async(timeout=NO_LIMIT).write(plan)
+                if waited_for
+                else rpc_async(worker, write_beside, (begun[worker][0], plan), timeout=NO_LIMIT)
+            ),
+            f"checkpoint.save: writing {path!r}" if waited_for else "",
+            {worker: sum(item.tensor_storage_size() or 0 for item in plan.items) for worker, plan in by_worker.items()},
+        )
+        writer.finish(metadata, list(written.values()))
+    except Exception:
+        discard(path, mark)
+        raise
+    tidy(path, {info.relative_path for info in metadata.storage_data.values()})
+    if keep is not None:
+        keep_newest(path, keep)
+
+
+def _marked(plan: SavePlan, mark: str) -> SavePlan:
+    """With names for its files that no other save has."""
+    place: Any = plan.storage_data
+    return dataclasses.replace(plan, storage_data=dataclasses.replace(place, prefix=f"{mark}{place.prefix}"))

@@ -1,0 +1,59 @@
+"""What belongs to a checkpoint, and which worker has what of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from telegrad.checkpoint.folders import Path
+from telegrad.errors import UsageError
+from telegrad.nn.tree import Branch, branches
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef
+
+NO_LIMIT = 0  # seconds: a checkpoint takes as long as the disks need
+
+
+class Share(NamedTuple):
+    """Something of the state that lives on one worker: a module, a parameter, or a share of an optimizer."""
+
+    key: str  # in the state
+    branch: Branch
+
+
+def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
+    """The folder's path; UsageError where the arguments are of other kinds."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        kind = "a dictionary with other keys" if isinstance(state, Mapping) else type(state).__name__
+        raise UsageError(
+            f"what belongs to a checkpoint is a dictionary by names, not {kind}: "
+            f'write checkpoint.{function}({{"model": model}}, folder)'
+        )
+    return path_of(checkpoint_id)
+
+
+def path_of(folder: Path) -> str:
+    """The path of a folder; UsageError where it is none."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise UsageError(f"a checkpoint is in a folder: give its path, not {type(folder).__name__}")
+    return os.fspath(folder)
+
+
+def shares_of(state: Mapping[str, Any]) -> tuple[dict[str, list[Share]], dict[str, Any]]:
+    """What each worker has of the state; and what is this worker's own, as it is saved."""
+    shares: list[Share] = []
+    own: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, (nn.Module, RRef)):
+            shares += [Share(key, branch) for branch in branches(value)]
+        elif isinstance(value, DistributedOptimizer):
+            shares += [Share(key, Branch("", local)) for local in value.locals.values()]
+        else:
+            own[key] = value.state_dict() if hasattr(value, "state_dict") else value
+    by_worker: dict[str, list[Share]] = {}
+    for share in shares:
+        by_worker.setdefault(share.branch.root.owner_name(), []).append(share)
+    return by_worker, own

@@ -1,0 +1,131 @@
+"""What counts as a sign of life of another worker, and who is told that there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from telegrad.agent import health
+from telegrad.agent.health import Health
+from telegrad.errors import PeerSilent
+
+LIMIT = 10.0
+
+
+class Connection:
+    """What is looked at of a `Link`."""
+
+    peer = "w1"
+
+    def __init__(self, process: int = 0) -> None:
+        self.process = process
+        self.taken = self.written = self.asked = 0
+        self.is_sending = False
+        self.unread = False
+
+    def ask(self) -> None:
+        self.asked += 1
+        self.written += 40
+
+    def has_unread(self) -> bool:
+        return self.unread
+
+
+class Watch:
+    """A worker that looks at one other whenever it wants to."""
+
+    def __init__(self, link: Connection, silence: float = 0.0, heartbeat: float = 0.0) -> None:
+        self.now = 0.0
+        self.told: list[tuple[float, str]] = []
+        self.health = Health(silence, heartbeat, lambda _, why: self.note(why))
+        self.links: list[Any] = [link]
+
+    def note(self, why: PeerSilent) -> None:
+        self.told.append((self.now, str(why)))
+
+    def until(self, end: float, meanwhile: Any = lambda: None) -> None:
+        while self.now < end and not self.told:
+            due = self.health.tick(self.now, self.links)
+            assert due > self.now
+            self.now = min(due, self.now + 1.0)
+            meanwhile()
+
+
+def test_who_does_not_answer_is_told_of_after_the_limit() -> None:
+    link = Connection()
+    watch = Watch(link, heartbeat=LIMIT)
+    watch.until(100.0, lambda: setattr(link, "taken", 40 * link.asked))  # each answered
+    assert not watch.told
+    assert 20 < link.asked < 60
+    watch.until(200.0)
+    ((when, why),) = watch.told
+    assert 100 + LIMIT <= when < 100 + 2 * LIMIT
+    assert "worker 'w1' is silent: it has not answered for 10 s" in why
+
+
+def test_one_question_is_asked_of_who_is_quiet() -> None:
+    link = Connection()
+    watch = Watch(link, heartbeat=LIMIT)
+    watch.until(200.0)
+    assert watch.told
+    assert link.asked == 1
+
+
+def test_who_takes_what_is_sent_lives() -> None:
+    link = Connection()
+    watch = Watch(link, heartbeat=LIMIT)
+    link.is_sending = True
+
+    def take() -> None:
+        link.written += 1000
+
+    watch.until(100.0, take)
+    assert not watch.told
+    watch.until(200.0)
+    assert watch.told
+
+
+def test_what_has_come_and_was_not_read_is_a_sign() -> None:
+    link = Connection()
+    link.unread = True
+    watch = Watch(link, heartbeat=LIMIT)
+    watch.until(100.0)
+    assert not watch.told
+
+
+def test_of_a_process_that_can_be_seen_its_state_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: set[int] = set()
+    monkeypatch.setattr(health, "is_stopped", stopped.__contains__)
+    watch = Watch(Connection(process=7), silence=LIMIT)
+    watch.until(100.0)
+    assert not watch.told
+    stopped.add(7)
+    watch.until(200.0)
+    ((when, why),) = watch.told
+    assert 100 + LIMIT <= when < 100 + 2 * LIMIT
+    assert "kill -CONT 7" in why
+
+
+def test_a_process_that_cannot_be_seen_is_none() -> None:
+    watch = Watch(Connection(), silence=LIMIT)
+    watch.until(100.0)
+    assert not watch.told
+
+
+def test_who_has_gone_is_not_looked_at() -> None:
+    link = Connection()
+    watch = Watch(link, heartbeat=LIMIT)
+    watch.until(12.0)
+    watch.links.clear()
+    watch.until(100.0)
+    assert not watch.told
+
+
+def test_without_limits_nobody_is_looked_at() -> None:
+    link = Connection(process=1)
+    watch = Watch(link)
+    assert watch.health.tick(0.0, watch.links) == float("inf")
+    watch.until(100.0)
+    assert not watch.told
+    assert not link.asked

@@ -1,0 +1,204 @@
+"""Workers that live and do not run: stopped processes, and interpreters that one thread holds."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import operator
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.rpc.options import TelegradOptions
+from tests.cluster import PATIENCE, Process, free_port, group, processes
+
+SILENCE = 0.5
+SOON = 5.0  # seconds that a loaded machine may take for what is due at once
+
+events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+lines: queue.Queue[str] = queue.Queue()
+
+
+def account() -> None:
+    """Keep account of what is told on this worker."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.put(record.getMessage())
+    logging.getLogger("telegrad").addHandler(handler)
+    rpc.on_leave(lambda worker, how: events.put((how, worker.name)))
+    rpc.on_lost(lambda worker, reason: events.put((worker.name, type(reason).__name__, str(reason))))
+
+
+def next_event() -> tuple[Any, ...]:
+    return events.get(timeout=PATIENCE)
+
+
+def is_quiet() -> bool:
+    return events.empty()
+
+
+def line_with(words: str) -> str:
+    while words not in (line := lines.get(timeout=PATIENCE)):
+        pass
+    return line
+
+
+def call(to: str, function: Callable[..., Any] = operator.add, args: Any = (1, 2), timeout: float = 0) -> Any:
+    return rpc.rpc_sync(to, function, args, timeout=timeout)
+
+
+def error_of(to: str, function: Callable[..., Any], args: Any, timeout: float = 0) -> tuple[str, str, float]:
+    """How a call fails, and after how long."""
+    start = time.monotonic()
+    try:
+        call(to, function, args, timeout)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def hold_the_interpreter(seconds: int) -> None:
+    """No other thread of the process runs meanwhile."""
+    ctypes.PyDLL(None).usleep(seconds * 1_000_000)
+
+
+def names() -> list[str]:
+    return [worker.name for worker in rpc.workers()]
+
+
+def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> None:
+    with group(3, silence=SILENCE) as workers:
+        workers[0].run(account)
+        workers[1].run(account)
+        assert workers[0].run(call, "worker1") == 3
+        workers[0].begin(error_of, "worker1", time.sleep, (PATIENCE,))
+        time.sleep(0.2)
+        workers[1].kill(signal.SIGSTOP)
+        kind, text, seconds = workers[0].end()
+        assert kind == "PeerSilent"
+        assert f"kill -CONT {workers[1].pid}" in text
+        assert "This call, of time.sleep, was under way" in text
+        assert SILENCE <= seconds < SILENCE + SOON
+        told = [workers[0].run(next_event) for _ in range(2)]
+        assert told[0] == ("lost", "worker1")
+        assert told[1][:2] == ("worker1", "PeerSilent")
+        assert "is silent" in workers[0].run(line_with, "worker1")
+        assert workers[0].run(names) == ["worker0", "worker2"]
+        kind, text, seconds = workers[0].run(error_of, "worker1", operator.add, (1, 2))
+        assert kind == "PeerUnreachable"
+        assert "stopped" in text
+        assert seconds < SILENCE + SOON
+        assert workers[0].run(call, "worker2") == 3
+        time.sleep(1.2)
+        workers[1].kill(signal.SIGCONT)
+        assert "did not run" in workers[1].run(line_with, "this process")
+        assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
+        assert workers[1].run(is_quiet)
+
+
+def test_who_only_was_stopped_for_a_moment_or_is_busy_is_not_silent() -> None:
+    with group(2, silence=SILENCE) as workers:
+        workers[0].run(account)
+        for _ in range(3):
+            workers[1].kill(signal.SIGSTOP)
+            time.sleep(SILENCE / 3)
+            workers[1].kill(signal.SIGCONT)
+            time.sleep(SILENCE / 3)
+        assert workers[0].run(error_of, "worker1", hold_the_interpreter, (1,))[0] == ""
+        assert workers[0].run(is_quiet)
+
+
+@pytest.mark.parametrize("how", ["stopped", pytest.param("busy", marks=pytest.mark.nightly)])
+def test_over_tcp_heartbeats_tell(how: str) -> None:
+    with group(2, transport="tcp", heartbeat=SILENCE) as workers:
+        workers[0].run(account)
+        assert workers[0].run(error_of, "worker1", time.sleep, (3 * SILENCE,))[0] == ""
+        workers[0].begin(error_of, "worker1", hold_the_interpreter if how == "busy" else time.sleep, (3,))
+        if how == "stopped":
+            workers[1].kill(signal.SIGSTOP)
+        kind, text, seconds = workers[0].end()
+        assert kind == "PeerSilent"
+        assert "has not answered for 0.5 s" in text
+        assert seconds < 3
+        workers[1].kill(signal.SIGCONT)
+        workers[1].run(operator.add, 1, 2)
+        assert workers[0].run(call, "worker1") == 3
+
+
+@pytest.mark.nightly
+def test_without_heartbeats_whoever_cannot_be_seen_is_waited_for() -> None:
+    with group(2, transport="tcp", silence=SILENCE) as workers:
+        workers[0].begin(error_of, "worker1", time.sleep, (2 * SILENCE,))
+        workers[1].kill(signal.SIGSTOP)
+        time.sleep(3 * SILENCE)
+        workers[1].kill(signal.SIGCONT)
+        assert workers[0].end()[0] == ""
+
+
+def test_of_those_who_die_the_reason_is_told() -> None:
+    with group(3) as workers:
+        workers[0].run(account)
+        assert workers[0].run(call, "worker1") == workers[0].run(call, "worker2") == 3  # there are connections now
+        workers[1].kill()
+        assert {workers[0].run(next_event)[:2] for _ in range(2)} == {("lost", "worker1"), ("worker1", "PeerLost")}
+        workers[2].run(rpc.shutdown, False)
+        assert {workers[0].run(next_event)[:2] for _ in range(2)} == {("lost", "worker2"), ("worker2", "LeftEarly")}
+
+
+def join(name: str, where: str, rank: int = -1) -> None:
+    options = TelegradOptions(init_method=where, rpc_timeout=PATIENCE, silence=SILENCE)
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
+    account()
+
+
+def test_in_a_dynamic_group_another_may_take_the_place_of_who_is_silent() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"  # who is stopped might hold the lock of a file
+    with processes(4) as made:
+        boss, other, first, second = made
+        boss.run(join, "boss", where, 0)
+        other.run(join, "other", where)
+        first.run(join, "actor", where)
+        assert len(boss.run(rpc.wait_for_workers, 3, PATIENCE)) == 3
+        first.kill(signal.SIGSTOP)
+        for each in (boss, other):
+            assert {each.run(next_event)[:2] for _ in range(2)} in (
+                {("lost", "actor"), ("actor", "PeerSilent")},
+                {("lost", "actor"), ("actor", "PeerLost")},  # who hears of it by the store
+            )
+        second.run(join, "actor", where)
+        assert boss.run(rpc.wait_for_workers, 3, PATIENCE) is not None
+        assert boss.run(call, "actor") == 3
+        first.kill(signal.SIGCONT)
+        assert "taken for dead by another" in first.run(line_with, "taken for dead")
+        assert boss.run(call, "actor", os.getpid, ()) == second.pid
+        check_alive(boss, other)
+
+
+def check_alive(*workers: Process) -> None:
+    for worker in workers:
+        assert worker.run(is_quiet)
+
+
+def test_who_serves_the_store_of_a_dynamic_group_may_be_silent_too() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as (boss, other):
+        boss.run(join, "boss", where, 0)
+        other.run(join, "other", where)
+        assert other.run(call, "boss") == 3
+        boss.kill(signal.SIGSTOP)
+        assert {other.run(next_event)[:2] for _ in range(2)} == {("lost", "boss"), ("boss", "PeerSilent")}
+        boss.kill(signal.SIGCONT)
+        assert "taken for dead by another" in boss.run(line_with, "taken for dead")
+
+
+@pytest.mark.parametrize("option", ["silence", "heartbeat"])
+def test_times_that_are_none(option: str) -> None:
+    for wrong in (-1, "1", float("nan"), float("inf"), None):
+        with pytest.raises(errors.UsageError, match=f"{option} must be 0"):
+            TelegradOptions(**{option: wrong})  # type: ignore[arg-type]

@@ -1,0 +1,295 @@
+"""Checkpoints that are written beside the program, versions of them, and what is found after a kill."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.storage import WriteResult
+
+import telegrad.checkpoint as checkpoint
+import telegrad.rpc as rpc
+from telegrad.checkpoint import folders
+from telegrad.checkpoint.copies import Copies, Shelf
+from telegrad.checkpoint.saver import Saver
+from telegrad.errors import CheckpointFailed, InvalidArgument
+from telegrad.nn import RemoteModule
+from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, agents, group
+
+SIZE = 1 << 16  # elements of each part of the model that is saved again and again
+
+
+class Gate:
+    """Holds up every writer until it is opened; those who come to it are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.come = threading.Semaphore(0)
+        self.error: Exception | None = None
+        write = Saver.write
+
+        def held(saver: Saver, plan: dcp.SavePlan) -> list[WriteResult]:
+            self.come.release()
+            assert self.open.wait(PATIENCE)
+            if self.error is not None:
+                raise self.error
+            return write(saver, plan)
+
+        monkeypatch.setattr(Saver, "write", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    with agents(3, num_worker_threads=1) as made:
+        current.enter(made[0])
+        yield made
+        current.enter(None)
+
+
+def model() -> nn.Module:
+    return nn.ModuleList(
+        [RemoteModule("w1", nn.Linear, (4, 4)), RemoteModule("w2", nn.Linear, (4, 4)), nn.Linear(4, 4)]
+    )
+
+
+def fill(module: nn.Module, value: float) -> None:
+    module.load_state_dict({name: torch.full_like(part, value) for name, part in module.state_dict().items()})
+
+
+def values(module: nn.Module) -> set[float]:
+    return {float(each) for part in module.state_dict().values() for each in part.flatten()}
+
+
+def test_it_is_as_it_was_when_it_was_saved_and_training_goes_on_meanwhile(
+    workers: list[Worker], gate: Gate, tmp_path: pathlib.Path
+) -> None:
+    net = model()
+    fill(net, 1.0)
+    future = checkpoint.save({"model": net, "step": [1]}, tmp_path / "one", wait=False)
+    for _ in workers:
+        assert gate.come.acquire(timeout=PATIENCE)
+    fill(net, 2.0)  # though each worker has one thread for calls, and writes
+    assert values(net) == {2.0}
+    assert not future.done()
+    assert checkpoint.latest(tmp_path) is None
+    gate.open.set()
+    assert future.wait() == str(tmp_path / "one") == checkpoint.latest(tmp_path)
+    state = {"model": net, "step": [0]}
+    checkpoint.load(state, tmp_path / "one")
+    assert values(net) == {1.0}
+    assert state["step"] == [1]
+
+
+def test_one_is_written_at_a_time(workers: list[Worker], gate: Gate, tmp_path: pathlib.Path) -> None:
+    net = model()
+    first = checkpoint.save({"model": net}, tmp_path / "one", wait=False)
+    over = threading.Event()
+
+    def again() -> None:
+        current.enter(workers[0])
+        checkpoint.save({"model": net}, tmp_path / "two", wait=False).wait()
+        over.set()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    for _ in workers:
+        assert gate.come.acquire(timeout=PATIENCE)
+    assert not gate.come.acquire(timeout=0.1)  # the second waits for the first
+    gate.open.set()
+    assert over.wait(PATIENCE)
+    thread.join()
+    assert first.done()
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "two")
+
+
+def test_a_failure_is_told_by_the_future_or_at_the_next_save(
+    workers: list[Worker], gate: Gate, tmp_path: pathlib.Path
+) -> None:
+    net = model()
+    gate.open.set()
+    checkpoint.save({"model": net}, tmp_path / "good", wait=False).wait()
+    gate.error = OSError("no space")
+    unseen = checkpoint.save({"model": net}, tmp_path / "bad", wait=False)
+    with pytest.raises(CheckpointFailed, match=r"nothing was saved now.*'.*bad'.*3 of 3 workers failed"):
+        checkpoint.save({"model": net}, tmp_path / "next", wait=False)
+    assert not (tmp_path / "bad").exists()
+    del unseen
+    seen = checkpoint.save({"model": net}, tmp_path / "bad", wait=False)
+    with pytest.raises(Exception, match="no space"):
+        seen.wait()
+    gate.error = None
+    checkpoint.save({"model": net}, tmp_path / "next", wait=False).wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"good", "next"}
+
+
+def test_a_callback_may_save_again(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    over = threading.Event()
+
+    def again(_: Any) -> None:
+        checkpoint.save({"step": 2}, tmp_path / "two")
+        over.set()
+
+    checkpoint.save({"step": 1}, tmp_path / "one", wait=False).add_done_callback(again)
+    assert over.wait(PATIENCE)
+
+
+def test_versions(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    assert checkpoint.latest(tmp_path / "never") is None
+    for step in (1, 2, 10):
+        checkpoint.save({"step": step}, tmp_path / str(step), keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "10"}
+    in_a_day = time.time() + 86400
+    os.utime(tmp_path / "10" / folders.CONTENTS, (in_a_day, in_a_day))  # and the clock was set back since
+    checkpoint.save({"step": 5}, tmp_path / "5", keep=2)  # going on from an older one
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "5")
+    assert {path.name for path in tmp_path.iterdir()} == {"10", "5"}
+    checkpoint.save({"step": 6}, tmp_path / "10")
+    assert checkpoint.latest(tmp_path) == checkpoint.latest(tmp_path / "10") == str(tmp_path / "10")
+    for wrong in (0, -1, "3"):
+        with pytest.raises(InvalidArgument, match="keep is how many"):
+            checkpoint.save({"step": 7}, tmp_path / "7", keep=wrong)  # type: ignore[arg-type]
+
+
+def test_only_what_killed_saves_left_is_removed(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    for name, files in {
+        "killed": ["0123abcd__0_0.distcp", ".metadata.tmp"],
+        "mine": ["0123abcd__0_0.distcp", "notes.txt"],
+        "empty": [],
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    time.sleep(0.02)  # times of files have a grain
+    checkpoint.save({"step": 1}, tmp_path / "1")
+    (tmp_path / "1" / "settings.toml").write_text("")
+    checkpoint.save({"step": 2}, tmp_path / "2", keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "mine", "empty", "notes.txt"}
+    assert [path.name for path in (tmp_path / "1").iterdir()] == ["settings.toml"]
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "2")
+
+
+def test_copies_share_what_is_shared_and_their_memory_is_used_again() -> None:
+    shelf = Shelf(None)
+    whole = torch.arange(12.0).reshape(3, 4)
+    state = {"a": whole, "b": {"again": whole, "part": whole[:, 1]}, "c": [1, (whole.to_sparse(), {2})], "d": whole.t()}
+    copies = Copies(shelf)
+    copied = copies.of(state)
+    pointers = {each.data_ptr() for each in (copied["a"], copied["b"]["part"], copied["d"])}
+    whole.add_(1)
+    assert copied["a"] is copied["b"]["again"]
+    assert torch.equal(copied["a"] + 1, whole)
+    assert torch.equal(copied["b"]["part"] + 1, whole[:, 1])
+    assert torch.equal(copied["d"] + 1, whole.t())
+    assert torch.equal(copied["c"][1][0].to_dense() + 1, whole)
+    copies.give_back()
+    again = Copies(shelf).of(state)
+    assert {each.data_ptr() for each in (again["a"], again["b"]["part"], again["d"])} == pointers
+
+
+# What is found after a kill
+
+
+class Counted(nn.Module):
+    """Every element of it is the number of the step."""
+
+    number: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.zeros(SIZE))
+
+    def count(self, step: int) -> None:
+        self.number.fill_(step)
+
+
+def save_on_and_on(folder: pathlib.Path, owners: list[str]) -> None:
+    parts = [RemoteModule(owner, Counted) for owner in owners]
+    state: dict[str, Any] = {"model": nn.ModuleList(parts), "step": 0}
+    if (found := checkpoint.latest(folder)) is not None:
+        checkpoint.load(state, found)
+    while True:
+        state["step"] += 1
+        for part in parts:
+            part.module_rref.rpc_sync().count(state["step"])
+        checkpoint.save(state, folder / f"{state['step']}", wait=state["step"] % 5 == 0, keep=2)
+
+
+def read(path: str) -> tuple[int, set[float]]:
+    """What torch finds there, without any worker."""
+    state: dict[str, Any] = {f"model.{part}.number": torch.zeros(SIZE) for part in range(2)} | {"step": 0}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state.pop("step"), {float(end) for part in state.values() for end in part.aminmax()}
+
+
+def kill_at_random(folder: pathlib.Path, seed: int, times: int, owners: list[str]) -> None:
+    """Kill the driver, an owner or all of them while they save; the last complete one is there and whole each time."""
+    count = 1 + max(int(name.removeprefix("worker")) for name in owners)
+    ways = [[0], [1], list(range(count))] if count > 1 else [[0]]
+    chance = random.Random(seed)
+    before = 0
+    for _ in range(times):
+        with group(count) as workers:
+            workers[0].begin(save_on_and_on, folder, owners)
+            until = time.monotonic() + PATIENCE
+            while (found := checkpoint.latest(folder)) is None or int(pathlib.Path(found).name) <= before:
+                assert time.monotonic() < until, f"SEED={seed}: nothing new was saved"
+                time.sleep(0.002)
+            time.sleep(chance.random() * 0.1)
+            victims = chance.choice(ways)
+            for victim in victims:
+                workers[victim].kill()
+            if victims == [1]:
+                with pytest.raises(AssertionError, match="worker1"):
+                    workers[0].end()
+        found = checkpoint.latest(folder)
+        assert found is not None
+        step, seen = read(found)
+        assert seen == {float(step)}, f"SEED={seed}"
+        assert step >= before, f"SEED={seed}"
+        before = step
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_killed_at_any_moment_the_last_complete_one_is_found(tmp_path: pathlib.Path) -> None:
+    kill_at_random(tmp_path, int(os.environ.get("TELEGRAD_SEED", "1")), 3, ["worker0", "worker0"])
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_killed_at_many_moments_the_last_complete_one_is_found(tmp_path: pathlib.Path) -> None:
+    kill_at_random(
+        tmp_path, int(os.environ.get("TELEGRAD_SEED", str(random.randrange(1 << 32)))), 50, ["worker1", "worker2"]
+    )
+
+
+def save_and_leave(folder: pathlib.Path) -> None:
+    if rpc.get_worker_info().id == 0:
+        net = RemoteModule("worker1", Counted)
+        checkpoint.save({"model": net, "step": 1}, folder / "1", wait=False)
+    rpc.shutdown()
+
+
+def test_shutdown_waits_for_what_is_written(tmp_path: pathlib.Path) -> None:
+    with group(2) as workers:
+        for worker in workers:
+            worker.begin(save_and_leave, tmp_path)
+        for worker in workers:
+            worker.end()
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "1")

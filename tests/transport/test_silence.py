@@ -1,0 +1,59 @@
+"""When a worker counts as silent."""
+
+from __future__ import annotations
+
+import random
+
+from telegrad.transport.silence import Silence
+
+LIMIT = 10.0
+
+
+def watch(silence: Silence, begin: float, end: float, heard: bool, late: float = 0.0) -> float | None:
+    """Look whenever it wants to, a little `late`; when it was silent first."""
+    now = begin
+    while now < end:
+        if silence.look(now, heard):
+            return now
+        now += silence.pause + late
+    return None
+
+
+def test_it_is_silent_after_its_limit_and_not_much_later() -> None:
+    chance = random.Random(1)
+    for _ in range(200):
+        silence = Silence(LIMIT)
+        stops = chance.uniform(50, 60)
+        now = 0.0
+        while now < stops:
+            assert not silence.look(now, True)
+            now += silence.pause + chance.random() * 0.05
+        told = watch(silence, now, 100, False, chance.random() * 0.05)
+        assert told is not None
+        assert stops + LIMIT <= told < stops + 1.5 * LIMIT
+
+
+def test_one_sign_of_life_is_enough() -> None:
+    silence = Silence(LIMIT)
+    now = 0.0
+    for at in range(2000):
+        assert not silence.look(now, heard=at % 19 == 0)
+        now += LIMIT / 20
+    assert watch(silence, now, now + 2 * LIMIT, False) is not None
+
+
+def test_the_time_in_which_this_worker_did_not_run_does_not_count() -> None:
+    silence = Silence(LIMIT)
+    assert not silence.look(0, False)
+    assert not silence.look(0.6 * LIMIT, False)  # all were stopped together
+    assert not silence.look(100 * LIMIT, False)
+    assert not silence.look(100.05 * LIMIT, True)
+    assert watch(silence, 200 * LIMIT, 202 * LIMIT, False) is not None
+
+
+def test_without_a_limit_it_is_never_silent() -> None:
+    silence = Silence(0)
+    assert not silence.look(0, False)
+    assert not silence.look(1e9, False)
+    assert silence.pause == float("inf")
+    assert repr(silence) == "<Silence: quiet at the last look>"
