@@ -37,6 +37,7 @@ PURE = [
     "transport/handshake.py",
     "transport/reading.py",
     "group/members.py",
+    "group/surroundings.py",
     "group/attendance.py",
     "group/farewell.py",
     "agent/calls.py",
