@@ -119,10 +119,8 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
             "them with a launcher whose variables tell it (mpirun, srun, ...)"
         )
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for the whole job
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = join_store(host, port, timeout, lasting=True)
-        return Meeting(dist.PrefixStore(f"/worker/attempt_{attempt}", store), host, rank, size)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
+        return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size)
     return _tcp(host, port, rank, size, timeout)
 
 
