@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pathlib
+import re
 import socket
 import sys
 import threading
@@ -66,6 +70,21 @@ def test_a_name_is_enough(launcher: str) -> None:
     with processes(2) as made:
         found = run_all(made, meet, run_of(launcher))
     assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
+
+
+def run_page(rank: int, variables: list[dict[str, str]], program: str) -> str:
+    os.environ.update(variables[rank])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(program, {"__name__": "__main__"})
+    return said.getvalue()
+
+
+def test_the_program_of_the_page() -> None:
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "clusters.md"
+    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    with processes(2) as made:
+        assert run_all(made, run_page, run_of("Slurm"), program) == ["['worker0', 'worker1']\n"] * 2
 
 
 def test_what_the_program_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
