@@ -15,7 +15,6 @@ from telegrad import errors
 Place = tuple[str, str, int]  # a worker's name, its node, and its process
 
 
-@ray.remote(num_cpus=1, max_restarts=1)
 class Actor:
     def __init__(self, name: str) -> None:
         rpc.init_rpc(name, role="actor")
@@ -48,7 +47,8 @@ def main() -> None:
         cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
     try:
-        actors = [Actor.options(scheduling_strategy="SPREAD").remote(f"actor{number}") for number in range(3)]
+        spread = ray.remote(num_cpus=1, max_restarts=1, scheduling_strategy="SPREAD")(Actor)
+        actors = [spread.remote(f"actor{number}") for number in range(3)]
         ring = ray.get(
             [actor.call.remote(f"actor{(number + 1) % 3}") for number, actor in enumerate(actors)], timeout=120
         )

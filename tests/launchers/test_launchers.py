@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -68,59 +69,82 @@ def test_torchrun(tmp_path: pathlib.Path) -> None:
     check_greetings(output_of([*TORCHRUN, "--standalone", "--nproc-per-node=2", HELLO], tmp_path))
 
 
-def test_torchrun_on_two_nodes(tmp_path: pathlib.Path) -> None:
+def test_torchrun_on_two_nodes(tmp_path: pathlib.Path, made: list[subprocess.Popen[str]]) -> None:
     place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    agents = [[*TORCHRUN, *place, f"--node-rank={rank}", HELLO] for rank in range(2)]
-    check_greetings("".join(outputs_of(agents, tmp_path)))
+    made += [begin([*TORCHRUN, *place, f"--node-rank={rank}", HELLO], tmp_path) for rank in range(2)]
+    check_greetings("".join(ends_of(made)))
 
 
-def outputs_of(commands: list[list[str]], cwd: pathlib.Path) -> list[str]:
-    """Of commands that run at once."""
-    made = [
-        subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    try:
-        said = [process.communicate(timeout=PATIENCE) for process in made]
-    finally:
-        for process in made:
-            process.kill()
+def begin(command: list[str], cwd: pathlib.Path, **variables: str) -> subprocess.Popen[str]:
+    own = environment(**variables)
+    return subprocess.Popen(command, cwd=cwd, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ends_of(made: list[subprocess.Popen[str]]) -> list[str]:
+    """What these have printed in the end, which must be in order."""
+    said = [process.communicate(timeout=PATIENCE) for process in made]
     assert [process.returncode for process in made] == [0] * len(made), said
     return [out for out, _ in said]
 
 
-def test_elastic_torchrun(tmp_path: pathlib.Path) -> None:
-    """One agent alone, then a second: all start anew; then a worker dies, and all start anew."""
+@pytest.fixture
+def made() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that end with the test."""
+    begun: list[subprocess.Popen[str]] = []
+    yield begun
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def elastic_agent(notes: pathlib.Path, place: str, patience: int) -> list[str]:
+    """One for one or two hosts, which waits so long for the second."""
+    hosts = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=telegrad", place]
+    how = ["--max-restarts=2", f"--rdzv-conf=last_call_timeout={patience}"]
+    return [*TORCHRUN, *hosts, *how, str(HERE / "elastic.py"), str(notes)]
+
+
+PAIR = [["2", "worker0", "worker1"], ["2", "worker1", "worker0"]]
+
+
+def test_elastic_torchrun_after_a_death(tmp_path: pathlib.Path, made: list[subprocess.Popen[str]]) -> None:
+    """All start anew, though one agent alone has counted that."""
+    agent = elastic_agent(tmp_path / "notes", f"--rdzv-endpoint=127.0.0.1:{free_port()}", 100)
+    made += [begin(agent, tmp_path) for _ in range(2)]
+    ends_of(made)
+    groups = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    assert (sorted(groups[:2]), sorted(groups[2:])) == (PAIR, PAIR)
+
+
+def test_elastic_torchrun_with_a_host_that_comes_later(
+    tmp_path: pathlib.Path, made: list[subprocess.Popen[str]]
+) -> None:
     notes = tmp_path / "notes"
-    place = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    how = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=telegrad"]
-    agent = [*TORCHRUN, *how, place, "--rdzv-conf=last_call_timeout=1", str(HERE / "elastic.py"), str(notes)]
-    first = subprocess.Popen(agent, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
-    second = None
-    try:
-        until = time.monotonic() + PATIENCE
-        while not notes.exists() and time.monotonic() < until:
-            time.sleep(0.1)
-        second = subprocess.Popen(agent, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
-        said = [process.communicate(timeout=PATIENCE)[1] for process in (first, second)]
-        assert [first.returncode, second.returncode] == [0, 0], said
-    finally:
-        for process in filter(None, (first, second)):
-            process.kill()
+    agent = elastic_agent(notes, f"--rdzv-endpoint=127.0.0.1:{free_port()}", 1)
+    alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the second waits for a key that the first has never set
+    made.append(begin(agent, tmp_path, **alone))
+    until = time.monotonic() + PATIENCE
+    while not notes.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    made.append(begin(agent, tmp_path, **alone))
+    ends_of(made)
     groups = [line.split() for line in notes.read_text().splitlines()]
-    both = [["2", "worker0", "worker1"], ["2", "worker1", "worker0"]]
-    assert (groups[0], sorted(groups[1:3]), sorted(groups[3:])) == (["1", "worker0"], both, both)
+    assert (groups[0], sorted(groups[1:3]), sorted(groups[3:])) == (["1", "worker0"], PAIR, PAIR)
+
+
+def open_mpi() -> list[str]:
+    mpirun = needs("mpirun.openmpi", "mpirun")
+    asked = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environment(**AS_ROOT))
+    if "open-mpi.org" not in asked.stdout:
+        pytest.skip(f"{mpirun} is not that of Open MPI")
+    return [mpirun, "--oversubscribe"]
 
 
 def test_open_mpi(tmp_path: pathlib.Path) -> None:
-    mpirun = needs("mpirun.openmpi", "mpirun")
-    if "Open MPI" not in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout:
-        pytest.skip(f"{mpirun} is not that of Open MPI")
-    check_greetings(output_of([mpirun, "--oversubscribe", "-n", "3", sys.executable, HELLO], tmp_path, **AS_ROOT), 3)
+    check_greetings(output_of([*open_mpi(), "-n", "3", sys.executable, HELLO], tmp_path, **AS_ROOT), 3)
 
 
 def test_open_mpi_with_a_program_for_each_role(tmp_path: pathlib.Path) -> None:
-    mpirun = needs("mpirun.openmpi", "mpirun")
     learner = tmp_path / "learner.py"
     learner.write_text(
         "import telegrad.rpc as rpc\n"
@@ -129,7 +153,7 @@ def test_open_mpi_with_a_program_for_each_role(tmp_path: pathlib.Path) -> None:
         "rpc.shutdown()\n"
     )
     actors = ["-n", "2", sys.executable, "-m", "telegrad", "worker", "--role", "actor"]
-    command = [mpirun, "--oversubscribe", "-n", "1", sys.executable, str(learner), ":", *actors]
+    command = [*open_mpi(), "-n", "1", sys.executable, str(learner), ":", *actors]
     assert "[8, 8]" in output_of(command, tmp_path, **AS_ROOT)
 
 
