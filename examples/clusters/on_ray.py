@@ -29,7 +29,8 @@ def where() -> tuple[str, str, int]:
 
 def main() -> None:
     ray.init()
-    actors = [Actor.options(scheduling_strategy="SPREAD").remote(f"actor{number}") for number in range(3)]
+    count = min(4, int(ray.cluster_resources()["CPU"]))
+    actors = [Actor.options(scheduling_strategy="SPREAD").remote(f"actor{number}") for number in range(count)]
     print(ray.get([actor.ready.remote() for actor in actors]))
     rpc.init_rpc("driver")
     for name, node, process in rpc.group("actor").rpc_sync(where):

@@ -20,6 +20,7 @@ from telegrad.group.address import answers
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.stores import LONGEST, Meeting, join_store
 
+NAMESPACE = "telegrad"  # of the actors' names, which have the job's number in them
 IDLE = 60.0  # seconds without workers until the store ends
 LOOK = 5.0  # seconds between two looks whether there are any
 KNOCK = 2.0  # seconds for a worker to show that it lives
@@ -41,9 +42,8 @@ def meet(timeout: float) -> Meeting:
     ray: Any = sys.modules["ray"]
     name = f"telegrad-{ray.get_runtime_context().get_job_id()}"
     at_head = {HEAD: LITTLE} if HEAD in ray.cluster_resources() else {}
-    actor = ray.remote(Keeper).options(
-        name=name, get_if_exists=True, lifetime="detached", num_cpus=0, resources=at_head
-    )
+    known = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+    actor = ray.remote(Keeper).options(**known, num_cpus=0, resources=at_head)
     try:
         host, port = ray.get(actor.remote(name).place.remote(), timeout=min(timeout, LONGEST))
     except ray.exceptions.RayError as error:
@@ -62,7 +62,7 @@ class Keeper:
         self._host = ray.util.get_node_ip_address()
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._needed = monotonic()  # the last time that it was; no lock: a float is loaded and stored as a whole
-        end = lambda: ray.kill(ray.get_actor(name))  # noqa: E731 - of itself, which Ray takes for no failure
+        end = lambda: ray.kill(ray.get_actor(name, NAMESPACE))  # noqa: E731 - of itself, which Ray takes for no failure
         threading.Thread(target=self._watch, args=(end,), name="telegrad-keeper", daemon=True).start()
 
     def place(self) -> tuple[str, int]:

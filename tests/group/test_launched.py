@@ -171,7 +171,7 @@ class FakeRay(types.ModuleType):
             raise self.exceptions.RayError
         return value
 
-    def get_actor(self, name: str) -> Any:
+    def get_actor(self, name: str, namespace: str) -> Any:
         return self.made[name]
 
     def kill(self, actor: Any) -> None:
@@ -188,6 +188,7 @@ def test_on_ray_an_actor_serves_the_store_until_nobody_needs_it(monkeypatch: pyt
     assert met[1].store.get("word") == b"heard"
     assert ray.asked == {
         "name": "telegrad-01000000",
+        "namespace": "telegrad",
         "get_if_exists": True,
         "lifetime": "detached",
         "num_cpus": 0,
