@@ -201,5 +201,5 @@ def test_ray(tmp_path: pathlib.Path) -> None:
 def test_the_example_on_ray(tmp_path: pathlib.Path) -> None:
     needs_module("ray")
     out = output_of([sys.executable, str(EXAMPLES / "on_ray.py")], tmp_path)
-    assert re.findall(r"^(actor\d) is process", out, re.MULTILINE)[:1] == ["actor0"]
+    assert "actor0" in re.findall(r"^(actor\d) is process", out, re.MULTILINE)
     assert "all have left" in out
