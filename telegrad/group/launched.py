@@ -8,7 +8,7 @@ import os
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.group import on_ray
 from telegrad.group.stores import Meeting, open_store
-from telegrad.group.surroundings import look_around
+from telegrad.group.surroundings import look_around, one_of_several
 
 SAID_BY_ENVIRONMENT = "env://"
 
@@ -25,6 +25,7 @@ def open_meeting(init_method: str, rank: int, world_size: int | None, timeout: f
     if init_method != SAID_BY_ENVIRONMENT or rank != -1 or world_size is not None:
         return open_store(init_method, rank, world_size, timeout)
     if on_ray.places_this_process(os.environ):
+        _check_drivers()
         return on_ray.meet(timeout)
     found = look_around(os.environ)
     if found is None:
@@ -34,3 +35,13 @@ def open_meeting(init_method: str, rank: int, world_size: int | None, timeout: f
         return open_store(found.init_method, found.rank, found.size, timeout)
     except (UsageError, RendezvousError) as error:
         raise type(error)(f"{error} ({found})") from error
+
+
+def _check_drivers() -> None:
+    """Raise UsageError where a launcher has started several drivers of Ray: each would have a group of its own."""
+    launcher = one_of_several(os.environ)
+    if launcher and on_ray.is_driver():
+        raise UsageError(
+            f"this process is a driver of Ray, and one of several that {launcher} has started. To meet one another, set "
+            "MASTER_ADDR on all of them; to meet the actors of a job of Ray's, start its driver once"
+        )

@@ -33,6 +33,12 @@ def places_this_process(variables: Mapping[str, str]) -> bool:
     return ray is not None and ray.is_initialized() and not variables.keys() & {"MASTER_ADDR", "RANK"}
 
 
+def is_driver() -> bool:
+    """Whether it is no worker that Ray has started, but a program that is connected to Ray."""
+    ray: Any = sys.modules["ray"]
+    return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
+
+
 def meet(timeout: float) -> Meeting:
     """Open the store of this job's group.
 

@@ -62,13 +62,23 @@ def look_around(variables: Variables) -> Surroundings | None:
     if "RANK" in variables and "WORLD_SIZE" in variables:
         name = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else "the environment (RANK, WORLD_SIZE)"
         return Surroundings(name, _number(variables, "RANK"), _number(variables, "WORLD_SIZE"), "env://")
-    launcher = next((each for each in _LAUNCHERS if _started(each, variables)), None)
+    launcher = _launcher(variables)
     if launcher is None:
         _check_alone(variables)
         return None
     _check(launcher, variables)
     rank, size = _number(variables, launcher.rank), _number(variables, launcher.size)
     return Surroundings(launcher.name, rank, size, _place(launcher, variables))
+
+
+def one_of_several(variables: Variables) -> str:
+    """The launcher that has started others of this program at the same time; "" where there is none."""
+    launcher = _launcher(variables)
+    return "" if launcher is None or variables[launcher.size] == "1" else launcher.name
+
+
+def _launcher(variables: Variables) -> _Launcher | None:
+    return next((each for each in _LAUNCHERS if _started(each, variables)), None)
 
 
 def _under_telegrad_run(variables: Variables) -> bool:

@@ -138,8 +138,11 @@ class FakeRay(types.ModuleType):
         class RayError(Exception):
             pass
 
-    def __init__(self, starts: bool = True) -> None:
+    WORKER_MODE = 1
+
+    def __init__(self, starts: bool = True, driver: bool = True) -> None:
         super().__init__("ray")
+        self.worker = types.SimpleNamespace(mode=0 if driver else self.WORKER_MODE)
         self.starts = starts
         self.made: dict[str, Any] = {}
         self.asked: dict[str, Any] = {}
@@ -150,7 +153,7 @@ class FakeRay(types.ModuleType):
         return True
 
     def get_runtime_context(self) -> Any:
-        return types.SimpleNamespace(get_job_id=lambda: "01000000")
+        return types.SimpleNamespace(get_job_id=lambda: "01000000", worker=self.worker)
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 8.0, "node:__internal_head__": 1.0}
@@ -204,6 +207,18 @@ def test_on_ray_what_the_environment_says_is_believed(monkeypatch: pytest.Monkey
     assert on_ray.places_this_process(SLURM)  # Slurm has started Ray's daemons
     assert not on_ray.places_this_process({"MASTER_ADDR": "node1"})
     assert not on_ray.places_this_process({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_ray_and_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(driver=False))  # in a Ray that was started by srun
+    assert open_meeting("env://", -1, None, 30).world_size is None
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())  # each task has a Ray of its own, or they are jobs of one
+    with pytest.raises(errors.UsageError, match=r"one of several that Slurm has started.*set MASTER_ADDR"):
+        open_meeting("env://", -1, None, 30)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert open_meeting("env://", -1, None, 30).world_size is None
 
 
 def test_an_actor_that_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
