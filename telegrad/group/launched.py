@@ -42,6 +42,6 @@ def _check_drivers() -> None:
     launcher = one_of_several(os.environ)
     if launcher and on_ray.is_driver():
         raise UsageError(
-            f"this process is a driver of Ray, and one of several that {launcher} has started. To meet one another, set "
-            "MASTER_ADDR on all of them; to meet the actors of a job of Ray's, start its driver once"
+            f"this process is a driver of Ray, and one of several that {launcher} has started. To meet one another, "
+            "set MASTER_ADDR on all of them; to meet the actors of a job of Ray's, start its driver once"
         )
