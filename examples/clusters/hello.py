@@ -20,7 +20,8 @@ def main() -> None:
     rpc.init_rpc(role="worker")
     me, workers = rpc.get_worker_info(), rpc.workers()
     following = workers[(me.id + 1) % len(workers)]
-    print(f"{me.name} of {len(workers)}:", rpc.rpc_sync(following, where), flush=True)
+    said = rpc.rpc_sync(following, where)
+    print(f"{me.name} of {len(workers)}: {said}\n", end="", flush=True)  # in one piece, beside those of others
     rpc.shutdown()
 
 
