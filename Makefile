@@ -17,6 +17,7 @@ test: lint
 nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q 'atheris>=3.0'  # where there is none, fuzzing is skipped
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[torchrl]'  # likewise, its tests
+	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[launchers]'  # and theirs
 	$(BIN)/pytest -m "not cuda" --timeout 900
 	$(BIN)/python -m tests.chaos --seconds 1800 --soak
 

@@ -39,6 +39,7 @@ PURE = [
     "transport/reading.py",
     "transport/silence.py",
     "group/members.py",
+    "group/surroundings.py",
     "group/attendance.py",
     "group/farewell.py",
     "group/supervised.py",

@@ -9,13 +9,17 @@ import ipaddress
 import os
 import socket
 import uuid
+from time import monotonic, sleep
 from typing import Any
 
 from telegrad.errors import UsageError
+from telegrad.progress import Wait, attended
 
 ADDRESS_VARIABLE = "TELEGRAD_ADDRESS"
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9  # where a route is asked for, the port does not matter
+IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in all of them
+ASK_AGAIN = 0.5  # seconds between two questions for a name that is to come
 ELSEWHERE = "192.0.2.1"  # kept free for documentation (RFC 5737): the way to it is the default route
 
 
@@ -64,6 +68,27 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
 def check_resolves(host: str) -> None:
     """Raise UsageError where the store's host has no address, rather than wait for somebody to serve there."""
     _resolved(host, ANY_PORT)
+
+
+def await_name(host: str, timeout: float) -> None:
+    """As `check_resolves`; but a pod of Kubernetes may come before another, which has its name only once it is there.
+
+    Raises:
+        UsageError: the store's host has no address.
+    """
+    if IN_A_POD not in os.environ:
+        return check_resolves(host)
+    until = monotonic() + timeout
+    text = f"the name {host!r} is not known yet; is the pod of rank 0 running, behind a headless Service?"
+    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], host)) as wait:
+        while True:
+            try:
+                return check_resolves(host)
+            except UsageError:
+                if monotonic() + ASK_AGAIN > until:
+                    raise
+            wait.look()
+            sleep(ASK_AGAIN)
 
 
 def _resolved(host: str, port: int) -> list[Any]:

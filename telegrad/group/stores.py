@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 import torch.distributed as dist
 
 from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
-from telegrad.group.address import check_resolves, spelled
+from telegrad.group.address import await_name, spelled
 from telegrad.group.supervised import is_kept
 from telegrad.progress import Wait, attended
 
@@ -115,12 +115,13 @@ def _host_and_port(url: SplitResult) -> tuple[str, int]:
 def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     host = os.environ.get("MASTER_ADDR")
     if not host:
-        raise UsageError("init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers")
+        raise UsageError(
+            "init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers, or start "
+            "them with a launcher whose variables tell it (mpirun, srun, ...)"
+        )
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for the whole job
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = join_store(host, port, timeout, lasting=True)
-        return Meeting(dist.PrefixStore(f"/worker/attempt_{attempt}", store), host, rank, size)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
+        return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size)
     if is_kept(host, port, os.environ):
         return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size, port)
     return _tcp(host, port, rank, size, timeout)
@@ -159,7 +160,7 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float) -
 
 
 def _tcp(host: str, port: int, rank: int, size: int | None, timeout: float) -> Meeting:
-    check_resolves(host)
+    await_name(host, timeout)
     if rank == 0 or (rank < 0 and _is_here(host)):
         store, serves = _serve_or_share(host, port, rank, timeout)
     else:

@@ -29,10 +29,10 @@ def variables(name: str, role: str, restarts: int, host: str, port: int) -> dict
     }
 
 
-def is_kept(host: str, port: int, environment: Mapping[str, str]) -> bool:
+def is_kept(host: str, port: int | str, environment: Mapping[str, str]) -> bool:
     """Whether the store at that place is one which somebody keeps who is no worker."""
     return environment.get(STORE) == place(host, port)
 
 
-def place(host: str, port: int) -> str:
+def place(host: str, port: int | str) -> str:
     return f"{host}:{port}"

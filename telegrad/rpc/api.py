@@ -16,8 +16,9 @@ from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
 from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo, info
-from telegrad.group.stores import Meeting, open_store
+from telegrad.group.stores import Meeting
 from telegrad.group.supervised import own_name
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
@@ -51,7 +52,10 @@ def init_rpc(
     Workers of one `role` are a group of their own: `group("actor")`. Who gives a role and no name is named after it:
     actor0, actor1, ... by rank in a group of fixed size, else with the lowest number that is free.
 
-    Without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
+    Where neither `rank`, `world_size` nor an `init_method` is given, the launcher is asked: torchrun, mpirun, srun and
+    others tell the rank, the size and the place by variables.
+
+    Else without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
 
     A worker that `telegrad run` has started needs no argument: its environment has its name and its role.
 
@@ -67,7 +71,7 @@ def init_rpc(
     if name is None and not role:
         raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
     options = _options(rpc_backend_options)
-    enter_group(name, options, partial(open_store, options.init_method, rank, world_size), role=role)
+    enter_group(name, options, partial(open_meeting, options.init_method, rank, world_size), role=role)
 
 
 def enter_group(

@@ -1,0 +1,227 @@
+"""A worker that is told nothing but its name meets the others where its launcher says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import re
+import socket
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.group import address, on_ray
+from telegrad.group.address import await_name
+from telegrad.group.launched import open_meeting
+from telegrad.rpc.api import init_rpc
+from tests.cluster import free_port, processes, run_all
+from tests.group.test_surroundings import MPICH, OPEN_MPI, SLURM, SUBMITIT
+
+VARIABLES = {*SLURM, *OPEN_MPI, *MPICH, *SUBMITIT, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_of(launcher: str) -> list[dict[str, str]]:
+    """The variables of two workers of a run of its own."""
+    run = f"{os.getpid()}{free_port()}"
+    here = "127.0.0.1"
+    alike: dict[str, dict[str, str]] = {
+        "Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": run},
+        "MPICH": {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(free_port())},
+        "Slurm": {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": run, "SLURM_STEP_NODELIST": "localhost,other"},
+        "submitit": {"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": run},
+        "Kubernetes": {"WORLD_SIZE": "2", "MASTER_ADDR": here, "MASTER_PORT": str(free_port())},
+        "by hand": {"WORLD_SIZE": "2", "MASTER_ADDR": here, "MASTER_PORT": str(free_port())},
+    }
+    rank = {
+        "Open MPI": "OMPI_COMM_WORLD_RANK",
+        "MPICH": "PMI_RANK",
+        "Slurm": "SLURM_PROCID",
+        "submitit": "SUBMITIT_LOCAL_GLOBALID",
+        "Kubernetes": "JOB_COMPLETION_INDEX",
+        "by hand": "RANK",
+    }[launcher]
+    return [{**alike[launcher], rank: str(number)} for number in range(2)]
+
+
+def meet(rank: int, variables: list[dict[str, str]]) -> tuple[str, int, str]:
+    os.environ.update(variables[rank])
+    init_rpc(role="worker")
+    other = rpc.rpc_sync(1 - rank, rpc.get_worker_info).name
+    me, size = rpc.get_worker_info(), len(rpc.workers())
+    rpc.shutdown()
+    return me.name, size, other
+
+
+@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH", "Slurm", "submitit", "Kubernetes", "by hand"])
+def test_a_name_is_enough(launcher: str) -> None:
+    with processes(2) as made:
+        found = run_all(made, meet, run_of(launcher))
+    assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
+
+
+def run_page(rank: int, variables: list[dict[str, str]], program: str) -> str:
+    os.environ.update(variables[rank])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(program, {"__name__": "__main__"})
+    return said.getvalue()
+
+
+def test_the_program_of_the_page() -> None:
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "clusters.md"
+    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    with processes(2) as made:
+        assert run_all(made, run_page, run_of("Slurm"), program) == ["['worker0', 'worker1']\n"] * 2
+
+
+def test_what_the_program_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    met = open_meeting(url, -1, None, 30)
+    assert (met.rank, met.world_size) == (-1, None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert open_meeting("env://", 0, None, 30).world_size is None
+    assert open_meeting("env://", 0, 7, 30).world_size == 7
+
+
+def test_an_error_tells_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(errors.StoreUnreachable, match=r"nobody serves.*Slurm says that this is rank 3 of 4"):
+        open_meeting("env://", -1, None, 0.05)
+    monkeypatch.setenv("SLURM_PROCID", "4")
+    with pytest.raises(errors.UsageError, match=r"rank 4 is not within.*Slurm says"):
+        open_meeting("env://", -1, None, 0.05)
+
+
+def test_the_name_of_a_pod_that_is_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    resolve = socket.getaddrinfo
+
+    def late(host: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    monkeypatch.setattr(address, "ASK_AGAIN", 0.01)
+    with pytest.raises(errors.UsageError, match="cannot be resolved"):
+        await_name("hello-0.hello", 30)  # outside of a pod a name that is unknown is wrong
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    await_name("hello-0.hello", 30)
+    assert len(asked) == 3
+    del asked[:]
+    with pytest.raises(errors.UsageError, match="cannot be resolved"):
+        await_name("hello-0.hello", 0)
+
+
+class FakeRay(types.ModuleType):
+    """As much of Ray as a process sees of it that is connected to a cluster; actors are objects."""
+
+    class exceptions:  # noqa: N801 - its name in Ray
+        class RayError(Exception):
+            pass
+
+    WORKER_MODE = 1
+
+    def __init__(self, starts: bool = True, driver: bool = True) -> None:
+        super().__init__("ray")
+        self.worker = types.SimpleNamespace(mode=0 if driver else self.WORKER_MODE)
+        self.starts = starts
+        self.made: dict[str, Any] = {}
+        self.asked: dict[str, Any] = {}
+        self.killed = threading.Event()
+        self.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_runtime_context(self) -> Any:
+        return types.SimpleNamespace(get_job_id=lambda: "01000000", worker=self.worker)
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 8.0, "node:__internal_head__": 1.0}
+
+    def remote(self, kind: type[Any]) -> Any:
+        def options(**asked: Any) -> Any:
+            self.asked = asked
+            return types.SimpleNamespace(remote=begin)
+
+        def begin(*args: Any) -> Any:
+            actor = self.made.setdefault(self.asked["name"], kind(*args))
+            return types.SimpleNamespace(place=types.SimpleNamespace(remote=actor.place))
+
+        return types.SimpleNamespace(options=options)
+
+    def get(self, value: Any, timeout: float) -> Any:
+        if not self.starts:
+            raise self.exceptions.RayError
+        return value
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        return self.made[name]
+
+    def kill(self, actor: Any) -> None:
+        self.killed.set()
+
+
+def test_on_ray_an_actor_serves_the_store_until_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(on_ray, "LOOK", 0.01)
+    met = [open_meeting("env://", -1, None, 30) for _ in range(2)]
+    assert [(each.rank, each.world_size, each.serves) for each in met] == [(-1, None, False)] * 2
+    met[0].store.set("word", "heard")
+    assert met[1].store.get("word") == b"heard"
+    assert ray.asked == {
+        "name": "telegrad-01000000",
+        "namespace": "telegrad",
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "resources": {on_ray.HEAD: on_ray.LITTLE},
+    }
+    assert not ray.killed.wait(0.1)
+    monkeypatch.setattr(on_ray, "IDLE", 0.0)
+    assert ray.killed.wait(30)
+
+
+def test_on_ray_what_the_environment_says_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())
+    assert on_ray.places_this_process(SLURM)  # Slurm has started Ray's daemons
+    assert not on_ray.places_this_process({"MASTER_ADDR": "node1"})
+    assert not on_ray.places_this_process({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_ray_and_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(driver=False))  # in a Ray that was started by srun
+    assert open_meeting("env://", -1, None, 30).world_size is None
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())  # each task has a Ray of its own, or they are jobs of one
+    with pytest.raises(errors.UsageError, match=r"one of several that Slurm has started.*set MASTER_ADDR"):
+        open_meeting("env://", -1, None, 30)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert open_meeting("env://", -1, None, 30).world_size is None
+
+
+def test_an_actor_that_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(starts=False))
+    with pytest.raises(errors.StoreUnreachable, match=r"actor 'telegrad-01000000', .* did not start within 3 s"):
+        open_meeting("env://", -1, None, 3)

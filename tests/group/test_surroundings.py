@@ -1,0 +1,198 @@
+"""What launchers' variables say, as each of them sets them; and what says too little, or two things at once."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+import telegrad.group.surroundings
+from telegrad.errors import UsageError
+from telegrad.group.supervised import STORE
+from telegrad.group.surroundings import FIRST_PORT, PORT, PORTS, Surroundings, first_host, look_around
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "3021340673",
+    "PMIX_RANK": "1",
+}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4", "PMI_FD": "9"}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+}
+BATCH = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[07-08]"}
+SUBMITIT = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_JOB_ID": "123",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "hello-0.hello"}
+
+
+def port_of(found: Surroundings | None) -> int:
+    assert found is not None
+    return int(found.init_method.rpartition(":")[2])
+
+
+def told(variables: dict[str, str]) -> tuple[str, int, int, str]:
+    """The launcher, the rank, the size, and the host."""
+    found = look_around(variables)
+    assert found is not None
+    host = found.init_method.removeprefix("tcp://").rpartition(":")[0]
+    return found.launcher, found.rank, found.size, "as MASTER_ADDR says" if found.init_method == "env://" else host
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCHRUN, ("torchrun", 5, 8, "as MASTER_ADDR says")),
+        (OPEN_MPI, ("Open MPI", 1, 4, "127.0.0.1")),
+        (MPICH, ("mpiexec", 2, 4, "127.0.0.1")),
+        (SLURM, ("Slurm", 3, 4, "node07")),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, ("Slurm", 3, 4, "127.0.0.1")),
+        (SUBMITIT, ("submitit", 1, 2, "127.0.0.1")),
+        (KUBERNETES, ("Kubernetes", 3, 4, "hello-0.hello")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_each_launcher(variables: dict[str, str], expected: tuple[str, int, int, str]) -> None:
+    assert told(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "name"),
+    [
+        (SLURM, TORCHRUN, "torchrun"),
+        (OPEN_MPI, TORCHRUN, "torchrun"),
+        (KUBERNETES, TORCHRUN, "torchrun"),
+        (SLURM, OPEN_MPI, "Open MPI"),  # which starts a daemon on each node by srun
+        (BATCH, OPEN_MPI, "Open MPI"),
+        (BATCH, MPICH, "mpiexec"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, MPICH, "mpiexec"),  # likewise
+        (SLURM, {"PMI_RANK": "3", "PMI_SIZE": "4"}, "Slurm"),  # srun --mpi=pmi2
+        (SLURM, {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.4711.0"}, "Slurm"),  # srun --mpi=pmix
+        (SLURM, SUBMITIT, "submitit"),
+        ({"JOB_COMPLETION_INDEX": "0"}, OPEN_MPI, "Open MPI"),
+    ],
+)
+def test_the_innermost_launcher_is_believed(outer: dict[str, str], inner: dict[str, str], name: str) -> None:
+    assert told(outer | inner)[0] == name
+
+
+def test_a_supervisor_of_our_own_is_believed_where_nobody_was_started_by_its_workers() -> None:
+    supervised = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2000", STORE: "127.0.0.1:2000"}
+    assert look_around(SLURM | supervised) is None
+    assert look_around(TORCHRUN | supervised) is None
+    assert told(supervised | TORCHRUN)[0] == "torchrun"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+        {"RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+        {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "train-learner-0-0.train", "MASTER_PORT": "29500"},
+        BATCH | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+    ],
+)
+def test_without_a_size_nobody_says_anything(variables: dict[str, str]) -> None:
+    assert look_around(variables) is None
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, SLURM, SUBMITIT, KUBERNETES])
+def test_an_address_and_a_port_hold_wherever_they_are_set(variables: dict[str, str]) -> None:
+    host_alone = look_around(variables | {"MASTER_ADDR": "fd00::1"})
+    assert host_alone is not None
+    assert host_alone.init_method.startswith("tcp://[fd00::1]:")
+    both = look_around(variables | {"MASTER_ADDR": "h1,h2", "MASTER_PORT": "3000"})
+    assert both is not None
+    assert both.init_method == "env://"
+    if variables is not KUBERNETES:
+        assert port_of(look_around(variables | {"MASTER_PORT": "3000"})) == 3000
+
+
+def test_each_run_has_a_port_of_its_own_and_its_workers_have_the_same() -> None:
+    ports = [port_of(look_around(SLURM | {"SLURM_STEP_ID": str(step)})) for step in range(20)]
+    ports += [port_of(look_around(SLURM | {"SLURM_JOB_ID": str(job)})) for job in range(20)]
+    ports += [port_of(look_around(OPEN_MPI | {"PMIX_NAMESPACE": str(run)})) for run in range(20)]
+    assert len(set(ports)) >= 59
+    assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in ports)
+    assert port_of(look_around(SLURM)) == port_of(look_around(SLURM | {"SLURM_PROCID": "0"}))
+    assert port_of(look_around(MPICH)) == port_of(look_around(KUBERNETES)) == PORT
+
+
+ELSEWHERE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (OPEN_MPI | ELSEWHERE, "Open MPI does not tell.*mpirun -x MASTER_ADDR"),
+        (MPICH | {"MPI_LOCALNRANKS": "2"}, "mpiexec does not tell.*-genv MASTER_ADDR"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec does not tell"),
+        (SLURM | {"SLURM_DISTRIBUTION": "arbitrary"}, "Slurm does not tell.*export MASTER_ADDR"),
+        (SLURM | {"SLURM_HET_SIZE": "2"}, "heterogeneous jobs.*set RANK, WORLD_SIZE"),
+        (BATCH, "job 4711, but none of its tasks: start it with `srun"),
+        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}, "Kubernetes does not tell.*JOB-0.SERVICE"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but neither RANK nor a launcher"),
+        (SLURM | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but SLURM_STEP_NUM_TASKS of Slurm is 4: unset WORLD_SIZE"),
+        (OPEN_MPI | {"RANK": "0"}, "RANK is 0, but OMPI_COMM_WORLD_RANK of Open MPI is 1"),
+        (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x': it must be a number"),
+        (SLURM | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http': it must be a number"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1'"),
+    ],
+)
+def test_too_little_or_two_things_at_once(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        look_around(variables)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node7", "node7"),
+        ("node7,node8", "node7"),
+        ("node[07-12]", "node07"),
+        ("node[07,09-12],gpu1", "node07"),
+        ("gpu1,node[07-12]", "gpu1"),
+        ("rack[3-4]node[001-128]", "rack3node001"),
+        ("a[1-2]-ib.cluster,b", "a1-ib.cluster"),
+        ("", ""),
+    ],
+)
+def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_surroundings_say_what_they_are() -> None:
+    assert str(look_around(SLURM)).startswith("Slurm says that this is rank 3 of 4, which meet at tcp://node07:2")
+    assert str(look_around(TORCHRUN)) == "torchrun says that this is rank 5 of 8, which meet at MASTER_ADDR"
+
+
+def test_the_page_tells_of_the_variables_that_are_looked_at() -> None:
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "clusters.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    told = {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)}
+    looked_at = pathlib.Path(telegrad.group.surroundings.__file__).read_text()
+    assert len(told) > 12
+    assert {name for name in told if name not in looked_at} == set()

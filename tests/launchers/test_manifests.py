@@ -1,0 +1,97 @@
+"""The manifests for Kubernetes are such as it accepts, and tell the workers where they are."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from telegrad.group.surroundings import look_around
+
+FOLDER = pathlib.Path(__file__).parent.parent.parent / "examples" / "clusters"
+VERSIONS = ("1.30", "1.31")
+# What a JobSet has beside the Jobs in it, whose schema is Kubernetes' own; jobset.x-k8s.io/v1alpha2 itself is nowhere
+# to be installed from.
+OF_A_JOBSET = {
+    "replicatedJobs",
+    "network",
+    "successPolicy",
+    "failurePolicy",
+    "startupPolicy",
+    "suspend",
+    "coordinator",
+    "managedBy",
+    "ttlSecondsAfterFinished",
+}
+OF_A_REPLICATED_JOB = {"name", "groupName", "template", "replicas", "dependsOn"}
+
+pytestmark = pytest.mark.nightly
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'telegrad[launchers]'")
+validator = pytest.importorskip("kubernetes_validate", reason="pip install 'telegrad[launchers]'")
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def job_of(replicated: dict[str, Any], jobset: str) -> dict[str, Any]:
+    """The Job that the controller of JobSets makes."""
+    name = f"{jobset}-{replicated['name']}-0"
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, **replicated["template"]}
+
+
+def environment(job: dict[str, Any], index: int) -> dict[str, str]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return {"JOB_COMPLETION_INDEX": str(index), **{each["name"]: each["value"] for each in container["env"]}}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_job_is_valid(version: str) -> None:
+    for document in documents("job.yaml"):
+        validator.validate(document, version, strict=True)
+
+
+def test_the_jobs_pods_know_where_they_are() -> None:
+    service, job = documents("job.yaml")
+    name, spec = job["metadata"]["name"], job["spec"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"]
+    for index in range(spec["completions"]):
+        found = look_around(environment(job, index))
+        assert found is not None
+        assert (found.launcher, found.rank, found.size) == ("Kubernetes", index, spec["parallelism"])
+        assert found.init_method == f"tcp://{name}-0.{service['metadata']['name']}:29500"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_jobset_is_valid(version: str) -> None:
+    (jobset,) = documents("jobset.yaml")
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert jobset["spec"].keys() <= OF_A_JOBSET
+    names = [replicated["name"] for replicated in jobset["spec"]["replicatedJobs"]]
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        assert replicated.keys() <= OF_A_REPLICATED_JOB
+        validator.validate(job_of(replicated, jobset["metadata"]["name"]), version, strict=True)
+    policy = jobset["spec"]["successPolicy"]
+    assert policy["operator"] in ("All", "Any")
+    assert set(policy["targetReplicatedJobs"]) <= set(names)
+
+
+def test_the_jobsets_pods_make_a_dynamic_group_at_the_learners() -> None:
+    (jobset,) = documents("jobset.yaml")
+    name = jobset["metadata"]["name"]
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        variables = environment(job_of(replicated, name), 0)
+        assert look_around(variables) is None
+        assert variables["MASTER_ADDR"] == f"{name}-learner-0-0.{name}"
+
+
+def test_what_is_wrong_is_found() -> None:
+    _, job = documents("job.yaml")
+    job["spec"]["completion"] = 4
+    with pytest.raises(validator.ValidationError):
+        validator.validate(job, VERSIONS[0], strict=True)
