@@ -342,6 +342,7 @@ class Membership:
         with self._changed:
             present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
         members = {member.incarnation: member for member in group.members()}
+        self._post.forget_names(members)  # who was struck out may live, and another have come under its name
         group.known = list(members.values())
         gone = [member for member in present.values() if member.incarnation not in members]
         ends = [(member, LOST if group.was_lost(member) else LEFT) for member in gone]

@@ -244,7 +244,8 @@ class RRef(Operators, Generic[T]):
         return self._make(name, with_values, args, kwargs, DEFAULT, held, function)
 
     def _lent(self) -> Borrowed:
-        return Borrowed(self._handle.id, self._handle.owner.name)
+        name, rank, incarnation = self._handle.owner
+        return Borrowed(self._handle.id, (name, rank, incarnation))
 
     def __getattr__(self, name: str) -> Any:
         if is_tensor_method(name):
