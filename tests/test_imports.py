@@ -47,6 +47,8 @@ PURE = [
     "agent/deadlines.py",
     "agent/slots.py",
     "rpc/flow.py",
+    "rpc/lobby.py",
+    "rpc/ledger.py",
     "rref/letters.py",
     "rref/records.py",
     "rref/protocol.py",

@@ -7,7 +7,7 @@ others and can be called), and is closed in the end.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
@@ -60,6 +60,7 @@ class Agent:
         self.incarnation = secrets.token_hex(8)
         self.program = program()
         self.ticking: list[Callable[[float], float]] = []  # called now and then; each tells when it wants to be next
+        self.busy: list[Callable[[], bool]] = []  # whether a layer above has calls that are not made now
         self.layers = Layers()
         self.layers.tells_times = name if settings.pass_deadlines else ""
         self.streams = Streams(may_lie_on)
@@ -139,7 +140,7 @@ class Agent:
     @property
     def idle(self) -> bool:
         """Whether no call of this worker is in flight, and none runs here."""
-        return self._server.idle and not self._connections.outstanding
+        return self._server.idle and not self._connections.outstanding and not any(busy() for busy in self.busy)
 
     def serves_here(self) -> bool:
         """Whether this thread runs what others called, or callbacks of what this worker called."""
@@ -390,6 +391,10 @@ class Agent:
     def warn_lost(self, who: Identity, why: str) -> None:
         """Say that a worker was lost, unless that was said before."""
         self._connections.warn_lost(who, why)
+
+    def forget_names(self, but: Collection[str]) -> None:
+        """Look up again who goes by which name, but for those of these incarnations."""
+        self._connections.forget_names(but)
 
     def identify(self, to: str | int | Identity) -> Identity:
         """Who has that name or rank; looked up once only."""

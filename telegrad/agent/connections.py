@@ -7,7 +7,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -72,6 +72,7 @@ class Settings(NamedTuple):
     tls: TlsFiles | None
     devices: Devices
     pass_deadlines: bool = False
+    wait_for_worker: bool = False
     most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
     most_bytes: int = 1 << 30  # of the tensors in them
     heartbeat: float = 0.0
@@ -112,7 +113,8 @@ class Connections:
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
         self.staging = Staging(streams)
-        self._lock = threading.Lock()  # guards _peers, _accepted, _warned, `closed`; single looks go without
+        # Guards _peers, _accepted, _warned, `closed`, and that _names is replaced; single looks go without.
+        self._lock = threading.Lock()
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
         self._warned: set[str] = set()  # the incarnations of those whose loss was told
@@ -123,7 +125,7 @@ class Connections:
         )
         self.closed = False
         self._joined: _Joined | None = None  # set once
-        self._names: dict[str | int, OutgoingCalls] = {}  # found before; replaced as one is lost; no lock
+        self._names: dict[str | int, OutgoingCalls] = {}  # found before; `get` and stores go without the lock
         self.listener = Listener(
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
@@ -295,8 +297,17 @@ class Connections:
         return LoopEnd(self._me.name, arrive, peer.on_messages, partial(peer.ended, number))
 
     def _peer_lost(self, who: Identity, reason: PeerError) -> None:
-        self._names = {}  # in a dynamic group its name may now be another's
+        self.forget_names()  # in a dynamic group they may now be others'
         self.tell_lost(who, reason)
+
+    def forget_names(self, but: Collection[str] = ()) -> None:
+        """Look up again who goes by which name, but for those of these incarnations.
+
+        Also one that is being looked up now: what is found then is noted in the old table.
+        """
+        with self._lock:
+            known = self._names.copy()
+            self._names = {to: peer for to, peer in known.items() if peer.identity.incarnation in but}
 
     # To here
 

@@ -15,7 +15,7 @@ from telegrad import instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
-from telegrad.agent.pending import Pending
+from telegrad.agent.pending import Pending, advised
 from telegrad.agent.reactor import OWED, Reactor, Work
 from telegrad.agent.spinning import SOON, Spin
 from telegrad.contracts import guarded, new_lock
@@ -389,7 +389,7 @@ class OutgoingCalls:
         except Exception as error:
             with self._lock:
                 failed = self._calls.refused()
-            self._fail(failed, error)
+            self._fail(failed, advised(error))
             self._on_lost(self.identity, error if isinstance(error, PeerError) else PeerError(str(error)))
             return
         if not self._drain(link):

@@ -15,7 +15,7 @@ from telegrad.agent.futures import Future, Outcome
 from telegrad.agent.naming import noted_name, user_name
 from telegrad.agent.scene import InTurn, Share
 from telegrad.agent.underway import Underway
-from telegrad.errors import CallTimeout, PeerError
+from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.group.members import Identity
 from telegrad.instruments import CALLED
 from telegrad.transport.waker import Waker, waker_here
@@ -164,7 +164,8 @@ class Pending:
     def cut_off(self, reason: PeerError) -> PeerError:
         """Why it failed, being under way as its connection ended."""
         age = perf_counter() - self.begun
-        error = type(reason)(f"{reason}. This call, of {user_name(self.asked)}, was under way for {age:.1f} s")
+        again = " (with idempotent=True, calls are made once more)" if isinstance(reason, PeerLost) else ""
+        error = type(reason)(f"{reason}. This call, of {user_name(self.asked)}, was under way for {age:.1f} s{again}")
         error.__cause__ = reason.__cause__
         return error
 
@@ -196,3 +197,12 @@ class Pending:
     def __repr__(self) -> str:
         state = "done" if self.done else f"in flight for {perf_counter() - self.begun:.1f} s"
         return f"<call {self.id} of {user_name(self.asked)} on {self.peer.name!r}: {state}>"
+
+
+def advised(error: Exception) -> Exception:
+    """Why calls failed that could not be sent, with what else a call can do where nobody answered."""
+    if type(error) is not PeerUnreachable:
+        return error
+    told = PeerUnreachable(f"{error}. With wait_for_worker=True, calls wait for a worker's return")
+    told.__cause__ = error.__cause__
+    return told

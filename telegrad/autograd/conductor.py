@@ -262,7 +262,7 @@ class Conductor:
         self._parts.abandon(driven.spec)
         for worker in sorted(driven.workers - {self.name}):
             with contextlib.suppress(TelegradError):
-                self._agent.notify(worker, Abandon(driven.spec))
+                self._parts.tell(driven.context, worker, Abandon(driven.spec))
         tell = partial(_tell_failure, driven.outcome)
         if self._closed:
             tell(error)

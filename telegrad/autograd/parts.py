@@ -85,8 +85,15 @@ class LocalParts:
         if worker == self._agent.name:
             self._post(context, task, here)
         else:
-            context.meet(self._agent.identify(worker))
-            self._agent.notify(worker, task)
+            self.tell(context, worker, task)
+
+    def tell(self, context: AutogradContext, worker: str, message: Task | Report | Abandon) -> None:
+        """Say something to a worker that takes part, and to no other that has come back under its name."""
+        who = context.met(worker)
+        if who is None:
+            who = self._agent.identify(worker)
+            context.meet(who)
+        self._agent.notify(worker, message, who.incarnation)
 
     def _take_task(self, sender: Identity, task: Task) -> None:
         context = self._contexts.join(task.spec.context)
@@ -177,7 +184,7 @@ class LocalParts:
             if spec.driver == self._agent.name:
                 self._reported(self._agent.name, report)
             else:
-                self._agent.notify(spec.driver, report)
+                self.tell(context, spec.driver, report)
         except BaseException as error:
             self._failed(spec, error)
 

@@ -175,6 +175,10 @@ class AutogradContext:
             with self._lock:
                 self._known[who.name] = who
 
+    def met(self, name: str) -> Identity | None:
+        """Who takes part under that name: one who has come back under it knows nothing of this context."""
+        return self._known.get(name)
+
     def knows(self, who: Identity) -> bool:
         """Whether that worker takes part, as far as this one has heard."""
         return self._known.get(who.name) == who

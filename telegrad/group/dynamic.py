@@ -125,7 +125,8 @@ class DynamicGroup:
                     return member
             raise StoreLost(f"worker {to!r} cannot be looked up: {error}") from error
         if not found:
-            raise unknown(to, [member.name for member in self.members()])
+            advice = "; with wait_for_worker=True, a call waits until it has"
+            raise unknown(to, [member.name for member in self.members()], advice)
         return Member.from_json(found)
 
     def _read_member(self, to: str | int) -> str:

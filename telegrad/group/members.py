@@ -156,14 +156,14 @@ class Members:
         return f"<Members: {listed([member.name for member in self])}>"
 
 
-def unknown(to: str | int, names: list[str]) -> UnknownWorker:
+def unknown(to: str | int, names: list[str], advice: str = "") -> UnknownWorker:
     """The error for a worker that is not there, with who is and what the caller may have meant."""
     what = f"is named {to!r}" if isinstance(to, str) else f"has rank {to}"
     close = difflib.get_close_matches(to, names, 1) if isinstance(to, str) else []
     meant = f"; did you mean {close[0]!r}?" if close else "."
     return UnknownWorker(
         f"could not find destination: no worker {what}{meant} The group has: {listed(names)}. "
-        "Give the name or the rank that the worker was started with; it must have joined before it is called"
+        f"Give the name or the rank that the worker was started with; it must have joined before it is called{advice}"
     )
 
 

@@ -344,6 +344,7 @@ class Membership:
             present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
             silent = set(self._silent)
         members = {member.incarnation: member for member in group.members()}
+        self._post.forget_names(members)  # who was struck out may live, and another have come under its name
         group.known = list(members.values())
         gone = [member for member in present.values() if member.incarnation not in members]
         ends = [(member, _found_lost(member) if group.was_lost(member) else None) for member in gone]

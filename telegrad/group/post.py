@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from telegrad.errors import PeerError
@@ -33,3 +33,6 @@ class Post(Protocol):
 
     def warn_lost(self, who: Identity, why: str) -> None:
         """Say that a worker was lost, unless that was said before."""
+
+    def forget_names(self, but: Collection[str]) -> None:
+        """Call nobody any more by a name that was looked up before, but for the lives that are still there."""

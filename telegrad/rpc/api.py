@@ -20,7 +20,7 @@ from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo, info
 from telegrad.group.stores import Meeting
 from telegrad.group.supervised import own_name
-from telegrad.rpc import current
+from telegrad.rpc import current, persistence
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.functions import must_finish
@@ -199,15 +199,25 @@ def rpc_sync(
     args: Any = None,
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    wait_for_worker: bool | None = None,
+    idempotent: bool = False,
 ) -> Any:
     """Run `func(*args, **kwargs)` on the worker `to` and return its value.
+
+    With `wait_for_worker` the call waits while no worker of that name can be called, up to its timeout. With
+    `idempotent` it is made once more where it may have run: a worker that has begun it gives the same answer again, and
+    one that came back runs it anew. Left out, `wait_for_worker` is what the options say.
 
     Raises what the function raised there; a subclass of `TelegradError` where the call itself failed.
     """
     call = convert(func, args, kwargs)
+    begin: Callable[..., Any] = call_sync
+    if wait_for_worker or idempotent or persistence.by_default:
+        begin = _persistent(persistence.call_sync, wait_for_worker, idempotent) or call_sync
     if profiling.wanted():
-        return profiling.called(event_of("sync", to, func), call_sync, to, call, timeout)
-    return call_sync(to, call, timeout)
+        return profiling.called(event_of("sync", to, func), begin, to, call, timeout)
+    return begin(to, call, timeout)
 
 
 @not_compiled
@@ -217,15 +227,22 @@ def rpc_async(
     args: Any = None,
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    wait_for_worker: bool | None = None,
+    idempotent: bool = False,
 ) -> Future[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`; a future of its value.
 
-    The tensors among the arguments must not be written to until the future is done.
+    The tensors among the arguments must not be written to until the future is done. `wait_for_worker` and `idempotent`
+    are as for `rpc_sync`, and hold nobody up here.
     """
     call = convert(func, args, kwargs)
+    begin: Callable[..., Future[Any]] = call_async
+    if wait_for_worker or idempotent or persistence.by_default:
+        begin = _persistent(persistence.call_async, wait_for_worker, idempotent) or call_async
     if profiling.wanted():
-        return profiling.called_async(event_of("async", to, func), call_async, to, call, timeout)
-    return call_async(to, call, timeout)
+        return profiling.called_async(event_of("async", to, func), begin, to, call, timeout)
+    return begin(to, call, timeout)
 
 
 @not_compiled
@@ -236,11 +253,13 @@ def remote(
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
+    wait_for_worker: bool | None = None,
     restore: Restore = False,
 ) -> RRef[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`, where its value stays; a reference to that.
 
-    Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
+    Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that. With
+    `wait_for_worker`, it is first waited here until a worker of that name can be called, up to the timeout.
 
     With `restore`, the value comes back with its owner: where that was lost, the next use of the reference waits for a
     worker of the same name, and has the value made anew there by the same call, and `restore(value)` called, which
@@ -248,6 +267,8 @@ def remote(
     """
     call = convert(func, args, kwargs)
     check_restore(restore)
+    if wait_for_worker or persistence.by_default:
+        timeout = _await_worker(to, call, timeout, wait_for_worker)
     if profiling.wanted():
         made: RRef[Any] = profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
     else:
@@ -263,15 +284,31 @@ def rpc_stream(
     kwargs: Any = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     window: int = WINDOW,
+    *,
+    wait_for_worker: bool | None = None,
 ) -> Stream[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`; what it yields, item by item, as a `Stream`.
 
     `func` is a generator function, also an `async def`, or returns anything that can be iterated over. It runs at most
-    `window` items and 64 MB ahead of its reader. `timeout` is for each item that is waited for.
+    `window` items and 64 MB ahead of its reader. `timeout` is for each item that is waited for; with `wait_for_worker`,
+    also for the worker, for which it is first waited here.
     """
     call = convert(func, args, kwargs)
+    if wait_for_worker or persistence.by_default:
+        _await_worker(to, call, timeout, wait_for_worker)
     asked = call.function if call.asked is None else call.asked
     return Stream(_name(to), *call[:3], timeout, window, call.keeps, asked)
+
+
+def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
+    """How to make a call that shall not fail at once; None: as ever."""
+    manner = persistence.manner(wait_for_worker, idempotent)
+    return None if manner is None else lambda to, call, timeout: make(manner, _name(to), call, timeout)
+
+
+def _await_worker(to: str | int | WorkerInfo, call: Call, timeout: float, wait_for_worker: bool | None) -> float:
+    """Wait here until a worker can be called; the time that is left."""
+    return persistence.await_workers(persistence.manner(wait_for_worker, False), [_name(to)], call, timeout)
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
@@ -293,8 +330,8 @@ def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
 
 def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
     """A call as an event."""
-    agent = current.agent()
-    here, there = agent.name, agent.identify(_name(to)).name
+    agent, there = current.agent(), _name(to)
+    here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
     return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)
 
 

@@ -21,7 +21,7 @@ from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import join
 from telegrad.group.members import Member, Members, check_name, check_role
 from telegrad.group.stores import Meeting
-from telegrad.rpc import actors, feeding
+from telegrad.rpc import actors, feeding, persistence
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import open_roots
@@ -72,6 +72,7 @@ def _join(
     try:
         actors.serve(worker.agent, worker.references)
         feeding.serve(worker.agent, worker.references)
+        persistence.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
         key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         witness.watch(_parts(worker, meeting))
@@ -100,6 +101,7 @@ def _settings(options: TelegradOptions) -> Settings:
         devices=options.published(),
         pass_deadlines=options.pass_deadlines,
         heartbeat=options.heartbeat,
+        wait_for_worker=options.wait_for_worker,
     )
 
 

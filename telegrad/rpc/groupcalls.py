@@ -17,8 +17,9 @@ from telegrad.agent.naming import user_name
 from telegrad.agent.scene import InTurn
 from telegrad.errors import GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
 from telegrad.group.members import WorkerInfo
-from telegrad.rpc import current
+from telegrad.rpc import current, persistence
 from telegrad.rpc.conversion import Call
+from telegrad.rpc.lobby import Manner
 from telegrad.wire.failures import fresh, kept
 
 GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker, or its value, is not to be used any more
@@ -26,7 +27,9 @@ GONE = (PeerError, UnknownWorker, RRefError)  # errors after which a worker, or 
 Key = Any  # a worker's name, or the number of an item
 
 
-def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float) -> GroupFuture:
+def begin(
+    version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, manner: Manner | None = None
+) -> GroupFuture:
     """Call each of these workers."""
     agent = current.agent()
     names = [worker.name for worker in workers]
@@ -36,20 +39,45 @@ def begin(version: int, workers: Sequence[WorkerInfo], call: Call, timeout: floa
     if profiling.wanted():
         for share, name in zip(shares, names, strict=True):
             try:
-                begin_event(agent, share, name, call, timeout)
+                begin_event(agent, share, name, call, timeout, manner)
             except GONE as error:
                 share.set_exception(error)
         return future
+    if manner is not None:
+        return _begin_persistent(agent, future, call, timeout, manner)
     calls = [EachCall(share, name, call.keeps) for share, name in zip(shares, names, strict=True)]
     agent.call_each(calls, call.function, call.args, call.kwargs, timeout, call.asked)
     return future
 
 
-def begin_event(agent: Agent, share: Share, name: str, call: Call, timeout: float) -> None:
+def _begin_persistent(agent: Agent, future: GroupFuture, call: Call, timeout: float, manner: Manner) -> GroupFuture:
+    """Call each worker so that the first time is one call to all; what is made once more is a call of its own."""
+    number = persistence.number_of(manner)
+    made = [persistence.made(share, manner, share.key, call, timeout, number) for share in future._shares]
+    for each in made:
+        each.admit()
+    (function, args, kwargs, keeps, asked), *_ = [each.take_first() for each in made]
+    try:
+        own = [EachCall(each, each.to, keeps) for each in made]
+        agent.call_each(own, function, args, kwargs, made[0].timeout, asked)
+    except BaseException:
+        for each in made:
+            each.conclude()
+        raise
+    return future
+
+
+def begin_event(
+    agent: Agent, share: Share, name: str, call: Call, timeout: float, manner: Manner | None = None
+) -> None:
     """One call, as an event."""
     asked = call.function if call.asked is None else call.asked
     event = profiling.Event(profiling.event_name("async", asked, agent.name, name), asked, agent.name, name)
-    own = partial(agent.call_async, name, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
+    own: Callable[[], Future[Any]]
+    if manner is None:
+        own = partial(agent.call_async, name, call.function, call.args, call.kwargs, timeout, call.keeps, call.asked)
+    else:
+        own = partial(persistence.call_async, manner, name, call, timeout)
     follow(share, partial(profiling.called_async, event, own))
 
 

@@ -7,13 +7,14 @@ from typing import Any, overload
 
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
-from telegrad.errors import InvalidArgument, UnknownWorker
+from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
 from telegrad.group.members import WorkerInfo, listed
 from telegrad.group.membership import View
-from telegrad.rpc import collectives, current, groupcalls, handout, reduction, refgroups
+from telegrad.rpc import collectives, current, groupcalls, handout, persistence, reduction, refgroups
 from telegrad.rpc.choices import Choice, Everybody, Filtered, Part, Role, These, Together, Without
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.groupcalls import GroupFuture
+from telegrad.rpc.lobby import Manner
 from telegrad.rpc.refgroups import RefGroup
 
 Named = str | int | WorkerInfo
@@ -64,6 +65,12 @@ def _found(named: Named, there: View) -> WorkerInfo:
             return worker
     member = current.agent().find(wanted)
     return WorkerInfo(member.name, member.id, member.role)
+
+
+def _manner(wait_for_worker: bool | None, idempotent: bool) -> Manner | None:
+    if wait_for_worker or idempotent or persistence.by_default:
+        return persistence.manner(wait_for_worker, idempotent)
+    return None
 
 
 class Group:
@@ -210,21 +217,31 @@ class Group:
         timeout: float = DEFAULT,
         *,
         reduce: Callable[[Any, Any], Any] | None = None,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
     ) -> GroupFuture:
         """Begin to run `func(*args, **kwargs)` on each worker; a future of the list of their values, in their order.
 
         With `reduce`, a function of two values such as `torch.add`, of the one value that it makes of all: workers
         combine what they have along a tree, in their order, and one value comes back.
 
+        `wait_for_worker` and `idempotent` are as for `rpc.rpc_sync`, for each worker by itself.
+
         Raises:
             UnknownWorker: nobody is in the group.
+            UsageError: a reduction shall wait for workers, or be repeated.
             CannotEncode: an argument cannot be sent, and nothing was.
         """
         members = self._members()
         call = convert(func, args, kwargs)
-        if reduce is not None:
-            return reduction.begin(self.version, members, call, timeout, reduce)
-        return groupcalls.begin(self.version, members, call, timeout)
+        if reduce is None:
+            return groupcalls.begin(self.version, members, call, timeout, _manner(wait_for_worker, idempotent))
+        if wait_for_worker or idempotent:
+            raise UsageError(
+                "a reduction goes from worker to worker, so it neither waits for one that is not there nor is it "
+                "repeated: wait for them before (rpc.wait_for_workers), or call without reduce= and combine here"
+            )
+        return reduction.begin(self.version, members, call, timeout, reduce)
 
     @not_compiled
     def rpc_sync(
@@ -235,48 +252,79 @@ class Group:
         timeout: float = DEFAULT,
         *,
         reduce: Callable[[Any, Any], Any] | None = None,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
     ) -> Any:
         """As `rpc_async`, and wait: the values, or the one that they were reduced to.
 
         Raises:
             GroupError: some workers failed; it has the error of each, and the values of the others.
         """
-        return self.rpc_async(func, args, kwargs, timeout, reduce=reduce).wait()
+        return self.rpc_async(
+            func, args, kwargs, timeout, reduce=reduce, wait_for_worker=wait_for_worker, idempotent=idempotent
+        ).wait()
 
     @not_compiled
-    def map(self, func: Callable[..., Any], *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture:
+    def map(
+        self,
+        func: Callable[..., Any],
+        *items: Iterable[Any],
+        timeout: float = DEFAULT,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
+    ) -> GroupFuture:
         """Run `func(item)` for each item, or `func(*each)` of several lists that are as long; a future of all values.
 
         The first worker gets the first item, the second the second, and so on; where there are more items than
         workers, each gets the next one as soon as it is through with one. `timeout` is that of each call. The item of
-        a worker that dies fails; the others go on with those that are left.
+        a worker that dies fails; the others go on with those that are left. With `wait_for_worker` and `idempotent`, as
+        for `rpc.rpc_sync`, the item waits for that worker's return instead.
         """
-        return handout.begin(self.version, self._members(), func, items, timeout)
+        manner = _manner(wait_for_worker, idempotent)
+        return handout.begin(self.version, self._members(), func, items, timeout, manner)
 
     @not_compiled
     def remote(
-        self, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = DEFAULT
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        wait_for_worker: bool | None = None,
     ) -> RefGroup:
-        """Begin to run `func(*args, **kwargs)` on each worker, where its value stays; references to these."""
-        return refgroups.create(self._members(), convert(func, args, kwargs), timeout)
+        """Begin to run `func(*args, **kwargs)` on each worker, where its value stays; references to these.
+
+        With `wait_for_worker`, it is first waited here until all of them can be called, up to the timeout.
+        """
+        manner = _manner(wait_for_worker, False)
+        return refgroups.create(self._members(), convert(func, args, kwargs), timeout, manner)
 
     # Things that all do
 
     @not_compiled
-    def broadcast(self, value: Any, timeout: float = DEFAULT) -> RefGroup:
-        """Send `value` to each worker, where it stays; references to the copies."""
-        return refgroups.create(self._members(), convert(refgroups.kept_value, (value,), None), timeout)
+    def broadcast(self, value: Any, timeout: float = DEFAULT, *, wait_for_worker: bool | None = None) -> RefGroup:
+        """Send `value` to each worker, where it stays; references to the copies. `wait_for_worker` as for `remote`."""
+        call = convert(refgroups.kept_value, (value,), None)
+        return refgroups.create(self._members(), call, timeout, _manner(wait_for_worker, False))
 
     @not_compiled
     def gather(
-        self, func: Callable[..., Any], args: Any = None, kwargs: Any = None, timeout: float = DEFAULT
+        self,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        timeout: float = DEFAULT,
+        *,
+        wait_for_worker: bool | None = None,
+        idempotent: bool = False,
     ) -> dict[str, Any]:
         """What `func(*args, **kwargs)` gives on each worker, by the names of the workers.
 
         Raises:
             GroupError: some workers failed.
         """
-        future = self.rpc_async(func, args, kwargs, timeout)
+        future = self.rpc_async(func, args, kwargs, timeout, wait_for_worker=wait_for_worker, idempotent=idempotent)
         future.wait()
         return future.results()
 

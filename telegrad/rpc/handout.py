@@ -14,9 +14,10 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.naming import user_name
 from telegrad.errors import CallCancelled, InvalidArgument
 from telegrad.group.members import WorkerInfo
-from telegrad.rpc import current
+from telegrad.rpc import current, persistence
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.groupcalls import GONE, GroupFuture, Share, begin_event
+from telegrad.rpc.lobby import Manner
 from telegrad.rpc.sharing import Sharing
 
 
@@ -26,6 +27,7 @@ def begin(
     function: Callable[..., Any],
     items: Sequence[Iterable[Any]],
     timeout: float,
+    manner: Manner | None = None,
 ) -> GroupFuture:
     """Call `function` with each item, on whichever worker is free."""
     each = zipped(items)
@@ -36,7 +38,9 @@ def begin(
     def call(share: Share, place: int) -> None:
         item = calls[share.number]
         if profiling.wanted():
-            begin_event(agent, share, names[place], item, timeout)
+            begin_event(agent, share, names[place], item, timeout, manner)
+        elif manner is not None:
+            persistence.begin(share, manner, names[place], item, timeout)
         else:
             agent.call_for(
                 share, names[place], item.function, item.args, item.kwargs, timeout, item.keeps, asked=item.asked

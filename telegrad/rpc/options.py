@@ -67,6 +67,7 @@ class TelegradOptions(RpcBackendOptions):
         silence: float = 10.0,
         heartbeat: float = 0.0,
         pass_deadlines: bool = False,
+        wait_for_worker: bool = False,
         dashboard: int | None = None,
     ) -> None:
         """
@@ -88,6 +89,7 @@ class TelegradOptions(RpcBackendOptions):
                 also where its interpreter is busy; 0 for none.
             pass_deadlines: whether what is called for the sake of a call of this worker, on whatever worker, has at
                 most what is left of that call's time.
+            wait_for_worker: whether calls of this worker that do not say so wait while theirs is not there.
             dashboard: the port of this host at which this worker shows the group to browsers (0: a free one), as
                 `telegrad.insight.dashboard` does; the log tells the address, or why there is none.
         """
@@ -109,6 +111,7 @@ class TelegradOptions(RpcBackendOptions):
         self.silence = _seconds("silence", silence)
         self.heartbeat = _seconds("heartbeat", heartbeat)
         self.pass_deadlines = pass_deadlines
+        self.wait_for_worker = wait_for_worker
         self.dashboard = dashboard
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:

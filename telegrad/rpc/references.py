@@ -264,7 +264,8 @@ class RRef(Operators, Generic[T]):
         return self._make(self._reach(), name, with_values, args, kwargs, DEFAULT, held, function)
 
     def _lent(self) -> Borrowed:
-        return Borrowed(self._handle.id, self._handle.owner.name)
+        name, rank, incarnation = self._handle.owner
+        return Borrowed(self._handle.id, (name, rank, incarnation))
 
     def __getattr__(self, name: str) -> Any:
         if is_tensor_method(name):

@@ -14,10 +14,11 @@ from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
 from telegrad.errors import InvalidArgument, UnknownWorker
 from telegrad.group.members import Identity, WorkerInfo, listed
-from telegrad.rpc import current
+from telegrad.rpc import current, persistence
 from telegrad.rpc.conversion import Call
 from telegrad.rpc.groupcalls import GroupFuture, Share, follow, group_error
 from telegrad.rpc.handout import Handout, Unusable, zipped
+from telegrad.rpc.lobby import Manner
 from telegrad.rpc.references import Proxy, RRef
 from telegrad.rpc.values import fetch, methods
 from telegrad.rref.letters import Id
@@ -31,12 +32,13 @@ def kept_value(value: T) -> T:
     return value
 
 
-def create(workers: Sequence[WorkerInfo], call: Call, timeout: float) -> RefGroup:
+def create(workers: Sequence[WorkerInfo], call: Call, timeout: float, manner: Manner | None = None) -> RefGroup:
     """Have each of these workers make a value.
 
     Raises:
         GroupError: some are not there any more; nobody was called.
     """
+    timeout = persistence.await_workers(manner, [worker.name for worker in workers], call, timeout)
     table = current.references()
     owners = _identified([worker.name for worker in workers], table.agent.identify)
     return RefGroup(table.create_each(owners, *call[:3], timeout, call.keeps, call.asked))

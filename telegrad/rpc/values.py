@@ -18,6 +18,7 @@ from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import OWN_ARGUMENTS, RUNS, known_as, runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later
 from telegrad.autograd.api import check_root
+from telegrad.group.members import Identity
 from telegrad.rpc import current
 from telegrad.rref.box import Box
 from telegrad.rref.letters import Id
@@ -28,7 +29,7 @@ class Borrowed(NamedTuple):
     """In the place of a reference whose value is wanted."""
 
     id: Id
-    owner: str
+    owner: tuple[str, int, str]  # its identity, as a plain tuple: a class takes longer to send
 
 
 @known_as("to_here() of a reference")
@@ -146,9 +147,11 @@ def call_method(value: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
 def with_values(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `function` with the values of what is borrowed, each straight from its owner."""
     agent = current.agent()
+    here = agent.me.identity
     wanted = [each for each in (*args, *kwargs.values()) if type(each) is Borrowed]
-    coming = {each: agent.call_async(each.owner, fetch, each.id, None) for each in wanted if each.owner != agent.name}
-    values = {each: opened(current.references().box(each.id), agent) for each in wanted if each.owner == agent.name}
+    far = [each for each in wanted if each.owner != here]
+    coming = {each: agent.call_async(Identity(*each.owner), fetch, each.id, None) for each in far}
+    values = {each: opened(current.references().box(each.id), agent) for each in wanted if each.owner == here}
     values |= {each: future.wait() for each, future in coming.items()}
     return _finish(
         function,

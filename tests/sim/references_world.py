@@ -15,6 +15,11 @@ ABSENT, PRESENT, FREED = "absent", "present", "freed"
 HOPELESS = "hopeless"  # whoever uses it finds an error in its place
 
 
+def name_of(key: str) -> str:
+    """A worker's, whichever of its lives it is."""
+    return key.partition("#")[0]
+
+
 class Worker:
     """One machine, its post, and the handles that its program holds."""
 
@@ -30,11 +35,15 @@ class Worker:
 class World:
     """Workers, what is on its way between them, and the faults that befall it."""
 
-    def __init__(self, seed: int, faults: bool, crashes: bool, mistakes: bool, size: int | None) -> None:
+    def __init__(
+        self, seed: int, faults: bool, crashes: bool, mistakes: bool, size: int | None, returns: bool = False
+    ) -> None:
         self.random = random.Random(seed)
         self.faults = faults
+        self.returns = returns  # who has died comes back under its name
         size = size or self.random.choice([3, 3, 3, 4, 4, 5, 7, 10, 50])
-        self.workers = {f"w{n}": Worker(f"w{n}") for n in range(size)}
+        self.workers = {f"w{n}#1": Worker(f"w{n}#1") for n in range(size)}
+        self.lives = {name_of(key): [key] for key in self.workers}  # by name, the keys of all, in order
         self.crashes = self.random.randint(1, max(1, size // 3)) if crashes else 0
         self.mistakes = mistakes  # living workers are taken for dead
         self.dead: set[str] = set()
@@ -102,11 +111,12 @@ class World:
 
     def deliver(self, place: int) -> None:
         sender, to, what, ref, fork, owner = self.messages.pop(place)
-        if to in self.dead:
+        worker = self.reached(to)
+        if worker is None:
             if what == "fetch":
                 self.fetched(self.workers[sender], ref)
             return
-        worker = self.workers[to]
+        assert worker.name == to, f"what was for {to} came to {worker.name}"
         self.heard_from(worker, sender)
         machine = worker.machine
         if what == "create":
@@ -156,9 +166,10 @@ class World:
         sender, to, batch = self.batches[place]
         if not self.faults or self.random.random() > 0.1:
             self.batches.pop(place)  # else doubled
-        if to in self.dead:
+        worker = self.reached(to)
+        if worker is None:
             return
-        worker = self.workers[to]
+        assert worker.name == to, f"a letter to {to} came to {worker.name}"
         self.heard_from(worker, sender)
         for letter in worker.courier.receive(sender, batch, self.now):
             worker.machine.receive(sender, letter)
@@ -209,6 +220,28 @@ class World:
         for other in self.alive():
             self.news.append(("death", name, other))
 
+    def reached(self, to: str) -> Worker | None:
+        """Who gets what is for a worker in one life: no other of its name."""
+        return None if to in self.dead else self.workers[to]
+
+    def come_back(self, key: str) -> None:
+        """A worker that has died starts anew, and knows of nothing."""
+        lives = self.lives[name_of(key)]
+        anew = self.new_key(lives)
+        lives.append(anew)
+        self.workers[anew] = Worker(anew)
+
+    def new_key(self, lives: list[str]) -> str:
+        return f"{name_of(lives[0])}#{len(lives) + 1}"
+
+    def send_letters(self, worker: Worker, to: str, batch: Batch) -> None:
+        """As `ReferenceTable._send`: who finds that the name stands for another life knows of the death."""
+        if to in self.dead and self.lives[name_of(to)][-1] != to and self.random.random() < 0.5:
+            self.bury(worker, to)
+            worker.courier.bury(to)
+        else:
+            self.batches.append((worker.name, to, batch))
+
     def mistake(self, worker: Worker, about: str) -> None:
         """A worker that lives is taken for dead."""
         self.broken |= {(worker.name, about), (about, worker.name)}
@@ -251,6 +284,10 @@ class World:
     def alive(self) -> list[str]:
         return [name for name in self.workers if name not in self.dead]
 
+    def gone(self) -> list[str]:
+        """Those who have died and are not back."""
+        return [lives[-1] for lives in self.lives.values() if lives[-1] in self.dead]
+
     def other(self, worker: Worker) -> str:
         return self.random.choice([name for name in self.alive() if name != worker.name])
 
@@ -276,7 +313,7 @@ class World:
             machine.freed.clear()
             self.answer_fetches(worker)
             for to, batch in worker.courier.outgoing(self.now):
-                self.batches.append((worker.name, to, batch))
+                self.send_letters(worker, to, batch)
 
     def step(self, growing: bool) -> None:
         """One random event."""
@@ -296,6 +333,8 @@ class World:
             self.break_connection(worker.name, self.other(worker))
         elif growing and self.crashes and chance < 0.60 and len(self.alive()) > 2:
             self.crash(worker.name)
+        elif growing and self.returns and chance < 0.61 and (gone := self.gone()):
+            self.come_back(self.random.choice(gone))
         elif growing and self.mistakes and chance < 0.62 and len(self.alive()) > 1:
             self.mistake(worker, self.other(worker))
         elif growing and self.faults and chance < 0.65 and self.batches:
@@ -386,9 +425,11 @@ def run(
     mistakes: bool = True,
     events: int = 120,
     size: int | None = None,
+    returns: bool = False,
+    make: type[World] = World,
 ) -> World:
     """One schedule, from nothing to nothing."""
-    world = World(seed, faults, crashes, mistakes, size)
+    world = make(seed, faults, crashes, mistakes, size, returns)
     for _ in range(events):
         world.step(growing=True)
     world.settle()

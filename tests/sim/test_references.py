@@ -25,16 +25,18 @@ from telegrad.rref.letters import (
     Letter,
 )
 from telegrad.rref.protocol import CAME_LATE, OWNER_DIED, VALUE_GONE, References
-from tests.sim.references_world import run
+from tests.sim.references_world import Worker, World, run
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(1000)
-MANY_SEEDS = range(1000, 21_000)  # for each of the five kinds of weather
+FEW = 300  # for what differs little from another kind
+MANY_SEEDS = range(1000, 21_000)  # for each kind of weather
 WEATHER = {
     "calm": {"faults": False, "crashes": False, "mistakes": False},
     "loss and doubling": {"faults": True, "crashes": False, "mistakes": False},
     "deaths": {"faults": False, "crashes": True, "mistakes": False},
     "false deaths": {"faults": False, "crashes": False, "mistakes": True},
-    "all at once": {"faults": True, "crashes": True, "mistakes": True},
+    "returns": {"faults": False, "crashes": True, "mistakes": False, "returns": True},
+    "all at once": {"faults": True, "crashes": True, "mistakes": True, "returns": True},
 }
 
 
@@ -324,23 +326,31 @@ def test_an_owner_that_waits_for_a_call_of_one_who_forgot_it(trio: Trio) -> None
 # Any schedule
 
 
-def run_seeds(seeds: list[int] | range, weather: str) -> None:
+def run_seeds(seeds: list[int] | range, weather: str, make: type[World] = World) -> None:
     for seed in seeds:
         try:
-            run(seed, **WEATHER[weather])
+            run(seed, **WEATHER[weather], make=make)
         except Exception as error:
             raise AssertionError(f"SEED={seed} ({weather}) {error}") from error
 
 
 @pytest.mark.parametrize("weather", WEATHER)
 def test_any_schedule(weather: str) -> None:
-    run_seeds(SEEDS, weather)
+    run_seeds(SEEDS[:FEW] if weather == "returns" else SEEDS, weather)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("weather", WEATHER)
 def test_a_hundred_thousand_schedules(weather: str) -> None:
     run_seeds(MANY_SEEDS, weather)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(3))
+def test_a_hundred_thousand_schedules_with_returns(part: int) -> None:
+    """With those above, of this weather and of all at once."""
+    first = MANY_SEEDS.stop + part * len(MANY_SEEDS)
+    run_seeds(range(first, first + len(MANY_SEEDS)), "returns")
 
 
 @pytest.mark.parametrize("size", [3, 10, 50])
@@ -385,3 +395,24 @@ def test_the_simulation_finds_what_false_deaths_need(omission: str, monkeypatch:
     monkeypatch.setattr(References, *OMISSIONS[omission])
     with pytest.raises(AssertionError, match="SEED="):
         run_seeds(SEEDS, "false deaths")
+
+
+class KeepsItsKey(World):
+    """Who comes back is known by the same key as before."""
+
+    def new_key(self, lives: list[str]) -> str:
+        self.dead.discard(lives[-1])
+        return lives[-1]
+
+
+class DeliversByName(World):
+    """What was for one life goes to whoever has its name."""
+
+    def reached(self, to: str) -> Worker | None:
+        return super().reached(self.lives[to.partition("#")[0]][-1])
+
+
+@pytest.mark.parametrize("wrong", [KeepsItsKey, DeliversByName])
+def test_the_simulation_finds_what_returns_need(wrong: type[World]) -> None:
+    with pytest.raises(AssertionError, match="SEED="):
+        run_seeds(SEEDS, "returns", wrong)

@@ -1,0 +1,137 @@
+"""Calls that may come several times and are run once: the callee's side of `idempotent=True`. The rim of `ledger`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
+from time import monotonic
+from types import CoroutineType
+from typing import Any
+
+import torch
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.answers import its_future
+from telegrad.agent.cancelling import MUST_FINISH, finishing
+from telegrad.agent.futures import Future, Signal
+from telegrad.agent.naming import OWN_ARGUMENTS, runs_as, user_name
+from telegrad.agent.server import ASYNC_MARK, Later
+from telegrad.group.members import Identity
+from telegrad.rpc import current
+from telegrad.rpc.ledger import Key, Ledger, Settled
+
+LOOK_EVERY = 1.0  # seconds between looks for answers that nobody will ask for
+
+
+class Desk:
+    """The idempotent calls that were made to one worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._lock = threading.Lock()  # guards the ledger
+        self._ledger: Ledger[Future[Any]] = Ledger()
+        self._next_look = 0.0  # the clock's thread alone
+        agent.on(Settled, self._on_settled)
+        agent.ticking.append(self._tick)
+
+    def __len__(self) -> int:
+        return len(self._ledger)
+
+    def enter(self, key: Key, left: float) -> tuple[Future[Any], bool]:
+        """A call has come: what becomes of it, and whether it is to be run."""
+        now = monotonic()
+        outcome: Future[Any] = Future()
+        with self._lock:
+            entry = self._ledger.find(key, left, now)
+            if entry is not None:
+                return entry.outcome, False
+            self._ledger.begin(key, outcome, left, now)
+        outcome.heed()  # the caller is told
+        return outcome, True
+
+    def ended(self, key: Key) -> None:
+        with self._lock:
+            over = self._ledger.ended(key)
+        del over  # now: what it holds may be the user's
+
+    def _on_settled(self, sender: Identity, settled: Settled) -> None:
+        with self._lock:
+            over = self._ledger.settled(Key(sender.incarnation, settled.number))
+        del over
+
+    def _tick(self, now: float) -> float:
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY
+            with self._lock:
+                over = self._ledger.expire(now)
+            del over
+        return self._next_look
+
+
+def once(caller: str, number: int, left: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What `function(*args, **kwargs)` gives, or gave when a call of this key came first."""
+    desk = current.here().attached(Desk)
+    key = Key(caller, number)
+    outcome, is_first = desk.enter(key, left)
+    if not is_first:
+        return Later(outcome, function)
+    tell = partial(_tell, desk, key, outcome)
+    try:
+        result = _called(function, args, kwargs)
+    except BaseException as error:
+        tell(error=error)
+        raise
+    if type(result) is CoroutineType:
+        awaited = _awaited(tell, result)
+        setattr(awaited, "__qualname__", result.__qualname__)  # noqa: B010  # not known to types
+        return awaited
+    future = result.future if type(result) is Later else None
+    if hasattr(function, ASYNC_MARK):
+        future = its_future(function, result)
+    if future is None:
+        tell(result)
+        return result
+    if isinstance(future, torch._C.Future | Signal):
+        future.add_done_callback(partial(_pass_on, tell))
+    else:
+        tell(error=future)
+    return Later(outcome, function)
+
+
+setattr(once, OWN_ARGUMENTS, 4)
+setattr(once, MUST_FINISH, True)  # a caller whose connection broke comes back for the answer
+runs_as(once, lambda caller, number, left, function, *_: user_name(function))
+
+
+@finishing
+def _called(function: Any, args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@finishing
+async def _awaited(tell: Callable[..., None], coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        result = await coroutine
+    except BaseException as error:
+        tell(error=error)
+        raise
+    tell(result)
+    return result
+
+
+def _pass_on(tell: Callable[..., None], done: Any) -> None:
+    try:
+        result = done.wait()
+    except BaseException as error:
+        tell(error=error)
+    else:
+        tell(result)
+
+
+def _tell(desk: Desk, key: Key, outcome: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    """A call has run: it is known to those that repeat it."""
+    desk.ended(key)
+    if error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)

@@ -1,0 +1,490 @@
+"""Calls that wait for their worker, and calls that are made once more and run once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import operator
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.group.stores import open_store
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
+from telegrad.rpc.once import Desk
+from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, agents
+
+LATER = 0.3  # seconds after which somebody comes
+
+
+class Stage:
+    """A dynamic group in this process, whose workers come and go."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._place = f"file://{folder}/store"
+        self._ranks = itertools.count()
+        self.all: list[Worker] = []
+
+    def come(self, name: str, **options: Any) -> Worker:
+        own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options})
+        worker = start(name, partial(open_store, self._place, next(self._ranks), None), own, current.enter)
+        self.all.append(worker)
+        return worker
+
+    def later(self, name: str) -> threading.Thread:
+        """Somebody comes in a moment."""
+        thread = threading.Timer(LATER, self.come, (name,))
+        thread.start()
+        return thread
+
+    def crash(self, worker: Worker) -> None:
+        """Without a word, as if its process were killed: its entries stay in the store."""
+        worker.directory.leave = lambda: None
+        for link in [*worker.agent._connections._accepted, *links_of(worker)]:
+            link._sock.shutdown(socket.SHUT_RDWR)
+        worker.end("")
+        wait_until(lambda: not any(is_open(other, worker) for other in self.all))
+
+
+def wait_until(over: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not over():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def is_open(caller: Worker, to: Worker) -> bool:
+    """Whether there is a connection from here to there, as far as the caller knows."""
+    peer = caller.agent._connections._peers.get(to.agent.incarnation)
+    return peer is not None and peer.link is not None
+
+
+def links_of(worker: Worker) -> list[Any]:
+    peers = worker.agent._connections._peers.values()
+    return [peer.link for peer in peers if hasattr(peer.link, "_sock")]
+
+
+def cut(worker: Worker) -> None:
+    """Break all connections that others have made to a worker."""
+    for link in list(worker.agent._connections._accepted):
+        link._sock.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def stage(tmp_path: pathlib.Path) -> Iterator[Stage]:
+    made = Stage(tmp_path)
+    current.enter(made.come("boss"))
+    yield made
+    current.enter(None)
+    for worker in made.all:
+        if not worker.agent.closed:
+            worker.end("")
+
+
+def who() -> str:
+    """The life in which this runs."""
+    return current.agent().incarnation
+
+
+# Waiting
+
+
+def test_a_call_waits_for_a_worker_that_has_never_come(stage: Stage) -> None:
+    coming = stage.later("x")
+    assert rpc.rpc_sync("x", operator.add, (1, 2), wait_for_worker=True) == 3
+    coming.join()
+
+
+def test_a_call_waits_for_a_worker_that_comes_back(stage: Stage) -> None:
+    old = stage.come("x")
+    assert rpc.rpc_sync("x", who) == old.agent.incarnation
+    stage.crash(old)
+    coming = stage.later("x")
+    future = rpc.rpc_async("x", who, wait_for_worker=True)
+    found = future.wait()
+    coming.join()
+    assert found == stage.all[-1].agent.incarnation != old.agent.incarnation
+    assert rpc.rpc_sync("x", who) == found  # as any other call now
+
+
+def test_a_call_that_does_not_wait_says_that_it_could(stage: Stage) -> None:
+    with pytest.raises(errors.UnknownWorker, match="with wait_for_worker=True, a call waits"):
+        rpc.rpc_sync("x", who)
+    stage.crash(stage.come("x"))  # which nobody has called, so that nobody has noticed
+    with pytest.raises(errors.PeerUnreachable, match="With wait_for_worker=True, calls wait"):
+        rpc.rpc_sync("x", who)
+
+
+def test_it_waits_no_longer_than_its_timeout(stage: Stage) -> None:
+    began = time.monotonic()
+    with pytest.raises(errors.CallTimeout, match=r"who on worker 'x' waited .* \(0.3 s\)\. could not find") as told:
+        rpc.rpc_sync("x", who, timeout=0.3, wait_for_worker=True)
+    assert 0.3 <= time.monotonic() - began < 3
+    assert "\n" not in str(told.value)
+
+
+def slow() -> None:
+    time.sleep(1)
+
+
+def test_what_is_left_of_its_time_is_the_functions(stage: Stage) -> None:
+    coming = stage.later("x")
+    with pytest.raises(errors.CallTimeout, match=r"what was left of the 0\.8 s of this call"):
+        rpc.rpc_sync("x", slow, timeout=0.8, wait_for_worker=True)
+    coming.join()
+
+
+def test_what_may_have_run_is_not_made_again(stage: Stage) -> None:
+    old = stage.come("x")
+    begun.clear()
+    future = rpc.rpc_async("x", hold, ("a",), wait_for_worker=True)
+    assert begun.wait(PATIENCE)
+    stage.crash(old)
+    stage.come("x")
+    with pytest.raises(errors.PeerError, match="may or may not have run"):
+        future.wait()
+    may_end.set()
+
+
+def test_a_reference_and_a_stream_wait_in_place(stage: Stage) -> None:
+    coming = stage.later("x")
+    reference = rpc.remote("x", torch.ones, (2,), wait_for_worker=True)
+    coming.join()
+    assert reference.to_here().sum() == 2
+    coming = stage.later("y")
+    assert list(rpc.rpc_stream("y", range, (3,), wait_for_worker=True)) == [0, 1, 2]
+    coming.join()
+    with pytest.raises(errors.CallTimeout, match="waited for the worker in vain"):
+        rpc.remote("z", torch.ones, (2,), timeout=0.2, wait_for_worker=True)
+
+
+def test_a_reference_to_an_earlier_life_leads_to_no_other(stage: Stage) -> None:
+    old = stage.come("x")
+    reference = rpc.remote("x", torch.ones, (2,))
+    reference.to_here()
+    stage.crash(old)
+    stage.come("x")
+    assert rpc.rpc_sync("x", who, wait_for_worker=True) == stage.all[-1].agent.incarnation
+    with pytest.raises(errors.OwnerLost):
+        reference.to_here()
+    with pytest.raises(errors.UnknownWorker, match="is not the one that it was"):
+        rpc.rpc_sync("boss", total, (reference,))  # which fetches the value from its owner
+
+
+def test_who_was_struck_out_and_lives_is_not_called_by_its_name_any_more(stage: Stage) -> None:
+    old = stage.come("x")
+    assert rpc.rpc_sync("x", who) == old.agent.incarnation
+    stage.all[0].directory.strike_out(old.me)
+    anew = stage.come("x")
+    current.here().membership.refresh()
+    assert rpc.rpc_sync("x", who) == anew.agent.incarnation != old.agent.incarnation
+
+
+def test_cancelling_one_that_waits(stage: Stage) -> None:
+    future = rpc.rpc_async("x", who, wait_for_worker=True)
+    assert "persistent call of" in repr(future)
+    assert future.cancel()
+    assert future.done()
+    assert not future.cancel()
+    with pytest.raises(errors.CallCancelled, match=r"who on worker 'x' was cancelled$"):
+        future.wait()
+
+
+def test_it_waits_no_longer_than_the_call_for_whose_sake_it_is(stage: Stage) -> None:
+    stage.come("y")
+    outer = rpc.rpc_async("y", call_absent)
+    assert asks.wait(PATIENCE)
+    assert outer.cancel()
+    assert said.acquire(timeout=PATIENCE)
+    assert "is not wanted any more" in why[0]
+
+
+asks, said, why = threading.Event(), threading.Semaphore(0), [""]
+
+
+def call_absent() -> None:
+    future = rpc.rpc_async("x", who, wait_for_worker=True)
+    asks.set()
+    try:
+        future.wait()
+    except errors.CallCancelled as error:
+        why[0] = str(error)
+        said.release()
+
+
+def test_a_worker_that_leaves_waits_for_nobody(stage: Stage) -> None:
+    other = stage.come("other")
+    current.enter(other)
+    future = rpc.rpc_async("x", who, wait_for_worker=True)
+    assert not other.agent.idle
+    other.end("")
+    with pytest.raises(errors.ShutDown, match="while"):
+        future.wait()
+    with pytest.raises(errors.StoreLost, match="has left the group"):
+        rpc.rpc_sync("x", who, wait_for_worker=True)
+
+
+def test_in_a_group_of_fixed_size_nobody_waits_for_one_that_is_lost() -> None:
+    with agents(3) as made:
+        current.enter(made[0])
+        rpc.rpc_sync("w1", who)
+        made[1].end("")
+        wait_until(lambda: not is_open(made[0], made[1]))
+        with pytest.raises(errors.PeerUnreachable):
+            rpc.rpc_sync("w1", who, wait_for_worker=True)
+        with pytest.raises(errors.UnknownWorker):
+            rpc.rpc_sync("nobody", who, wait_for_worker=True)
+        assert rpc.rpc_sync("w2", who, wait_for_worker=True) == made[2].agent.incarnation
+        current.enter(None)
+
+
+def test_a_worker_whose_calls_all_wait(stage: Stage) -> None:
+    current.enter(stage.come("patient", wait_for_worker=True))
+    coming = stage.later("x")
+    assert rpc.rpc_sync("x", operator.add, (1, 2)) == 3
+    coming.join()
+    with pytest.raises(errors.UnknownWorker):
+        rpc.rpc_sync("z", operator.add, (1, 2), wait_for_worker=False)
+
+
+def fail_as_if_lost(kind: type[Exception]) -> None:
+    runs.append(kind.__name__)
+    raise kind("a worker that this function has called")
+
+
+@pytest.mark.parametrize("kind", [errors.PeerLost, errors.PeerUnreachable, errors.UnknownWorker])
+def test_what_a_function_raises_is_no_reason_to_call_it_again(stage: Stage, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="that this function has called"):
+        rpc.rpc_sync("boss", fail_as_if_lost, (kind,), wait_for_worker=True, idempotent=True)
+    assert runs == [kind.__name__]
+
+
+async def both(names: list[str]) -> list[int]:
+    return [await rpc.rpc_async(name, operator.add, (1, 2), wait_for_worker=True) for name in names]
+
+
+def test_awaiting_one_that_waits(stage: Stage) -> None:
+    coming = stage.later("x")
+    assert asyncio.run(both(["boss", "x"])) == [3, 3]
+    coming.join()
+
+
+def test_many_that_wait_for_one_go_on_together(stage: Stage) -> None:
+    futures = [rpc.rpc_async("x", operator.add, (i, i), wait_for_worker=True) for i in range(200)]
+    stage.come("x")
+    assert [future.wait() for future in futures] == [2 * i for i in range(200)]
+
+
+def test_a_callable_that_cannot_be_sent_fails_at_once(stage: Stage) -> None:
+    with pytest.raises(errors.CannotEncode):
+        rpc.rpc_async("boss", operator.add, (threading.Lock(), 1), wait_for_worker=True)
+
+
+# Groups
+
+
+def test_calls_to_a_group_wait_for_each_worker(stage: Stage) -> None:
+    stage.come("x")
+    old = stage.come("y")
+    both_of_them = rpc.group(["x", "y"])
+    for name in "xy":
+        rpc.rpc_sync(name, who)
+    stage.crash(old)
+    coming = stage.later("y")
+    future = both_of_them.rpc_async(operator.add, (1, 2), wait_for_worker=True)
+    assert future.wait() == [3, 3]
+    coming.join()
+    assert both_of_them.rpc_sync(operator.add, (1, 2), idempotent=True) == [3, 3]
+    assert both_of_them.gather(operator.add, (1, 2), wait_for_worker=True, idempotent=True) == {"x": 3, "y": 3}
+    assert both_of_them.map(operator.neg, range(5), wait_for_worker=True, idempotent=True).wait() == [0, -1, -2, -3, -4]
+    assert [each.to_here() for each in both_of_them.remote(operator.add, (1, 2), wait_for_worker=True)] == [3, 3]
+    assert [each.to_here() for each in both_of_them.broadcast(7, wait_for_worker=True)] == [7, 7]
+    with pytest.raises(errors.UsageError, match="a reduction"):
+        both_of_them.rpc_sync(operator.add, (1, 2), reduce=operator.add, wait_for_worker=True)
+    with pytest.raises(errors.CannotEncode):
+        both_of_them.rpc_sync(operator.add, (threading.Lock(), 1), idempotent=True)
+
+
+# Once
+
+runs: list[str] = []
+begun, may_end = threading.Event(), threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_run() -> Iterator[None]:
+    runs.clear()
+    begun.clear()
+    may_end.clear()
+    yield
+    may_end.set()
+
+
+def hold(what: str) -> str:
+    runs.append(what)
+    begun.set()
+    assert may_end.wait(PATIENCE)
+    return f"{what} has run {len(runs)} times"
+
+
+async def hold_async(what: str) -> str:
+    runs.append(what)
+    begun.set()
+    while not may_end.is_set():
+        await asyncio.sleep(0.01)
+    return f"{what} has run {len(runs)} times"
+
+
+@rpc.functions.async_execution
+def hold_later(what: str) -> torch.futures.Future[str]:
+    runs.append(what)
+    begun.set()
+    return rpc.rpc_async("boss", wait_here, (what,))
+
+
+def wait_here(what: str) -> str:
+    assert may_end.wait(PATIENCE)
+    return f"{what} has run {len(runs)} times"
+
+
+@pytest.mark.parametrize("function", [hold, hold_async, hold_later])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_call_that_lost_its_connection_is_run_once(stage: Stage, function: Callable[..., Any], waits: bool) -> None:
+    x = stage.come("x")
+    future = rpc.rpc_async("x", function, ("it",), idempotent=True, wait_for_worker=waits)
+    for _ in range(2):
+        assert begun.wait(PATIENCE)
+        cut(x)
+        time.sleep(0.2)
+    may_end.set()
+    assert future.wait() == "it has run 1 times"
+    assert runs == ["it"]
+    settled(x)
+
+
+def settled(worker: Worker) -> None:
+    """Nothing is kept for calls whose callers have their answers."""
+    wait_until(lambda: not len(worker.attached(Desk)))
+
+
+def raise_once(what: str) -> None:
+    runs.append(what)
+    begun.set()
+    assert may_end.wait(PATIENCE)
+    raise KeyError(what)
+
+
+async def raise_async(what: str) -> None:
+    raise_once(what)
+
+
+@rpc.functions.async_execution
+def no_future(what: str) -> Any:
+    runs.append(what)
+    begun.set()
+    assert may_end.wait(PATIENCE)
+    return 1
+
+
+@pytest.mark.parametrize("function", [raise_once, raise_async, no_future])
+def test_an_error_is_given_again(stage: Stage, function: Callable[..., Any]) -> None:
+    x = stage.come("x")
+    future = rpc.rpc_async("x", function, ("it",), idempotent=True)
+    assert begun.wait(PATIENCE)
+    cut(x)
+    may_end.set()
+    with pytest.raises(errors.UsageError if function is no_future else KeyError, match=r"x|it"):
+        future.wait()
+    assert runs == ["it"]
+    settled(x)
+
+
+def test_who_came_back_runs_it_anew(stage: Stage) -> None:
+    old = stage.come("x")
+    future = rpc.rpc_async("x", hold, ("it",), idempotent=True, wait_for_worker=True)
+    assert begun.wait(PATIENCE)
+    stage.crash(old)
+    may_end.set()
+    coming = stage.later("x")
+    assert future.wait() == "it has run 2 times"
+    coming.join()
+
+
+def test_without_waiting_it_fails_once_its_worker_is_gone(stage: Stage) -> None:
+    old = stage.come("x")
+    future = rpc.rpc_async("x", hold, ("it",), idempotent=True)
+    assert begun.wait(PATIENCE)
+    stage.crash(old)
+    with pytest.raises(errors.PeerLost, match="may or may not have run") as told:
+        future.wait()
+    assert isinstance(told.value.__cause__, errors.PeerUnreachable | errors.UnknownWorker)
+
+
+def test_usual_idempotent_calls(stage: Stage) -> None:
+    x = stage.come("x")
+    assert rpc.rpc_sync("x", operator.add, (1, 2), idempotent=True) == 3
+    assert rpc.rpc_sync("x", torch.add, (torch.ones(2), 1), idempotent=True).sum() == 4
+    assert rpc.rpc_sync("x", dict, (), {"a": 1}, idempotent=True) == {"a": 1}
+    reference = rpc.remote("x", torch.ones, (3,))
+    assert rpc.rpc_sync("boss", total, (reference,), idempotent=True) == 3
+    assert rpc.rpc_sync("x", give_reference, idempotent=True).to_here() == 5
+    with pytest.raises(errors.CannotEncode, match="argument"):
+        rpc.rpc_sync("x", operator.add, (threading.Lock(), 1), idempotent=True)
+    with pytest.raises(ZeroDivisionError, match="truediv"):
+        rpc.rpc_sync("x", operator.truediv, (1, 0), idempotent=True)
+    futures = [rpc.rpc_async("x", operator.add, (i, i), idempotent=True) for i in range(100)]
+    assert [future.wait() for future in futures] == [2 * i for i in range(100)]
+    settled(x)
+
+
+def total(tensor: torch.Tensor) -> float:
+    return float(tensor.sum())
+
+
+def give_reference() -> rpc.RRef[int]:
+    return rpc.RRef(5)
+
+
+def test_a_cancelled_one_runs_to_its_end(stage: Stage) -> None:
+    x = stage.come("x")
+    future = rpc.rpc_async("x", hold, ("it",), idempotent=True)
+    assert begun.wait(PATIENCE)
+    assert future.cancel()
+    with pytest.raises(errors.CallCancelled):
+        future.wait()
+    may_end.set()
+    settled(x)
+    assert runs == ["it"]
+
+
+def scaled(tensor: torch.Tensor) -> torch.Tensor:
+    begun.set()
+    assert may_end.wait(PATIENCE)
+    return 2 * tensor
+
+
+def test_gradients_flow_through_one_that_was_repeated(stage: Stage) -> None:
+    from telegrad import autograd
+
+    x = stage.come("x")
+    weight = torch.ones(3, requires_grad=True)
+    with autograd.context() as context:
+        future = rpc.rpc_async("x", scaled, (weight,), idempotent=True)
+        assert begun.wait(PATIENCE)
+        cut(x)
+        time.sleep(0.1)
+        may_end.set()
+        autograd.backward(context, [future.wait().sum()])
+        assert autograd.get_gradients(context)[weight].tolist() == [2, 2, 2]

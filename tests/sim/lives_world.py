@@ -1,0 +1,499 @@
+"""Workers that die and come back under their names, and the calls of another to them, in any order of events.
+
+As in `calls_world`, each actor is a generator; what it does between two yields happens at once. There is a machine of
+calls for each life of a worker, a lobby for the calls that wait, and a ledger in each life. A life that was struck out
+may live on, and the next one may listen where an earlier one did.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from telegrad.agent.calls import Calls, Instruction, State
+from telegrad.rpc.ledger import Key, Ledger
+from telegrad.rpc.lobby import Fate, Lobby, Manner, rest, verdict
+
+NAMES = ("x", "y")
+HELLO = 5.0
+PLAIN = Manner(False, False)
+MANNERS = [PLAIN, Manner(True, False), Manner(False, True), *2 * [Manner(True, True)]]
+
+
+@dataclass(eq=False)
+class Run:
+    """Of a function, and who is to hear what came of it."""
+
+    life: Life
+    attempts: list[Attempt] = field(default_factory=list)
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Life:
+    """One of a worker."""
+
+    name: str
+    number: int
+    place: int  # where it listens
+    ledger: Ledger[Run]
+    lives: bool = True
+    arrived: list[Attempt] = field(default_factory=list)
+    running: list[tuple[Attempt, Run]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A call, as its user sees it: what waits in the lobby."""
+
+    to: str
+    manner: Manner
+    bound: Life | None  # it is for this life alone
+    number: int
+    until: float
+    rests_until: float = 0.0
+    repeats: int = 0
+    lost: bool = False
+    attempts: int = 0
+    fates: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def waits(self) -> bool:
+        return self.manner.waits
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One time that it is made, or a look."""
+
+    asked: Asked | None
+    meant: Life
+    tell: Callable[[Fate | None], None]
+    timeout: float
+    deadline: float
+    left: float
+    id: int = 0
+    weight: int = 0
+    connection: int = 0
+    timed: bool = False
+    unwanted: bool = False
+    link: Connection | None = None
+
+
+@dataclass(eq=False)
+class Connection:
+    number: int
+    life: Life
+    side: Side
+    whole: bool = True
+
+    @property
+    def lives(self) -> bool:
+        return self.whole and self.life.lives
+
+
+class Side:
+    """The calling side towards one life."""
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        self.calls: Calls[Attempt, Attempt] = Calls(1000, 1000, lambda _: False)
+        self.open: Connection | None = None
+        self.connections: list[Connection] = []
+
+
+class Unknown(Exception):
+    """There is no worker of that name, or not that one any more."""
+
+
+class World:
+    """What stands in methods of one line each is what variants do wrong."""
+
+    def __init__(self, seed: int, lobby: type[Lobby[Asked]] = Lobby, ledger: type[Ledger[Run]] = Ledger) -> None:
+        self.chance = random.Random(seed)
+        self.make_ledger = ledger
+        self.lobby: Lobby[Asked] = lobby()
+        self.now = 0.0
+        self.names: dict[str, Side] = {}  # as `Connections` has them
+        self.sides: dict[Life, Side] = {}
+        self.listed: dict[str, Life] = {}  # in the store
+        self.seen: dict[str, Life] = {}  # by the membership of the caller
+        self.lives: list[Life] = []
+        self.doors: dict[int, Life] = {}  # who listens where
+        self.all: list[Asked] = []
+        self.calm = False
+        self.names_used = NAMES[: self.chance.randint(1, 2)]
+        for name in self.names_used:
+            if self.chance.random() < 0.8:
+                self.come(name)
+        self.users = self.chance.randint(1, 3)
+        self.breaks = self.chance.choice([0.02, 0.3])  # how likely a connection is to break at a look
+        self.actors: list[Iterator[None]] = [self.user() for _ in range(self.users)]
+        self.actors += [self.fate(), self.network(), self.callees(), self.callees(), self.clock(), self.looker()]
+        self.busy = self.users
+
+    def run(self) -> None:
+        faults = self.chance.randint(50, 600)
+        for step in range(20_000):
+            if step == faults:
+                self.calm = True
+                self.repair()
+            if self.calm and not self.busy and all(asked.fates for asked in self.all):
+                break
+            actor = self.chance.choice(self.actors)
+            try:
+                next(actor)
+            except StopIteration:
+                self.actors.remove(actor)
+        else:
+            raise AssertionError(
+                f"calls wait for ever: {[each for each in self.all if not each.fates]}, {self.lobby!r}"
+            )
+        self.check_end()
+
+    def begin(self, actor: Iterator[None]) -> None:
+        self.busy += 1
+        self.actors.append(self._counted(actor))
+
+    def _counted(self, actor: Iterator[None]) -> Iterator[None]:
+        yield from actor
+        self.busy -= 1
+
+    # Workers come and go
+
+    def come(self, name: str) -> None:
+        earlier = [life.place for life in self.lives if life.name == name and life.place not in self.doors]
+        place = self.chance.choice([*earlier, len(self.lives) + 100])
+        life = Life(name, len(self.lives), place, self.make_ledger())
+        self.lives.append(life)
+        self.listed[name] = self.doors[place] = life
+
+    def die(self, life: Life) -> None:
+        life.lives = False
+        if self.doors.get(life.place) is life:
+            del self.doors[life.place]
+
+    def fate(self) -> Iterator[None]:
+        while True:
+            yield
+            if self.calm:
+                return
+            name = self.chance.choice(self.names_used)
+            listed = self.listed.get(name)
+            what = self.chance.random()
+            if what < 0.03 and listed is not None and listed.lives:
+                self.die(listed)
+            elif what < 0.06 and (listed is None or not listed.lives):
+                self.come(name)  # it takes the name over
+            elif what < 0.09 and listed is not None:
+                del self.listed[name]  # struck out, whether or not it lives
+                if what < 0.07:
+                    self.come(name)
+            elif what < 0.10 and self.lives:
+                self.die(self.chance.choice(self.lives))
+
+    def repair(self) -> None:
+        """All are there now; but those of earlier lives that were struck out may live on."""
+        for name in self.names_used:
+            if name not in self.listed or not self.listed[name].lives:
+                self.come(name)
+
+    def see(self) -> None:
+        """As `Membership` does at its next look: where something has changed, names are looked up anew."""
+        if self.seen != self.listed:
+            self.seen = dict(self.listed)
+            self.forget_names()
+
+    def forget_names(self) -> None:
+        """But for those of lives that are there."""
+        there = self.listed.values()
+        self.names = {to: side for to, side in self.names.items() if side.life in there}
+
+    def forget_lost(self) -> None:
+        self.names = {}
+
+    # Whom a name stands for
+
+    def peer(self, to: str, found: list[Side]) -> Iterator[None]:
+        """As `Connections.peer`: it adds to `found`."""
+        names = self.names
+        side = names.get(to)
+        if side is None:
+            yield
+            life = self.listed.get(to)
+            for _ in range(self.chance.randint(1, 8)):
+                yield
+            if life is None:
+                raise Unknown
+            side = self.sides.setdefault(life, Side(life))
+            self.note(names, to, side)
+        found.append(side)
+
+    def note(self, names: dict[str, Side], to: str, side: Side) -> None:
+        names[to] = side
+
+    # Calls
+
+    def user(self) -> Iterator[None]:
+        for _ in range(self.chance.randint(1, 4)):
+            for _ in range(self.chance.randint(0, 30)):
+                yield
+            yield from self.one_call()
+        self.busy -= 1
+
+    def one_call(self) -> Iterator[None]:
+        manner = self.chance.choice(MANNERS)
+        until = self.now + 1.0 if self.chance.random() < 0.3 else inf
+        bound = None
+        to = self.chance.choice(self.names_used)
+        if manner == PLAIN and self.lives and self.chance.random() < 0.5:
+            bound = self.chance.choice([life for life in self.lives if life.name == to] or [None])
+        asked = Asked(to, manner, bound, len(self.all) + 1, until)
+        self.all.append(asked)
+        yield from self.attempt(asked)
+
+    def attempt(self, asked: Asked) -> Iterator[None]:
+        asked.attempts += 1
+        found: list[Side] = []
+        try:
+            yield from self.peer(asked.to, found)
+            if asked.bound is not None and found[0].life is not asked.bound:
+                raise Unknown
+        except Unknown:
+            self.failed(asked, Fate.NOT_RUN)
+            return
+        left = asked.until - self.now if asked.until < inf else 0.0
+        if left < 0:
+            self.failed(asked, Fate.OVER)
+            return
+
+        def tell(fate: Fate | None) -> None:
+            if fate is None:
+                asked.fates.append("answered")
+            else:
+                self.failed(asked, fate)
+
+        yield from self.send(found[0], Attempt(asked, found[0].life, tell, left, asked.until, left))
+
+    def failed(self, asked: Asked, fate: Fate) -> None:
+        """As `Persistent._goes_on`."""
+        if not self.goes_on(asked, fate):
+            asked.fates.append(fate.name)
+            return
+        if fate is Fate.MAY_HAVE_RUN:
+            asked.lost = True
+            asked.rests_until = self.now + rest(asked.repeats)
+            asked.repeats += 1
+        assert self.lobby.enter(asked, self.now)
+
+    def goes_on(self, asked: Asked, fate: Fate) -> bool:
+        return verdict(asked.manner, fate, asked.lost)
+
+    def key(self, asked: Asked) -> Key:
+        return Key("me", asked.number)
+
+    # Looks
+
+    def looker(self) -> Iterator[None]:
+        while True:
+            yield
+            if self.chance.random() < 0.3:
+                self.see()
+            for to in self.lobby.looks(self.now):
+                assert isinstance(to, str)
+                self.begin(self.look(to))
+
+    def look(self, to: str) -> Iterator[None]:
+        found: list[Side] = []
+
+        def tell(fate: Fate | None) -> None:
+            if fate is None:
+                for asked in self.lobby.there(to, self.now):
+                    self.begin(self.attempt(asked))
+            else:
+                for asked in self.lobby.not_there(to, self.now):
+                    asked.fates.append(fate.name)
+
+        try:
+            yield from self.peer(to, found)
+        except Unknown:
+            tell(Fate.NOT_RUN)
+            return
+        yield from self.send(found[0], Attempt(None, found[0].life, tell, HELLO, self.now + HELLO, HELLO))
+
+    # A message leaves, as in `OutgoingCalls`
+
+    def send(self, side: Side, attempt: Attempt) -> Iterator[None]:
+        calls = side.calls
+        instruction, link = calls.begin(attempt, attempt), side.open
+        if attempt.timeout:
+            calls.time(attempt)
+        while instruction in (Instruction.SEND, Instruction.SET_APART):
+            yield
+            if instruction is Instruction.SEND:
+                assert link is not None
+                if self.write(link, attempt):
+                    return
+                if side.open is link:
+                    side.open = None
+                    calls.missed(calls.connection)
+            instruction = calls.send(attempt, attempt, is_apart=instruction is Instruction.SET_APART)
+            link = side.open
+        if instruction is Instruction.CONNECT:
+            self.begin(self.connector(side, calls.connection))
+
+    def write(self, link: Connection, attempt: Attempt) -> bool:
+        if not link.lives:
+            return False
+        assert attempt.meant is link.life, f"what was meant for life {attempt.meant.number} came to {link.life.number}"
+        attempt.link = link
+        link.life.arrived.append(attempt)
+        return True
+
+    def connector(self, side: Side, number: int) -> Iterator[None]:
+        yield
+        life = self.door(side.life)
+        if life is None or (not self.calm and self.chance.random() < 0.05):
+            self.forget_lost()
+            self.end_all(side.calls.refused(), Fate.NOT_RUN)
+            return
+        link = Connection(number, life, side)
+        side.connections.append(link)
+        while True:
+            yield
+            backlog = side.calls.drain()
+            if side.calls.state is State.OPEN:
+                side.open = link
+            if not backlog:
+                break
+            for at, (_, attempt) in enumerate(backlog):
+                yield
+                if not self.write(link, attempt):
+                    self.forget_lost()
+                    self.end_all(side.calls.refused(backlog[at:]), Fate.MAY_HAVE_RUN)
+                    return
+        if not link.lives:
+            self.end(link)
+
+    def door(self, wanted: Life) -> Life | None:
+        """Who answers where a life has listened, if it is that one."""
+        found = self.doors.get(wanted.place)
+        return found if found is wanted else None
+
+    def network(self) -> Iterator[None]:
+        while True:
+            yield
+            for side in list(self.sides.values()):
+                for link in side.connections:
+                    if link.lives and not self.calm and self.chance.random() < self.breaks:
+                        link.whole = False
+                    if not link.lives and self.chance.random() < 0.3:
+                        self.end(link)
+
+    def end(self, link: Connection) -> None:
+        if link in link.side.connections:
+            link.side.connections.remove(link)
+        if link.side.open is link:
+            link.side.open = None
+        self.forget_lost()
+        self.end_all(link.side.calls.ended(link.number), Fate.MAY_HAVE_RUN)
+
+    def end_all(self, attempts: list[Attempt], fate: Fate) -> None:
+        for attempt in attempts:
+            attempt.tell(fate)
+
+    # Who is called
+
+    def callees(self) -> Iterator[None]:
+        while True:
+            yield
+            living = [life for life in self.lives if life.lives and (life.arrived or life.running)]
+            if not living:
+                continue
+            life = self.chance.choice(living)
+            if life.arrived and self.chance.random() < 0.6:
+                self.take(life, life.arrived.pop(0))
+            elif life.running and self.chance.random() < 0.3:
+                self.finish(life, *life.running.pop(self.chance.randrange(len(life.running))))
+
+    def take(self, life: Life, attempt: Attempt) -> None:
+        """As `once`."""
+        asked = attempt.asked
+        run = Run(life, [attempt])
+        if asked is not None and asked.manner.repeats:
+            entry = life.ledger.find(self.key(asked), attempt.left, self.now)
+            if entry is not None:
+                entry.outcome.attempts.append(attempt)
+                if entry.outcome.done:
+                    self.answer(entry.outcome)
+                return
+            life.ledger.begin(self.key(asked), run, attempt.left, self.now)
+        if asked is not None:
+            asked.runs.append(run)
+        life.running.append((attempt, run))
+
+    def finish(self, life: Life, attempt: Attempt, run: Run) -> None:
+        run.done = True
+        asked = attempt.asked
+        if asked is not None and asked.manner.repeats:
+            life.ledger.ended(self.key(asked))
+        self.answer(run)
+
+    def answer(self, run: Run) -> None:
+        attempts, run.attempts = run.attempts, []
+        for attempt in attempts:
+            link = attempt.link
+            assert link is not None
+            if link.lives and link.side.calls.take(attempt.id) is not None:
+                attempt.tell(None)
+                if attempt.asked is not None and attempt.asked.manner.repeats and self.chance.random() < 0.7:
+                    run.life.ledger.settled(self.key(attempt.asked))
+
+    # Time
+
+    def clock(self) -> Iterator[None]:
+        while True:
+            yield
+            self.now += self.chance.choice([0.002, 0.02])
+            for side in list(self.sides.values()):
+                self.end_all(side.calls.expired(self.now), Fate.OVER)
+            for asked in self.lobby.expired(self.now):
+                assert asked.until <= self.now
+                asked.fates.append("late")
+            for life in self.lives:
+                life.ledger.expire(self.now)
+
+    # What must hold
+
+    def check_end(self) -> None:
+        for asked in self.all:
+            assert len(asked.fates) == 1, f"{asked} ended {len(asked.fates)} times"
+            self.check_runs(asked)
+            (how,) = asked.fates
+            if asked.manner == PLAIN:
+                assert asked.attempts == 1, f"{asked} was made again"
+            if asked.until == inf and asked.manner.waits:
+                assert how in ("answered", "MAY_HAVE_RUN"), f"{asked} did not wait"
+                assert how == "answered" or not asked.manner.repeats, f"{asked} was given up"
+            assert how != "late" or asked.until < inf
+        assert not len(self.lobby)
+        self.check_names()
+
+    def check_runs(self, asked: Asked) -> None:
+        lives = [run.life for run in asked.runs]
+        assert len(set(lives)) == len(lives), f"{asked} has run twice in one life"
+        assert asked.manner.repeats or len(lives) <= 1, f"{asked} has run {len(lives)} times"
+        assert asked.bound is None or all(life is asked.bound for life in lives), f"{asked} has run elsewhere"
+        assert asked.fates != ["answered"] or any(run.done for run in asked.runs), f"{asked} was answered by nobody"
+
+    def check_names(self) -> None:
+        """Once all has been seen, each name leads to whom the store lists, after one failure at most."""
+        self.see()
+        for name in self.names_used:
+            side = self.names.get(name)
+            where: Any = side and side.life
+            assert where is None or not where.lives or where is self.listed[name], f"{name} leads to an earlier life"
