@@ -2,34 +2,38 @@
 
 A worker hears of the end of another by its connections; where one broke, it knocks, since the other may live all the
 same. In a dynamic group it also looks at the store every now and then, which keeps a count of changes; and whoever
-finds that a member has died strikes it out there.
+finds that a member has died strikes it out there. Where the store is another (`takeover.py`), nobody comes or goes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, RendezvousError, ShutDown, StoreLost
 from telegrad.group.address import knock
+from telegrad.group.directory import LEFT, LOST, Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member, Members, WorkerInfo, info
 from telegrad.group.post import Post
-from telegrad.group.stores import Place, find_store
+from telegrad.group.succession import compared
+from telegrad.group.takeover import Takeover
+from telegrad.group.teller import Teller
 from telegrad.progress import Wait
 from telegrad.threads import Background
 
 LOOK = 0.25  # seconds between looks at the store
-LOOK_FOR_ANOTHER = 1.0  # the same, at the place of a store that was lost
+AGAIN = 1.0  # seconds until the next try, where a look has failed
+MISSED = 2.0  # seconds for members to come over to another store, until others knock at them
+REMEMBERED = 1024  # members that have gone
 PATIENCE = 2.0  # seconds for a knock to be answered
 KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each; who is silent at the last is dead
-LEFT, LOST = "left", "lost"
 
 Act = Callable[[], None]  # what follows from a look, once no lock is held
 
@@ -55,34 +59,6 @@ class _Doubt(NamedTuple):
     due: float
 
 
-class Teller:
-    """Calls the callbacks of users, one after the other, on a thread of its own."""
-
-    def __init__(self, entered: Callable[[], None]) -> None:
-        self._entered = entered
-        self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._thread = Background("telegrad-members", self._main)
-
-    def begin(self) -> None:
-        """There is somebody to be told."""
-        self._thread.want()
-
-    def tell(self, callback: Callable[..., Any], *args: Any) -> None:
-        self._queue.put((callback, args))
-
-    def close(self) -> None:
-        self._queue.put(None)
-
-    def _main(self) -> None:
-        self._entered()
-        while (told := self._queue.get()) is not None:
-            callback, args = told
-            try:
-                callback(*args)
-            except Exception:
-                log.exception("telegrad: a callback of on_join or on_leave failed for %s", args[0])
-
-
 class Membership:
     """The members that this worker knows of."""
 
@@ -91,14 +67,12 @@ class Membership:
         post: Post,
         me: Member,
         directory: Members | DynamicGroup,
-        place: Place,
         entered: Callable[[], None],
     ) -> None:
-        """`place` is where the store is served; `entered` is called first on the thread that calls users' callbacks."""
+        """`entered` is called first on the thread that calls users' callbacks."""
         self._post = post
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
-        self._place = place
         self._teller = Teller(entered)
         # Guards what follows, up to _closed; this and _view are also loaded without.
         self._changed = threading.Condition()
@@ -109,13 +83,19 @@ class Membership:
         self._on_join: list[Callable[[WorkerInfo], Any]] = []
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
         self._doubts: list[_Doubt] = []
+        self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
+        self._parted: set[str] = set()  # the incarnations of those who have said that they shut down
         self._closed = False
         self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
+        self._directory: Directory | None = None  # where it has looked
         self._seen_changes = self._seen_orphans = 0
-        self.lost: str = ""  # why the store of a dynamic group has gone, unless in order; stored once, before `ended`
-        self.ended = threading.Event()  # it has gone, or `serve` shall end
+        self._met: set[str] = set()  # who was listed there
+        self._missed_at = inf  # when those who are not are knocked at
+        self.ended = threading.Event()  # the group has ended for those who only serve, or `serve` shall end
+        self._only_serves = False
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
+        self._takeover = Takeover(post, me, self._group, self, self._wake.set) if self._group is not None else None
         post.on(Greeting, lambda *_: None)
         post.lost.append(self._on_lost)
 
@@ -137,6 +117,8 @@ class Membership:
         self._teller.close()
         self._wake.set()
         self._watch.join(PATIENCE)  # torch aborts a process that ends while a thread is in one of its stores
+        if self._takeover is not None:
+            self._takeover.close()
 
     # What users ask
 
@@ -192,6 +174,7 @@ class Membership:
 
     def wait_for_end(self) -> None:
         """Wait until a dynamic group ends, or this worker shall serve no more."""
+        self._only_serves = True
         self.ended.wait()
 
     def _names(self, role: str = "") -> set[str]:
@@ -248,7 +231,10 @@ class Membership:
             member = self._present.get(who.incarnation)
             if member is None or self._closed:
                 return
-            doubtful = not isinstance(reason, ShutDown)
+            parted = isinstance(reason, ShutDown)
+            if parted:
+                self._parted.add(who.incarnation)
+            doubtful = not parted or (self._takeover is not None and self._takeover.between)
             if doubtful:
                 self._doubts.append(_Doubt(member, 0, monotonic()))
             elif self._group is None:
@@ -260,6 +246,10 @@ class Membership:
     def _take_out(self, member: Member, how: str) -> None:
         """With the lock held: a member has gone."""
         if self._present.pop(member.incarnation, None) is not None:
+            self._parted.discard(member.incarnation)
+            self._gone[member.incarnation] = how
+            if len(self._gone) > REMEMBERED:
+                del self._gone[next(iter(self._gone))]
             self._new_version()
             for callback in self._on_leave:
                 self._teller.tell(callback, info(member), how)
@@ -286,7 +276,7 @@ class Membership:
                 pause = self._look_around()
             except Exception:
                 log.exception("telegrad: the watch of the group's members failed")
-                pause = LOOK_FOR_ANOTHER
+                pause = AGAIN
             self._wake.wait(pause)
             self._wake.clear()
 
@@ -300,12 +290,13 @@ class Membership:
                     self._doubts.append(doubt if doubt.due > monotonic() else _later(doubt))
         with self._changed:
             pause = LOOK if self._doubts else None
-        if self._group is None:
+        if self._group is None or self._takeover is None or self._group.over:
             return pause
-        if not self._group.over:
-            self._look(self._group)
-            return LOOK
-        return LOOK_FOR_ANOTHER if self._look_for_another(self._group) else pause
+        if not (self.ended.is_set() and self._only_serves):  # it leaves by itself, and is no successor
+            step = self._takeover.step()
+            pause = LOOK if step is None else step
+        self._look(self._group)
+        return pause
 
     def _settle(self, doubt: _Doubt) -> bool:
         """Whether it is known now what has become of a worker."""
@@ -314,41 +305,76 @@ class Membership:
         if answer is not False and not last:
             return False
         if answer is not True:
-            self._post.warn_lost(doubt.who.identity, f"worker {doubt.who.name!r} was lost: it does not answer any more")
+            how = LEFT if doubt.who.incarnation in self._parted else LOST
+            if how == LOST:
+                said = f"worker {doubt.who.name!r} was lost: it does not answer any more"
+                self._post.warn_lost(doubt.who.identity, said)
             if self._group is not None and not self._group.over:
                 with contextlib.suppress(StoreLost):
-                    self._group.strike_out(doubt.who)
+                    self._group.strike_out(doubt.who, how)
             with self._changed:
-                self._take_out(doubt.who, LOST)
+                self._take_out(doubt.who, how)
         return True
+
+    def doubt(self, member: Member) -> None:
+        """See whether it lives."""
+        with self._changed:
+            if member.incarnation != self._me.incarnation:
+                self._doubts.append(_Doubt(member, 0, monotonic()))
+        self._wake.set()
+
+    def lately_lost(self) -> list[str]:
+        """The incarnations of those who died, as far as others may not know it."""
+        with self._changed:
+            return [incarnation for incarnation, how in self._gone.items() if how == LOST]
 
     def _look(self, group: DynamicGroup) -> None:
         acts: list[Act] = []
         with self._looking:
-            if group.over:
+            if group.over or self._closed:
                 return  # another thread has just seen its end
             try:
-                changes = group.changes()
-                if changes != self._seen_changes:
-                    self._see(group, acts)
+                directory = self._directory_of(group)
+                changes = directory.changes()
+                missed = monotonic() >= self._missed_at
+                if missed or changes != self._seen_changes:
+                    self._see(group, directory, acts, missed)
                     self._seen_changes = changes
                     self._end_with(group, acts)
             except StoreLost as error:
-                self._lose_store(group, str(error), acts)
+                self._lose_store(group, str(error))
         for act in acts:
             act()
 
-    def _see(self, group: DynamicGroup, acts: list[Act]) -> None:
+    def _directory_of(self, group: DynamicGroup) -> Directory:
+        """Where to look; in another store than before, those who are not listed may be about to come."""
+        directory = group.directory
+        if directory is not self._directory:
+            self._missed_at = monotonic() + MISSED if self._directory is not None else inf
+            self._directory = directory
+            self._met = set()
+            self._seen_changes, self._seen_orphans = -1, 0
+        return directory
+
+    def _see(self, group: DynamicGroup, directory: Directory, acts: list[Act], missed: bool) -> None:
         with self._changed:
-            present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
-        members = {member.incarnation: member for member in group.members()}
-        group.known = list(members.values())
-        gone = [member for member in present.values() if member.incarnation not in members]
-        ends = [(member, LOST if group.was_lost(member) else LEFT) for member in gone]
-        new = [member for member in group.known if member.incarnation not in present]
-        for member, how in ends:
-            if how == LOST:
-                acts.append(partial(self._note_lost, member))
+            present, gone = dict(self._present), dict(self._gone)  # before the store is read, so that none seems new
+        members = {member.incarnation: member for member in directory.members()}
+        group.homes = directory.homes()
+        seen = compared(present, members, self._met, gone)
+        ends = [(present[each], directory.how_gone(each) or LEFT) for each in seen.gone]
+        told = {each: directory.how_gone(each) for each in seen.missing}
+        ends += [(present[each], how) for each, how in told.items() if how]
+        awaited = [present[each] for each, how in told.items() if not how]
+        self._met = set(members)
+        group.awaited = awaited
+        group.known = [*members.values(), *awaited]
+        acts += [partial(self._note_lost, member) for member, how in ends if how == LOST]
+        acts += [partial(self._strike_out, group, members[each], gone[each]) for each in seen.ghosts]
+        if missed:
+            self._missed_at = inf
+            acts += [partial(self.doubt, member) for member in awaited]
+        new = [members[each] for each in seen.new]
         with self._changed:
             for member, how in ends:
                 self._take_out(member, how)
@@ -357,16 +383,23 @@ class Membership:
             greets = bool(self._on_leave)
         if greets:
             acts.append(partial(self._greet, new))
-        for orphan in group.orphans(self._seen_orphans):
+        moved = directory.moved()
+        if moved is not None and self._takeover is not None:
+            self._takeover.go_to(moved)
+        for orphan in directory.orphans(self._seen_orphans):
             self._seen_orphans += 1
             acts.append(
                 partial(
                     log.warning,
-                    "telegrad: worker %s is still in an earlier group, whose store at this place was lost, and cannot "
+                    "telegrad: worker %s is still in an earlier group, which has its store elsewhere now, and cannot "
                     "be called from this one: have it shut down and join again",
                     orphan,
                 )
             )
+
+    def _strike_out(self, group: DynamicGroup, member: Member, how: str) -> None:
+        with contextlib.suppress(StoreLost):
+            group.strike_out(member, how)
 
     def _note_lost(self, member: Member) -> None:
         if member.incarnation != self._me.incarnation:
@@ -374,60 +407,23 @@ class Membership:
         else:
             log.warning("telegrad: worker %s was taken for dead by another: shut it down and join again", member)
 
-    # The end of the store
+    # The end of the group, and of its store
 
     def _end_with(self, group: DynamicGroup, acts: list[Act]) -> None:
-        server = group.server()
-        if server and server != str(self._me) and group.ended():
-            self._store_gone(group, f"the group has ended: {server}, which served its store, has left")
-            acts.append(partial(log.info, "telegrad: %s", group.over))
+        if group.ended():
+            self.ended.set()
+            acts.append(partial(log.info, "telegrad: the group has ended for those who only serve: its first has left"))
+        group.server_leaves()
 
-    def _lose_store(self, group: DynamicGroup, why: str, acts: list[Act]) -> None:
-        if self._closed:
-            return
-        self.lost = why
-        self._store_gone(group, why)
-        others = ", ".join(sorted(member.name for member in group.known if member.name != self._me.name))
-        acts.append(
-            partial(
-                log.warning,
-                "telegrad: worker %s has lost the group's store: %s. Nobody can join or be looked up any more; calls "
-                "among those who are known here (%s) go on. To be in a group again, shut down and join the one of a "
-                "new rank 0",
-                self._me,
-                why,
-                others or "nobody",
-            )
-        )
-
-    def _store_gone(self, group: DynamicGroup, why: str) -> None:
-        group.over = why
-        self.ended.set()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _look_for_another(self, group: DynamicGroup) -> bool:
-        """Whether another group may yet meet where the store was lost; where one does, each is told of the other."""
-        host, port = self._place
-        if not self.lost or host is None or port is None:
-            return False
-        try:
-            other = group.leave_word(find_store(host, port, 0), self._me)
-        except RendezvousError:
-            return True
-        if other:
-            log.warning(
-                "telegrad: another group meets at %s:%s now, with %s; worker %s is not in it: shut down and join again",
-                host,
-                port,
-                other,
-                self._me,
-            )
-        return not other
+    def _lose_store(self, group: DynamicGroup, why: str) -> None:
+        if self.ended.is_set() and self._only_serves:
+            group.end(f"the group has ended: {why}")
+        elif self._takeover is not None and not self._takeover.between:
+            self._takeover.report()
 
     def __repr__(self) -> str:
         watched = "a dynamic group" if self._group is not None else "a group of fixed size"
-        state = ", closed" if self._closed else f", lost: {self.lost}" if self.lost else ""
+        state = ", closed" if self._closed else ""
         return f"<Membership of {self._me.name!r} in {watched}: {len(self._present)} present{state}>"
 
 
