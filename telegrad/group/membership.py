@@ -370,7 +370,7 @@ class Membership:
         group.awaited = awaited
         group.known = [*members.values(), *awaited]
         acts += [partial(self._note_lost, member) for member, how in ends if how == LOST]
-        acts += [partial(self._strike_out, group, members[each], gone[each]) for each in seen.ghosts]
+        acts += [partial(self._end_ghost, group, members[each], gone[each]) for each in seen.ghosts]
         if missed:
             self._missed_at = inf
             acts += [partial(self.doubt, member) for member in awaited]
@@ -397,7 +397,11 @@ class Membership:
                 )
             )
 
-    def _strike_out(self, group: DynamicGroup, member: Member, how: str) -> None:
+    def _end_ghost(self, group: DynamicGroup, member: Member, how: str) -> None:
+        """One that is listed though it has gone: by who did not know it, unless it was taken for dead here."""
+        if how == LOST:
+            self.doubt(member)
+            return
         with contextlib.suppress(StoreLost):
             group.strike_out(member, how)
 

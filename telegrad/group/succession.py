@@ -9,7 +9,7 @@ counts. Each store has a term, higher than that of the one before. Whoever has l
       | <------------------ Seat -| -- Seat ---------------> |     all list themselves there
 
 If the store answers the first, it sends the `Seat` of that one, and the orphan tries again. Who is silent is passed
-over: the next serves, in a term higher by one more for each that was passed over. So of two stores the one of the higher
+over: the next serves, in a term higher by one more for each that was passed over. So of two stores that of the higher
 term holds (of the same term, that of the lower rank); whoever speaks of another is told, and moves. That ends what
 several have begun who did not see the same members, and the store of a server who was only out of reach.
 
