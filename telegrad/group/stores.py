@@ -403,6 +403,8 @@ class Board:
             store.set(key, value)
 
     def count(self, key: str, more: int = 1) -> int:
+        if not more:
+            return int(self.read(key) or 0)  # a file would grow by what is added, nothing included
         with self._while_it_lasts() as store:
             return int(store.add(key, more))
 

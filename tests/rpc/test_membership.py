@@ -196,13 +196,12 @@ def test_a_worker_with_another_rank_waits_for_rank_0() -> None:
         assert made[1].run(call, "early") == 3
 
 
-def test_another_group_in_the_place_of_this_one_is_told_and_so_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_group_in_the_place_of_this_one_is_told_and_so_is_this_one() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
         x, boss2 = made
-        x.run(join, "x", f"{where},127.0.0.1:{free_port()}", 0, False)
-        x.run(pretend_to_serve_elsewhere)
-        boss2.run(join, "boss2", where.rpartition(":")[0] + f":{free_port()}", 0, False)
+        x.run(join, "x", where, 0, False)
+        boss2.run(join, "boss2", f"tcp://127.0.0.1:{free_port()}", 0, False)
         x.run(look_for_others, boss2.run(place_of_the_store))
         assert "with 'boss2' (rank 0" in x.run(line_with, "another group meets")
         assert "'x' (rank 0" in boss2.run(line_with, "still in an earlier group")
@@ -211,11 +210,6 @@ def test_another_group_in_the_place_of_this_one_is_told_and_so_is_this_one(monke
 def place_of_the_store() -> tuple[str, int]:
     assert current.worker is not None
     return current.worker.directory.store[-2:]
-
-
-def pretend_to_serve_elsewhere() -> None:
-    assert current.worker is not None
-    current.worker.directory.places = ()
 
 
 def look_for_others(place: tuple[str, int]) -> None:
