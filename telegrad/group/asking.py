@@ -51,7 +51,8 @@ class AskedAside:
     def __init__(self, store: Any) -> None:
         self._store = store
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._silent = False  # no lock: stored once
+        self._silent = False  # a question waits for an answer still
+        self._gone = ""  # what was wrong, after which torch is not asked again; no lock: loaded and stored as a whole
         self._thread = Background("telegrad-store", self._main)
         self._thread.want()
 
@@ -74,14 +75,15 @@ class AskedAside:
             self._thread.join(GRACE)
 
     def _ask(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self._silent:
-            raise SilentStore("it does not answer")
+        if self._gone:
+            raise RuntimeError(self._gone)
         question = _Question(method, args)
         self._questions.put(question)
         try:
             return question.wait()
-        except SilentStore:
-            self._silent = True
+        except RuntimeError as error:
+            self._gone = str(error)
+            self._silent = isinstance(error, SilentStore)
             raise
 
     def _main(self) -> None:
@@ -89,4 +91,4 @@ class AskedAside:
             question.ask()
 
     def __repr__(self) -> str:
-        return f"<AskedAside: {self._store!r}{', silent' * self._silent}>"
+        return f"<AskedAside: {self._store!r}{', ' * bool(self._gone)}{self._gone}>"

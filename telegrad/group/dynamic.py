@@ -166,7 +166,7 @@ class DynamicGroup:
             for member in self.awaited:
                 if to in (member.name, member.id):
                     return member
-            raise unknown(to, [member.name for member in directory.members()])
+            raise unknown(to, [member.name for member in self.members()])
 
     def _read_member(self, directory: Directory, to: str | int) -> str:
         if self.over:
@@ -178,6 +178,10 @@ class DynamicGroup:
     def _wait_for_another(self, old: Directory, until: float) -> bool:
         with self._moving:
             return self._moving.wait_for(lambda: self.directory is not old or bool(self.over), until - monotonic())
+
+    def members(self) -> list[Member]:
+        """Who is in the group now, sorted by name."""
+        return self.directory.members()
 
     # Where the store is another
 

@@ -310,6 +310,8 @@ class Membership:
                 said = f"worker {doubt.who.name!r} was lost: it does not answer any more"
                 self._post.warn_lost(doubt.who.identity, said)
             if self._group is not None and not self._group.over:
+                if doubt.who.incarnation == self._group.store.incarnation:
+                    self._group.directory.board.close(f"{doubt.who} served it")  # torch would say so at length
                 with contextlib.suppress(StoreLost):
                     self._group.strike_out(doubt.who, how)
             with self._changed:
@@ -373,7 +375,7 @@ class Membership:
         acts += [partial(self._end_ghost, group, members[each], gone[each]) for each in seen.ghosts]
         if missed:
             self._missed_at = inf
-            acts += [partial(self.doubt, member) for member in awaited]
+            acts += [partial(self._call_over, member) for member in awaited]
         new = [members[each] for each in seen.new]
         with self._changed:
             for member, how in ends:
@@ -404,6 +406,12 @@ class Membership:
             return
         with contextlib.suppress(StoreLost):
             group.strike_out(member, how)
+
+    def _call_over(self, member: Member) -> None:
+        """One that has not come to this store: it has died, or does not know of it."""
+        self.doubt(member)
+        if self._takeover is not None:
+            self._takeover.remind(member)
 
     def _note_lost(self, member: Member) -> None:
         if member.incarnation != self._me.incarnation:

@@ -364,12 +364,14 @@ class Board:
     def __init__(self, store: Any, prefix: str = "", aside: bool = False) -> None:
         """`aside`: it is served elsewhere, for long; where it is silent, that is noticed."""
         self._prefix = prefix
+        self._closed = ""
         self._store: Any = dist.PrefixStore(prefix, store) if prefix else store
         if aside:
             self._store = AskedAside(self._store)
 
-    def close(self) -> None:
-        """Let go of the store: what this process serves goes, too."""
+    def close(self, why: str = "this worker has left the group") -> None:
+        """Let go of the store: what this process serves goes, too; `why` is what those hear who ask it."""
+        self._closed = why
         store, self._store = self._store, None
         if isinstance(store, AskedAside):
             store.close()
@@ -378,7 +380,7 @@ class Board:
     def _while_it_lasts(self) -> Iterator[Any]:
         store = self._store  # loaded once: another thread may close this board meanwhile
         if store is None:
-            raise StoreLost("this worker has left the group")
+            raise StoreLost(self._closed)
         try:
             yield store
         except RuntimeError as error:

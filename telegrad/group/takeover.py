@@ -80,6 +80,11 @@ class Takeover:
         self._heard.put(("", seat))
         self._wake()
 
+    def remind(self, member: Member) -> None:
+        """By any thread: tell a member where the store is."""
+        with contextlib.suppress(PeerError, RendezvousError, UsageError):  # it has gone, as will be seen
+            self._post.notify(member.name, self._machine.store)
+
     @property
     def between(self) -> bool:
         """Whether there is no store."""

@@ -16,6 +16,7 @@ from telegrad.group.succession import Act, Look, Orphaned, Seat, Serve, Successi
 TICK = 0.1
 SETTLE = 0.5
 REMIND = 1.0
+MISSED = 2.0
 
 
 class Store:
@@ -45,7 +46,7 @@ class Node:
         self.gone: dict[str, str] = {}
         self.own: Store | None = None  # the one that it serves
         self.strangers: dict[str, int] = {}
-        self.reminded = 0.0
+        self.reminded = self.missed_at = 0.0
 
     def knows(self, name: str) -> bool:
         return name in self.present or name in self.strangers
@@ -66,7 +67,7 @@ class World:
         self.calm = False
         kept_outside = self.random.random() < 0.2  # by somebody who is no member
         seat = Seat(1, -1, "", "h", 1) if kept_outside else Seat(1, 0, "n0", "h", 1)
-        first = self.stores[seat] = Store(seat, 0.0)
+        first = self.first = self.stores[seat] = Store(seat, 0.0)
         for _ in range(self.random.randint(1, 6)):
             self.come(first)
         if not kept_outside:
@@ -205,6 +206,8 @@ class World:
             for other in node.present:
                 if other not in node.own.back:
                     self.tell(node, other, node.machine.store)
+            if self.reaches(node, self.first) and node.machine.store.beats(self.first.seat):
+                self.first.moved = node.machine.store  # it has looked at the place that all were told
 
     def look(self, node: Node) -> None:
         store = node.store
@@ -224,6 +227,10 @@ class World:
             store.listed.pop(name)
             store.gone[name] = node.gone[name]
         node.met = set(store.listed)
+        if self.now >= node.missed_at:
+            node.missed_at = self.now + MISSED
+            for name in seen.missing:
+                self.tell(node, name, node.machine.store)
         if store.moved is not None:
             self.do(node, node.machine.receive("", store.moved))
 
@@ -285,7 +292,8 @@ class World:
             action, subject = self.random.choice(list(self.choices()))
             action(subject)
         self.calm = True
-        self.silent.clear()
+        if self.random.random() < 0.7:  # else they are silent for good
+            self.silent.clear()
         for _ in range(400):
             if self.wrong() is None:
                 return
@@ -302,16 +310,19 @@ class World:
 
     def wrong(self) -> str | None:
         """What is not as it must be in the end."""
-        stores = {node.store.seat for node in self.nodes.values()}
+        nodes = [node for node in self.nodes.values() if node.name not in self.silent]
+        if not nodes:
+            return None
+        stores = {node.store.seat for node in nodes}
         if len(stores) > 1:
             return f"several stores are used: {stores}"
         (store,) = (self.stores[seat] for seat in stores)
         if not store.lives or store.moved is not None:
             return f"the store is none: {store.seat}"
-        everybody = set(self.nodes)
-        if set(store.listed) != everybody:
+        everybody = {node.name for node in nodes}
+        if set(store.listed) - self.silent != everybody or not self.reaches(nodes[0], store):
             return f"listed are {sorted(store.listed)}, there are {sorted(everybody)}"
-        for node in self.nodes.values():
-            if set(node.present) != everybody or node.machine.orphaned:
+        for node in nodes:
+            if set(node.present) - self.silent != everybody or node.machine.orphaned:
                 return f"{node.name} sees {sorted(node.present)}, there are {sorted(everybody)}; {node.machine}"
         return None
