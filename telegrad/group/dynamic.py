@@ -107,6 +107,7 @@ class DynamicGroup:
             self._sign = stay_at(own, me.incarnation)
             self.directory.add_home(me.host)
         self.homes = self.directory.homes()
+        self.known = self.directory.members()  # else, were the store lost now, it would serve one for itself alone
         self._ends = self.directory.board.count("ends", 0)
 
     def _reserve_name(self, me: Member) -> tuple[Member, str]:

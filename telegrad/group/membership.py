@@ -76,7 +76,7 @@ class Membership:
         self._teller = Teller(entered)
         # Guards what follows, up to _closed; this and _view are also loaded without.
         self._changed = threading.Condition()
-        present = directory if isinstance(directory, Members) else [me]
+        present = directory if isinstance(directory, Members) else [*directory.known, me]
         self._present = {member.incarnation: member for member in present}
         self._view: View | None = None  # of these, made when it is asked for
         self._version = 0  # of the view
@@ -102,7 +102,6 @@ class Membership:
     def begin(self) -> None:
         """The worker has joined."""
         if self._group is not None:
-            self._look(self._group)
             self._watch.want()
 
     def present(self) -> list[Member]:

@@ -137,7 +137,7 @@ def _file(init_method: str) -> Any:
         open(path, "ab").close()  # torch would try for minutes, where Ctrl-C does not reach it
         return dist.FileStore(path, -1)
     except (OSError, RuntimeError) as error:
-        raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {_short(error)}") from error
+        raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {short(error)}") from error
 
 
 def _registered(init_method: str, rank: int, size: int | None, timeout: float) -> Meeting:
@@ -147,7 +147,7 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float) -
         store, rank, found = next(dist.rendezvous(init_method, rank, -1 if size is None else size, timeout=patience))
     except (RuntimeError, ValueError) as error:
         raise UsageError(
-            f"init_method {init_method!r} cannot be used: {_short(error)}. Use env://, tcp://HOST:PORT or file:///PATH"
+            f"init_method {init_method!r} cannot be used: {short(error)}. Use env://, tcp://HOST:PORT or file:///PATH"
         ) from error
     return Meeting(store, None, rank, found if found >= 0 else None)
 
@@ -178,7 +178,7 @@ def open_dynamic(places: tuple[Spot, ...], rank: int, timeout: float) -> tuple[A
     resolved = resolving(places)
     mine = own_place(resolved, rank)
     if len(resolved) == 1 and mine is None:
-        return join_store(*resolved[0], timeout), resolved[0], False
+        return _settled(join_store(*resolved[0], timeout), *resolved[0], timeout), resolved[0], False
     if len(resolved) > 1 or (mine is not None and somebody_stays_at(mine)):
         found = _open_any(resolved, mine, timeout)
         if found is not None:
@@ -196,7 +196,7 @@ def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tu
             wait.look()
             for place in places:
                 store = _meet(*place, max(min(left, TAKEN), PROBE)) if _listens(*place) else None
-                if store is not None and not isinstance(store, Exception) and _mark(store) not in (OVER, SETTLING):
+                if store is not None and not isinstance(store, Exception) and _is_in_use(store):
                     return store, place
             if mine is not None and not somebody_stays_at(mine):
                 return None
@@ -207,6 +207,22 @@ def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tu
     )
 
 
+def _is_in_use(store: Any) -> bool:
+    """Whether it is open; one that somebody else keeps, who leaves no mark, is so once a group meets there."""
+    mark = _mark(store)
+    with contextlib.suppress(RendezvousError):
+        return mark == OPEN or (not mark and bool(Board(store, DYNAMIC).read("terms")))
+    return False
+
+
+def _settled(store: Any, host: str, port: int, timeout: float) -> Any:
+    """A store without a mark that nobody has used may be one in place of another, a moment before it says so."""
+    if _mark(store) or _is_in_use(store):
+        return store
+    sleep(LONGEST_PAUSE)
+    return store if not _mark(store) else find_store(host, port, timeout)
+
+
 def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[Any, bool]:
     """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
     taken: StorePortTaken | None = None
@@ -215,7 +231,7 @@ def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[An
         for _ in _looks(monotonic() + min(GOING, timeout)):
             wait.look()
             try:
-                return _serve(host, port), True
+                return serve(host, port), True
             except StorePortTaken as error:
                 taken = error
             rival = _meet(host, port, min(TAKEN, timeout))
@@ -229,36 +245,7 @@ def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[An
     raise taken
 
 
-def serve_anew(host: str, port: int) -> tuple[Any, int]:
-    """A store in the place of one that was lost, not yet open; at a free port, where that one is taken; and the port.
-
-    Raises:
-        RendezvousError: none can be served.
-    """
-    with contextlib.suppress(RendezvousError):
-        store = _serve(host, port, SETTLING) if port else None
-        if store is not None:
-            if not Board(store, DYNAMIC).read("terms"):
-                return store, port
-            store.set(SERVED, OPEN)  # this process has served another there, which tells where to go now
-    try:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-            port = listener.getsockname()[1]
-            store = dist.TCPStore(
-                host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),  # the store closes it
-                multi_tenant=False,
-            )
-        store.set(SERVED, SETTLING)
-    except (OSError, RuntimeError) as error:
-        raise StoreUnreachable(f"the store cannot be served at {host}: {_short(error)}") from error
-    return store, port
-
-
-def _serve(host: str, port: int, mark: str = OPEN) -> Any:
+def serve(host: str, port: int, mark: str = OPEN) -> Any:
     try:
         # Many tenants: a process that serves this port already, for `torch.distributed` or an earlier group, shares it.
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
@@ -270,7 +257,7 @@ def _serve(host: str, port: int, mark: str = OPEN) -> Any:
                 f"(`ss -ltnp sport = :{port}` shows which): choose another MASTER_PORT, or port in init_method, "
                 "the same on all workers"
             ) from error
-        raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {_short(error)}") from error
+        raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {short(error)}") from error
     return store
 
 
@@ -294,7 +281,7 @@ def find_store(
             continue
         store = _meet(host, port, max(left, PROBE))
         if isinstance(store, Exception):
-            why = _short(store)
+            why = short(store)
             until = min(until, monotonic() + REFUSED)
         elif lasting or (mark := _mark(store)) not in (OVER, SETTLING):
             return store
@@ -385,7 +372,7 @@ class Board:
             yield store
         except RuntimeError as error:
             raise StoreLost(
-                f"the store was lost ({_short(error)}): "
+                f"the store was lost ({short(error)}): "
                 "the worker that serves it has ended or cannot be reached; see its log"
             ) from error
 
@@ -447,6 +434,6 @@ def _looks(until: float) -> Iterator[float]:
         pause = min(1.5 * pause, LONGEST_PAUSE)
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
     """The first line of what torch says, without its C++ trace."""
     return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()

@@ -20,7 +20,8 @@ from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member
 from telegrad.group.places import is_here
 from telegrad.group.post import Post
-from telegrad.group.stores import OPEN, SERVED, Board, find_store, serve_anew, spot
+from telegrad.group.serving import serve_anew
+from telegrad.group.stores import OPEN, SERVED, Board, find_store, spot
 from telegrad.group.succession import Act, Look, Orphaned, Seat, Serve, Succession, Tell, Use, Word
 
 SETTLE = 0.5  # seconds
