@@ -39,6 +39,7 @@ PURE = [
     "group/members.py",
     "group/attendance.py",
     "group/farewell.py",
+    "group/lacking.py",
     "group/succession.py",
     "agent/calls.py",
     "agent/deadlines.py",

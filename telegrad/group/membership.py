@@ -20,11 +20,12 @@ from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, Rendezv
 from telegrad.group.address import knock
 from telegrad.group.directory import LEFT, LOST, Directory
 from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.lacking import lack, missing
 from telegrad.group.members import Identity, Member, Members, WorkerInfo, info
 from telegrad.group.post import Post
 from telegrad.group.succession import compared
 from telegrad.group.takeover import Takeover
-from telegrad.group.teller import Teller
+from telegrad.group.telling import Teller
 from telegrad.progress import Wait
 from telegrad.threads import Background
 
@@ -93,6 +94,8 @@ class Membership:
         self._missed_at = inf  # when those who are not are knocked at
         self.ended = threading.Event()  # the group has ended for those who only serve, or `serve` shall end
         self._only_serves = False
+        self._required: list[Member] = []  # with whom that ends, too, should they die
+        self.missed = ""  # which of them has; stored once, before `ended`
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
         self._takeover = Takeover(post, me, self._group, self, self._wake.set) if self._group is not None else None
@@ -157,43 +160,42 @@ class Membership:
         with Wait(
             "wait_for_workers",
             lambda: f"wait_for_workers: {self._lack(wanted, role)}",
-            lambda: self._missing(wanted),
+            lambda: missing(self._names(), wanted),
             worker=self._me.name,
         ) as wait:
-            while lack := self._lack(wanted, role):
+            while few := self._lack(wanted, role):
                 if self._group is None or self._group.over:
-                    raise PeerLost(f"wait_for_workers waits in vain: {lack}; {self._why_none_joins()}")
+                    raise PeerLost(f"wait_for_workers waits in vain: {few}; {self._why_none_joins()}")
                 left = until - monotonic()
                 if left <= 0:
-                    raise CallTimeout(f"wait_for_workers: after {timeout:g} s {lack}")
+                    raise CallTimeout(f"wait_for_workers: after {timeout:g} s {few}")
                 wait.look()
                 with self._changed:
                     self._changed.wait(min(left, LOOK))
         return self.workers()
 
-    def wait_for_end(self) -> None:
-        """Wait until a dynamic group ends, or this worker shall serve no more."""
+    def wait_for_end(self, required: list[Member]) -> None:
+        """Wait until a dynamic group ends, this worker shall serve no more, or one of those who are required dies."""
+        self._required = required
         self._only_serves = True
+        with self._changed:
+            for member in required:
+                self._miss(member, self._gone.get(member.incarnation, ""))
+        self._greet(required)
         self.ended.wait()
+
+    def _miss(self, member: Member, how: str) -> None:
+        """With the lock held: a member has gone, which may be required."""
+        if how == LOST and not self.missed and any(member.name == each.name for each in self._required):
+            self.missed = member.name
+            self.ended.set()
 
     def _names(self, role: str = "") -> set[str]:
         with self._changed:
             return {member.name for member in self._present.values() if role in ("", member.role)}
 
-    def _missing(self, wanted: int | Collection[str]) -> list[str]:
-        """Who is not there, of those that are wanted by name."""
-        names = self._names()
-        return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
-
-    def _lack(self, wanted: int | Collection[str], role: str = "") -> str:
-        """What is not as wanted, or ""."""
-        names = self._names(role)
-        if isinstance(wanted, int):
-            of_role = f" of role {role!r}" if role else ""
-            there = f"there are {len(names)} workers{of_role}, not {wanted}: {', '.join(sorted(names)) or 'none'}"
-            return "" if len(names) >= wanted else there
-        missing = ", ".join(map(repr, self._missing(wanted)))
-        return f"{missing} not there; there are {', '.join(sorted(names))}" if missing else ""
+    def _lack(self, wanted: int | Collection[str], role: str) -> str:
+        return lack(self._names(role if isinstance(wanted, int) else ""), wanted, role)
 
     def _why_none_joins(self) -> str:
         return self._group.over if self._group is not None else "nobody joins a group of fixed size once it has formed"
@@ -245,6 +247,7 @@ class Membership:
     def _take_out(self, member: Member, how: str) -> None:
         """With the lock held: a member has gone."""
         if self._present.pop(member.incarnation, None) is not None:
+            self._miss(member, how)
             self._parted.discard(member.incarnation)
             self._gone[member.incarnation] = how
             if len(self._gone) > REMEMBERED:

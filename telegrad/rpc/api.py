@@ -163,7 +163,9 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
-        PeerLost: a worker of a group of fixed size died, or left early, that is in `require` (True stands for all).
+        UnknownWorker: a worker in `require` is not there.
+        PeerLost: a worker that is in `require` died, or left a group of fixed size early. True stands for all of such a
+            group; in a dynamic one only those count that are named.
     """
     worker = current.joined()
     check_may_wait(worker, "serve")

@@ -12,7 +12,7 @@ from torch import Tensor
 from telegrad.agent.agent import Agent, Settings
 from telegrad.agent.futures import Future
 from telegrad.autograd.conductor import Conductor
-from telegrad.errors import UsageError
+from telegrad.errors import PeerLost, UsageError
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import Joined
 from telegrad.group.members import Members
@@ -100,15 +100,17 @@ class Worker:
         """Serve until the group ends, or until told to stop; then leave.
 
         Raises:
-            PeerLost: a required worker of a group of fixed size died or left early.
+            PeerLost: a required worker died, or left a group of fixed size early.
         """
         if self.parting.together:
             self.shutdown(True, 0, require, serving=True)
             return
         try:
-            self.membership.wait_for_end()
+            self.membership.wait_for_end([] if isinstance(require, bool) else [self.agent.find(to) for to in require])
         finally:
-            self.shutdown(True, 0)
+            self.shutdown(not self.membership.missed, 0)
+        if missed := self.membership.missed:
+            raise PeerLost(f"worker {missed!r} was lost, without which {self.me.name!r} shall not serve; see its log")
 
     def stop_serving(self) -> None:
         """Have `serve` end.

@@ -129,9 +129,9 @@ def test_waiting_for_workers(where: str) -> None:
         assert made[0].run(lambda: [worker.id for worker in rpc.wait_for_workers("y")]) == [0, 1, 2]
 
 
-def serve() -> tuple[type[Exception], str] | None:
+def serve(*required: str) -> tuple[type[Exception], str] | None:
     try:
-        rpc.serve()
+        rpc.serve(require=required)
     except Exception as error:
         return type(error), str(error)
     return None
@@ -167,6 +167,37 @@ def test_who_serves_goes_on_once_the_store_was_lost() -> None:
         assert again.run(call, "x") == 3
         again.run(call, "x", rpc.stop_serving, ())
         assert x.end() is None
+
+
+def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(3) as made:
+        boss, x, y = made
+        boss.run(join, "boss", where, 0, False)
+        for process, name in ((x, "x"), (y, "y")):
+            process.run(join, name, where, -1, False)
+        assert x.run(serve_for, "nobody")[0] is errors.UnknownWorker
+        x.run(join, "x", where, -1, False)
+        x.begin(serve, "boss")
+        assert boss.run(call, "y") == 3
+        y.kill()
+        boss.run(wait_for_names, ["boss", "x"])
+        assert boss.run(call, "x") == 3
+        boss.kill()
+        kind, text = x.end()
+        assert kind is errors.PeerLost
+        assert "'boss' was lost" in text
+
+
+def serve_for(*required: str) -> Any:
+    return serve(*required)
+
+
+def wait_for_names(wanted: list[str]) -> None:
+    until = time.monotonic() + PATIENCE
+    while names() != wanted:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_stop_serving_is_for_dynamic_groups(workers: list[Process]) -> None:

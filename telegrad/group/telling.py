@@ -1,4 +1,4 @@
-"""Calls the callbacks of users who want to know who comes and who goes."""
+"""Calls back those who want to know who comes and who goes."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ class Teller:
             try:
                 callback(*args)
             except Exception:
-                log.exception("telegrad: a callback of on_join or on_leave failed for %s", args[0])
+                log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])
