@@ -196,6 +196,8 @@ class Takeover:
         for given in self._given_up:
             given.close()
         self._given_up.clear()  # one of them may have had that port
+        if self._group.serves:  # and was about to go over to one that has gone, too
+            self._group.directory.board.close("it was given up")
         members = [member for member in self._view.present() if member.incarnation != self._me.incarnation]
         for wanted in (port, 0):
             try:

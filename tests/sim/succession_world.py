@@ -74,7 +74,7 @@ class World:
             self.nodes["n0"].own = first
         for node in self.nodes.values():
             if self.random.random() < 0.8:
-                self.look(node)
+                self.look(node)  # else it has not seen yet who came after it
 
     # What may happen
 
@@ -118,16 +118,13 @@ class World:
         store.listed[node.name] = rank
         store.back.add(node.name)
         self.nodes[node.name] = node
-        if self.random.random() < 0.9:  # it has read who is there as it came
-            self.look(node)
+        self.look(node)
 
     def newcomer(self, _: None) -> None:
         open_ = [s for s in self.stores.values() if s.lives and self.is_open(s) and s.moved is None and self.reached(s)]
         if open_:
             self.joins -= 1
             self.come(self.random.choice(open_))
-            node = self.nodes[f"n{self.count - 1}"]
-            self.look(node)
 
     def is_open(self, store: Store) -> bool:
         return self.now >= store.open_at or all(name in store.back or name in self.ended for name in store.listed)
@@ -259,6 +256,8 @@ class World:
             self.lines.setdefault((node.name, to), []).append(word)
 
     def serve(self, node: Node, term: int) -> None:
+        if node.own is not None:
+            node.own.lives = False
         seat = Seat(term, node.rank, node.name, "h", self.random.randrange(1000))
         store = self.stores[seat] = Store(seat, self.now + SETTLE)
         store.listed = dict(node.present)
