@@ -76,14 +76,14 @@ class AskedAside:
 
     def _ask(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self._gone:
-            raise RuntimeError(self._gone)
+            raise (SilentStore if self._silent else RuntimeError)(self._gone)
         question = _Question(method, args)
         self._questions.put(question)
         try:
             return question.wait()
         except RuntimeError as error:
-            self._gone = str(error)
             self._silent = isinstance(error, SilentStore)
+            self._gone = str(error)
             raise
 
     def _main(self) -> None:

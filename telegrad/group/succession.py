@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-PATIENCE = 2.0  # seconds for the first to say something
+PATIENCE = 5.0  # seconds for the first to say something, which may have to find out first that its store is silent
 AGAIN = 0.5  # seconds until it is asked again, since words can be lost with a connection
 
 Entry = TypeVar("Entry")
@@ -99,11 +99,11 @@ class Succession:
         """Whether this member does."""
         return self.store.incarnation == self._me
 
-    def lost(self) -> None:
-        """The store does not answer this member."""
+    def lost(self, silent: bool = False) -> None:
+        """The store does not answer this member; `silent`: nor does its host refuse, so the server is not asked."""
         if not self.orphaned:
             self.orphaned = True
-            self._passed.clear()
+            self._passed = {self.store.incarnation} if silent else set()
             self._asked = ""
 
     def answers(self) -> list[Act]:

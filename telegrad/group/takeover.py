@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from telegrad.errors import PeerError, RendezvousError, StoreLost, UsageError
 from telegrad.group.address import answers
+from telegrad.group.asking import SilentStore
 from telegrad.group.directory import Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member
@@ -147,11 +148,11 @@ class Takeover:
         try:
             self._group.directory.changes()
         except StoreLost as error:
-            self._lose(str(error))
+            self._lose(str(error), isinstance(error.__cause__, SilentStore))
         else:
             self._do(self._machine.answers())
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, silent: bool) -> None:
         self._group.lose()
         log.info("telegrad: worker %s has lost the group's store: %s", self._me, why)
         found = self._reach(self._machine.store)
@@ -162,7 +163,7 @@ class Takeover:
             return
         if found is not None:
             found.close()
-        self._machine.lost()
+        self._machine.lost(silent)
         if seat is not None:
             self._do(self._machine.receive("", seat))
 

@@ -52,7 +52,8 @@ def join(number: int, places: str = PLACES) -> None:
 def seat() -> tuple[int, str, int]:
     """Who serves, and where."""
     assert current.worker is not None
-    return current.worker.directory.store[1:2] + current.worker.directory.store[3:]
+    _, rank, _, host, port = current.worker.directory.store
+    return rank, host, port
 
 
 def wait_for_server(rank: int) -> tuple[int, str, int]:

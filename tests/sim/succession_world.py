@@ -211,7 +211,7 @@ class World:
         if node.machine.orphaned:
             return
         if not self.reaches(node, store):
-            node.machine.lost()
+            node.machine.lost(bool(self.silent) and self.random.random() < 0.5)
             return
         seen = succession.compared(node.present, store.listed, node.met, node.gone)
         for name in seen.gone + [name for name in seen.missing if name in store.gone]:

@@ -104,7 +104,14 @@ def test_others_ask_the_first_again_and_again_and_pass_over_who_is_silent() -> N
     assert machine.step(0, ["a", "b"]) == asked
     assert machine.step(0.1, ["a", "b"]) == []
     assert machine.step(0.6, ["a", "b"]) == asked
-    assert machine.step(2, ["a", "b"]) == [Serve(3)]
+    assert machine.step(5, ["a", "b"]) == [Serve(3)]
+
+
+def test_a_server_that_is_known_to_be_silent_is_not_asked() -> None:
+    machine = Succession("c", "entry of c", STORE)
+    machine.lost(silent=True)
+    assert machine.step(0, ["a", "b", "c"]) == [Tell("b", Orphaned(1, "entry of c"))]
+    assert machine.step(0, ["a", "c"]) == [Serve(3)]
 
 
 def test_who_is_asked_looks_and_tells() -> None:
