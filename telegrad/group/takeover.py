@@ -99,6 +99,8 @@ class Takeover:
             if isinstance(word, Orphaned):
                 self._meet(sender, Member.from_json(word.entry))
             self._do(self._machine.receive(sender, word) if word is not None else [Look()])
+            if isinstance(word, Seat) and sender and self._machine.store.beats(word):
+                self._answer_at(word)
         if self._machine.orphaned:
             self._do(self._machine.step(monotonic(), self._candidates()))
         if self._machine.serves:
@@ -289,6 +291,14 @@ class Takeover:
                 continue
             with contextlib.suppress(RendezvousError):
                 self._call_over(Directory(find_store(host, port, REACH), aside=True), spot(host, port))
+
+    def _answer_at(self, seat: Seat) -> None:
+        """Somebody speaks of a store that does not hold, who may not be known here: those who use it are told there."""
+        if any(member.incarnation == seat.incarnation for member in self._view.present()):
+            return  # who serves it was told
+        with contextlib.suppress(RendezvousError):
+            found = Directory(find_store(seat.host, seat.port, REACH, lasting=True), aside=True)
+            self._call_over(found, spot(seat.host, seat.port))
 
     def _call_over(self, other: Directory, place: str) -> None:
         with contextlib.closing(other):

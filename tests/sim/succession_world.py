@@ -194,6 +194,10 @@ class World:
             if isinstance(word, Orphaned) and sender in self.nodes:
                 node.strangers[sender] = self.nodes[sender].rank
             self.do(node, node.machine.receive(sender, word))
+            if isinstance(word, Seat) and node.machine.store.beats(word) and not node.knows(word.incarnation):
+                store = self.stores[word]
+                if self.reaches(node, store):
+                    store.moved = node.machine.store
 
     def step(self, node: Node) -> None:
         by_rank = sorted(node.present, key=lambda name: (node.present[name], name))
