@@ -56,7 +56,7 @@ def the_lower_term_holds(self: Seat, other: Seat) -> bool:
 
 
 def who_never_passes_over(self: Succession, now: float, candidates: Any) -> list[Any]:
-    self._since = now
+    self._since, self._passed = now, set()
     return REAL_STEP(self, now, candidates)
 
 
