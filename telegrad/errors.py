@@ -12,7 +12,7 @@ TelegradError (RuntimeError)
 │   └── DeviceError (ValueError) a wrong device map, or a tensor on a device that is in none
 ├── RendezvousError            the group could not be formed
 │   ├── StoreUnreachable       nobody answers at the store's address
-│   ├── StoreLost              it was there, and has gone with the worker that served it
+│   ├── StoreLost              it was there, has gone with the worker that served it, and there is no other
 │   ├── StorePortTaken         another program listens on the store's port
 │   ├── WorkerTaken            a name or a rank is used twice
 │   └── GroupIncomplete        not all workers came in time
@@ -156,7 +156,7 @@ class StoreUnreachable(RendezvousError):
 
 
 class StoreLost(RendezvousError):
-    """The worker that served the store has ended, or cannot be reached any more."""
+    """The worker that served the store has ended, or cannot be reached any more, and no other has taken over."""
 
 
 class StorePortTaken(RendezvousError):

@@ -18,7 +18,7 @@ exit codes:
   {ENDED}    the group has ended in order
   2    wrong arguments
   {JOINED_NOT}    the worker could not join
-  {LOST}    another worker was lost or left early, or a dynamic group its store, or the parent its end
+  {LOST}    another worker of a group of fixed size was lost or left early, or the parent has ended
   {INTERRUPTED}  Ctrl-C
 
 The key of the group is read from TELEGRAD_KEY. Functions that are called by their name are imported from the folder
@@ -71,7 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--role", default="", help="its role: workers of one role are a group of their own")
     parser.add_argument("--rank", type=int, default=-1, help="its rank; else as the launcher says, or a free one")
     parser.add_argument("--world-size", type=int, help="the group's size; else as the launcher says, or dynamic")
-    parser.add_argument("--master", metavar="HOST:PORT", help="where rank 0 serves; else MASTER_ADDR and MASTER_PORT")
+    parser.add_argument(
+        "--master",
+        metavar="HOST:PORT",
+        help="where rank 0 serves; HOST:PORT,HOST:PORT for a dynamic group; else MASTER_ADDR and MASTER_PORT",
+    )
     parser.add_argument("--init-method", metavar="URL", help="another place to meet, such as file:///PATH")
     parser.add_argument("--address", help="the address of this host under which the others reach it")
     parser.add_argument("--threads", type=int, default=16, help="calls that run at once (16)")

@@ -42,6 +42,8 @@ PURE = [
     "group/surroundings.py",
     "group/attendance.py",
     "group/farewell.py",
+    "group/lacking.py",
+    "group/succession.py",
     "group/supervised.py",
     "agent/calls.py",
     "agent/deadlines.py",

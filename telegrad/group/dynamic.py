@@ -1,38 +1,64 @@
 """A group that workers join and leave at any time.
 
-It keeps its store: names and ranks are claimed, looked up and freed there. A counter tells that something changed, so
-that members who look now and then read no more than that. Whoever serves the store says when it leaves, and waits
-until the others have seen it.
+It keeps its directory in a store: names and ranks are claimed, looked up and freed there. Whoever serves the store may
+go: another serves one in its place (`takeover.py`), to which all go over. Who leaves in order waits until the others
+have seen it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 from telegrad.errors import RendezvousError, StoreLost
+from telegrad.group.directory import LEFT, LOST, Directory
 from telegrad.group.members import Member, listed, unknown
-from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, first_of, taken
-from telegrad.group.stores import Board
+from telegrad.group.places import Spot, is_here, stay_at
+from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, taken
+from telegrad.group.stores import Board, Place
+from telegrad.group.succession import Seat
 
 MOST_RANKS = 1 << 16
-BOARD = "telegrad/dynamic"
+BETWEEN = 5.0  # seconds that a look-up waits for another store
+
+
+class Moved(RendezvousError):
+    """The group has another store now."""
+
+    def __init__(self, store: Seat) -> None:
+        super().__init__(f"the group's store is at {store.host}:{store.port} now")
+        self.store = store
 
 
 class DynamicGroup:
-    """One worker's part in it; the store must live as long as the group."""
+    """One worker's part in it."""
 
-    def __init__(self, store: Any, serves: bool = False) -> None:
-        """`serves`: the store ends with this worker."""
-        self._board = Board(store, BOARD)
-        self._serves = serves
-        self._me: Member | None = None
-        self._place = ""  # where this worker's name is listed
-        # No lock: these two are loaded and stored as wholes, by whichever thread looks at the store.
-        self.over = ""  # why nobody can be looked up any more
+    def __init__(
+        self, store: Any, serves: bool = False, places: tuple[Spot, ...] = (), place: Place = (None, None)
+    ) -> None:
+        """`serves`: the store ends with this worker. `places` are where newcomers look for it, `place` where it is."""
+        self.places = places
+        self.terms = ""
+        self.store = Seat(1, -1, "", place[0] or "", place[1] or 0)  # as it was when this worker came
+        self.over = ""  # why nobody can be looked up any more; stored once
+        # No lock: these three are loaded and stored as wholes, by whichever thread looks at the store.
         self.known: list[Member] = []  # who was there at the last look; they can be called without the store
+        self.awaited: list[Member] = []  # those of them that have not come over to this store yet
+        self.homes: list[str] = []  # hosts at which newcomers look
+        self.serves = serves
+        self._founded = serves
+        self._ends = 0  # as seen so far
+        self._acknowledged = False  # that the server leaves
+        self._me: Member | None = None
+        self._listed_at = ""  # where this worker's name stands
+        self._sign: Any = None
+        self._moving = threading.Condition()  # guards changes of `directory`, which is loaded without
+        self.directory = Directory(store, aside=not serves and bool(place[0]))
+        self._between = False  # the store was lost, and there is no other yet
 
     def join(
         self, me: Member, key: bytes | None, is_alive: Callable[[Member], bool] = lambda _: True
@@ -48,29 +74,47 @@ class DynamicGroup:
             WorkerTaken: a member has that name or rank.
             AuthenticationFailed: this worker's key is not that of the group.
             RendezvousError: all ranks are taken.
+            Moved: this store was given up for another.
+            StoreLost: it was lost.
         """
-        shared = agree(self._board, me, -1, key)
+        board = self.directory.board
+        moved = self.directory.moved()
+        if moved is not None:
+            raise Moved(moved)
+        shared = agree(board, me, -1, key)
+        self.terms = board.read("terms")
         me, reserved = (me, "") if me.name else self._reserve_name(me)
         me = self._claim_rank(me, is_alive)
         try:
             self._claim(f"name/{me.name}", f"name {me.name!r}", me, is_alive, reserved)
         except BaseException:
-            self._free(f"rank/{me.id}", me)
+            self.directory.free(f"rank/{me.id}", me)
             raise
-        self._place = f"listed/{self._board.count('listed')}"
-        self._board.write(self._place, me.name)
-        if self._serves:
-            self._board.write("over", "")
-            self._board.write("server", str(me))
-        self._board.count("changes")
+        self._listed_at = self.directory.add_name(me.name)
         self._me = me
+        self._settle_in(me)
+        board.count("changes")
         return me, shared
+
+    def _settle_in(self, me: Member) -> None:
+        """See, and say, who serves the store, and where it can be found."""
+        if self.serves:
+            self.store = self.store._replace(id=me.id, incarnation=me.incarnation)
+            self.directory.note_served(self.store)
+        self.store = self.directory.served() or self.store
+        own = next((place for place in self.places if is_here(place[0])), None)
+        if own is not None:
+            self._sign = stay_at(own, me.incarnation)
+            self.directory.add_home(me.host)
+        self.homes = self.directory.homes()
+        self.known = self.directory.members()  # else, were the store lost now, it would serve one for itself alone
+        self._ends = self.directory.board.count("ends", 0)
 
     def _reserve_name(self, me: Member) -> tuple[Member, str]:
         for number in range(MOST_RANKS):
             mine = me._replace(name=f"{me.role}{number}")
             entry = mine.to_json()
-            if self._board.swap(f"name/{mine.name}", "", entry) == entry:
+            if self.directory.board.swap(f"name/{mine.name}", "", entry) == entry:
                 return mine, entry
         raise RendezvousError(f"all {MOST_RANKS} names for the role {me.role!r} are taken")
 
@@ -81,137 +125,148 @@ class DynamicGroup:
         for rank in range(1, MOST_RANKS):
             mine = me._replace(id=rank)
             entry = mine.to_json()
-            if self._board.swap(f"rank/{rank}", "", entry) == entry:
+            if self.directory.board.swap(f"rank/{rank}", "", entry) == entry:
                 return mine
         raise RendezvousError(f"all {MOST_RANKS} ranks of the group are taken")
 
     def _claim(self, slot: str, what: str, me: Member, is_alive: Callable[[Member], bool], expected: str = "") -> None:
         entry = me.to_json()
-        found = self._board.swap(slot, expected, entry)
+        found = self.directory.board.swap(slot, expected, entry)
         while found != entry:
             other = Member.from_json(found)
             if is_alive(other):
                 raise taken(what, other, me)
             self.strike_out(other)
-            found = self._board.swap(slot, "", entry)
+            found = self.directory.board.swap(slot, "", entry)
 
-    def _free(self, slot: str, member: Member) -> None:
-        """Only where the slot is still that member's: swapped, since another may have it by now."""
-        self._board.swap(slot, member.to_json(), "")
-
-    def strike_out(self, member: Member) -> None:
-        """A member has died: others can have its name and its rank."""
-        self._board.write(f"lost/{member.incarnation}", OPENED)
-        self._free(f"name/{member.name}", member)
-        self._free(f"rank/{member.id}", member)
-        self._board.count("changes")
-
-    def was_lost(self, member: Member) -> bool:
-        """Whether one who is no member any more has died, as far as anyone has noticed."""
-        return bool(self._board.read(f"lost/{member.incarnation}"))
+    def strike_out(self, member: Member, how: str = LOST) -> None:
+        """A member has died, or has left without a word: others can have its name and its rank."""
+        self.directory.take_out(member, how)
 
     def find(self, to: str | int) -> Member:
-        """The member of that name or rank, as of now.
+        """The member of that name or rank, as of now; where the store was just lost, as of the next one.
 
         Raises:
             UnknownWorker: there is none.
-            StoreLost: the store has gone, and who served it.
+            StoreLost: the store has gone, and nobody serves another.
         """
-        try:
-            found = self._read_member(to)
-        except StoreLost as error:
-            for member in self.known:
+        until = monotonic() + BETWEEN
+        while True:
+            directory = self.directory
+            try:
+                found = self._read_member(directory, to)
+            except StoreLost as error:
+                for member in self.known:
+                    if to in (member.name, member.id):
+                        return member
+                if self.over or not self._wait_for_another(directory, until):
+                    raise StoreLost(f"worker {to!r} cannot be looked up: {error}") from error
+                continue
+            if found:
+                return Member.from_json(found)
+            for member in self.awaited:
                 if to in (member.name, member.id):
                     return member
-            raise StoreLost(f"worker {to!r} cannot be looked up: {error}") from error
-        if not found:
             advice = "; with wait_for_worker=True, a call waits until it has"
             raise unknown(to, [member.name for member in self.members()], advice)
-        return Member.from_json(found)
 
-    def _read_member(self, to: str | int) -> str:
+    def _read_member(self, directory: Directory, to: str | int) -> str:
         if self.over:
             raise StoreLost(self.over)
-        return self._board.read(f"name/{to}" if isinstance(to, str) else f"rank/{to}")
+        if self._between:
+            raise StoreLost("the store was lost, and nobody serves another yet")
+        return directory.read_member(to)
+
+    def _wait_for_another(self, old: Directory, until: float) -> bool:
+        with self._moving:
+            return self._moving.wait_for(lambda: self.directory is not old or bool(self.over), until - monotonic())
 
     def members(self) -> list[Member]:
         """Who is in the group now, sorted by name."""
-        listed = {self._board.read(f"listed/{place}") for place in range(1, self._board.count("listed", 0) + 1)}
-        entries = [self._board.read(f"name/{name}") for name in sorted(listed) if name]
-        return [Member.from_json(entry) for entry in entries if entry]
+        return self.directory.members()
+
+    # Where the store is another
+
+    def lose(self) -> None:
+        """It was lost: those who look up somebody wait for the next."""
+        self._between = True
+
+    def move(self, directory: Directory, store: Seat, serves: bool) -> Directory:
+        """Go over to another; the last one."""
+        self.awaited = self.known
+        with self._moving:
+            last, self.directory = self.directory, directory
+            self.serves, self.store = serves, store
+            self._between = self._acknowledged = False
+            self._listed_at = ""
+            self._moving.notify_all()
+        return last
+
+    def end(self, why: str) -> None:
+        """Nobody can be looked up any more."""
+        with self._moving:
+            self.over = self.over or why
+            self._moving.notify_all()
 
     # What changes
 
-    def changes(self) -> int:
-        """How often somebody came or went."""
-        return self._board.count("changes", 0)
-
-    def server(self) -> str:
-        """The member with whom the store ends, or "" where it outlives them all."""
-        return self._board.read("server")
-
     def ended(self) -> bool:
+        """Whether a worker has left since the last look with whom those end that only serve."""
+        ends = self.directory.board.count("ends", 0)
+        before, self._ends = self._ends, ends
+        return ends > before
+
+    def forget_ends(self) -> None:
+        """In a store that is new here."""
+        self._ends = self.directory.board.count("ends", 0)
+
+    def server_leaves(self) -> bool:
         """Whether who serves the store is leaving in order; it waits for this to be seen."""
-        if not self._board.read("over"):
+        if self.serves or not self.directory.board.read("leaving"):
             return False
-        self._board.count("seen")
+        if not self._acknowledged:
+            self._acknowledged = True
+            self.directory.board.count("seen")
         return True
 
     def leave(self) -> None:
         """Free the name and the rank."""
         me, self._me = self._me, None
-        lost, self.over = self.over, self.over or "this worker has left the group"
-        try:
-            if me is not None and not lost:
+        lost = self.over
+        self.end("this worker has left the group")
+        with contextlib.suppress(StoreLost):  # it may have gone with the worker that served it
+            if me is not None and not lost and not self._between:
                 self._check_out(me)
-        except StoreLost:
-            pass  # the store has gone with the worker that served it
-        self._board.close()
+        self.directory.close()
+        if self._sign is not None:
+            self._sign.close()
 
     def _check_out(self, me: Member) -> None:
-        self._free(f"name/{me.name}", me)
-        self._free(f"rank/{me.id}", me)
-        self._board.write(self._place, "")
-        self._board.count("changes")
-        if self._serves:
-            self.end()
+        board = self.directory.board
+        if self._listed_at:
+            board.write(self._listed_at, "")
+        if self._founded or (me.id == 0 and self.store.id >= 0):
+            self.directory.end()
+        self.directory.take_out(me, LEFT)
+        if self.serves:
+            self._end_store()
 
-    def kept_by(self, who: str) -> None:
-        """Note that somebody who is no member serves the store, and will `end` the group."""
-        self._board.write("over", "")
-        self._board.write("server", who)
-
-    def end(self) -> None:
-        """Whoever serves the store: have the members know that it goes."""
-        others = len(self.members()) + self._board.count("seen", 0)
-        self._board.write("over", OPENED)
-        self._board.count("changes")
-        self._board.wait_for_count("seen", others, monotonic() + LINGER)
+    def _end_store(self) -> None:
+        board = self.directory.board
+        others = len(self.directory.members()) + board.count("seen", 0)
+        board.write("leaving", OPENED)
+        board.count("changes")
+        board.wait_for_count("seen", others, monotonic() + LINGER)
 
     def __repr__(self) -> str:
-        state = f"over: {self.over}" if self.over else "lasts"
-        return f"<DynamicGroup, {state}; last seen: {listed([member.name for member in self.known])}>"
-
-    # After the store was lost
-
-    def leave_word(self, store: Any, me: Member) -> str:
-        """Let a group that meets in the lost one's place know of this worker; one of its members, if it has any."""
-        board = Board(store, BOARD)
-        entry = board.read("terms")
-        if not entry:
-            return ""
-        board.write(f"orphan/{board.count('orphans')}", str(me))
-        board.count("changes")
-        return str(first_of(board))
-
-    def orphans(self, seen: int) -> list[str]:
-        """Workers of an earlier group in this place that are not in this one, but for those that were seen before."""
-        return [self._board.read(f"orphan/{place}") for place in range(seen + 1, self._board.count("orphans", 0) + 1)]
+        state = f"over: {self.over}" if self.over else f"term {self.store.term}"
+        return f"<DynamicGroup: {state}; with {listed([member.name for member in self.known])}>"
 
 
 def dynamic_group_lives(store: Any, is_alive: Callable[[Member], bool]) -> bool:
     """Whether a dynamic group with members meets in this store."""
-    return bool(Board(store, BOARD).read("terms")) and any(map(is_alive, DynamicGroup(store).members()))
+    directory = Directory(store)
+    return bool(directory.board.read("terms")) and any(map(is_alive, directory.members()))
 
 
 def fixed_group_lives(store: Any, is_alive: Callable[[Member], bool]) -> bool:

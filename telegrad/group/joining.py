@@ -5,13 +5,15 @@ from __future__ import annotations
 from time import monotonic
 from typing import NamedTuple
 
+from telegrad.errors import StoreLost, StoreUnreachable
 from telegrad.group.address import answers
-from telegrad.group.dynamic import DynamicGroup, dynamic_group_lives, fixed_group_lives
+from telegrad.group.dynamic import DynamicGroup, Moved, dynamic_group_lives, fixed_group_lives
 from telegrad.group.members import Member, Members
 from telegrad.group.rendezvous import Roster, StoreOver, join_static, mixed
-from telegrad.group.stores import Meeting, join_store
+from telegrad.group.stores import LONGEST, Meeting, find_store, join_store, open_dynamic
 
 KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
+FOLLOW = 2.0  # seconds for the store that one which was given up names
 
 
 class Joined(NamedTuple):
@@ -31,11 +33,49 @@ def join(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joi
     if meeting.world_size is not None:
         roster = _join_static(meeting, me, meeting.world_size, key, timeout)
         return Joined(roster.members.find(me.id), roster.members, roster.key)
-    if fixed_group_lives(meeting.store, _is_alive):
-        raise mixed(me)
-    group = DynamicGroup(meeting.store, meeting.serves)
+    return _join_dynamic(meeting, me, key, timeout)
+
+
+def _join_dynamic(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joined:
+    """Come to where the group has its store now, which it may lose meanwhile."""
+    until = monotonic() + min(timeout, LONGEST)
+    while True:
+        group = DynamicGroup(meeting.store, meeting.serves, meeting.places, meeting.place)
+        try:
+            if fixed_group_lives(meeting.store, _is_alive):
+                raise mixed(me)
+            return Joined(*_of(group, me, key))
+        except Moved as moved:
+            group.leave()
+            meeting = _followed(meeting, moved, until - monotonic())
+        except StoreLost:
+            group.leave()
+            left = until - monotonic()
+            if not meeting.places or left <= 0:
+                raise
+            store, (host, port), serves = open_dynamic(meeting.places, meeting.rank, left)
+            meeting = meeting._replace(store=store, host=host, port=port, serves=serves)
+        except BaseException:
+            group.leave()
+            raise
+
+
+def _of(group: DynamicGroup, me: Member, key: bytes | None) -> tuple[Member, DynamicGroup, bytes]:
     me, shared = group.join(me, key, _is_alive)
-    return Joined(me, group, shared)
+    return me, group, shared
+
+
+def _followed(meeting: Meeting, moved: Moved, left: float) -> Meeting:
+    """The store that is held for the group's now; where it is not reached soon, what the places say then."""
+    _, _, _, host, port = moved.store
+    try:
+        store = find_store(host, port, max(0.0, min(left, FOLLOW)))
+    except StoreUnreachable:
+        if left <= 0 or not meeting.places:
+            raise
+        store, (host, port), serves = open_dynamic(meeting.places, meeting.rank, left)
+        return meeting._replace(store=store, host=host, port=port, serves=serves)
+    return meeting._replace(store=store, host=host, port=port, serves=False)
 
 
 def _join_static(meeting: Meeting, me: Member, size: int, key: bytes | None, timeout: float) -> Roster:

@@ -96,6 +96,13 @@ class WorkerInfo(_NameAndId):
         return f"WorkerInfo(name={self.name!r}, id={self.id!r}{role})"
 
 
+class View(NamedTuple):
+    """Who is there, by rank. Two of one worker with the same version are the same."""
+
+    version: int
+    workers: tuple[WorkerInfo, ...]
+
+
 def info(member: Member) -> WorkerInfo:
     """What users see of a member."""
     return WorkerInfo(member.name, member.id, member.role)

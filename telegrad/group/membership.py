@@ -2,7 +2,7 @@
 
 A worker hears of the end of another by its connections; where one broke, it knocks, since the other may live all the
 same. In a dynamic group it also looks at the store every now and then, which keeps a count of changes; and whoever
-finds that a member has died strikes it out there.
+finds that a member has died strikes it out there. Where the store is another (`takeover.py`), nobody comes or goes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -25,20 +26,24 @@ from telegrad.errors import (
     ShutDown,
     StoreLost,
 )
-from telegrad.group.address import knock
+from telegrad.group.directory import LEFT, LOST, Directory
+from telegrad.group.doubts import Doubt
 from telegrad.group.dynamic import DynamicGroup
-from telegrad.group.members import Identity, Member, Members, WorkerInfo, info
+from telegrad.group.lacking import lack, missing
+from telegrad.group.members import Identity, Member, Members, View, WorkerInfo, info
 from telegrad.group.post import Post
-from telegrad.group.stores import Place, find_store
+from telegrad.group.requiring import Serving
+from telegrad.group.succession import compared
+from telegrad.group.takeover import Takeover
 from telegrad.group.telling import Teller
 from telegrad.progress import Wait
 from telegrad.threads import Background
 
 LOOK = 0.25  # seconds between looks at the store
-LOOK_FOR_ANOTHER = 1.0  # the same, at the place of a store that was lost
+AGAIN = 1.0  # seconds until the next try, where a look has failed
+MISSED = 2.0  # seconds for members to come over to another store, until others knock at them
+REMEMBERED = 1024  # members that have gone
 PATIENCE = 2.0  # seconds for a knock to be answered
-KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each; who is silent at the last is dead
-LEFT, LOST = "left", "lost"
 
 Act = Callable[[], None]  # what follows from a look, once no lock is held
 
@@ -49,22 +54,6 @@ class Greeting(NamedTuple):
     """Nothing; but the connection that brings it will tell of the receiver's end."""
 
 
-class View(NamedTuple):
-    """Who is there, by rank. Two of one worker with the same version are the same."""
-
-    version: int
-    workers: tuple[WorkerInfo, ...]
-
-
-class _Doubt(NamedTuple):
-    """A worker may have died; how often it was looked for, and when it is to be next."""
-
-    who: Member
-    knocks: int
-    due: float
-    why: PeerError  # it is doubted
-
-
 class Membership:
     """The members that this worker knows of."""
 
@@ -73,40 +62,39 @@ class Membership:
         post: Post,
         me: Member,
         directory: Members | DynamicGroup,
-        place: Place,
         entered: Callable[[], None],
     ) -> None:
-        """`place` is where the store is served; `entered` is called first on the thread that calls users' callbacks."""
+        """`entered` is called first on the thread that calls users' callbacks."""
         self._post = post
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
-        self._place = place
         self._teller = Teller(entered)
         # Guards what follows, up to _closed; this and _view are also loaded without.
         self._changed = threading.Condition()
-        present = directory if isinstance(directory, Members) else [me]
+        present = directory if isinstance(directory, Members) else [*directory.known, me]
         self._present = {member.incarnation: member for member in present}
         self._view: View | None = None  # of these, made when it is asked for
         self._version = 0  # of the view
-        self._on_join: list[Callable[[WorkerInfo], Any]] = []
-        self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
-        self._on_loss: list[Callable[[WorkerInfo, Exception], Any]] = []
-        self._doubts: list[_Doubt] = []
-        self._silent: set[str] = set()  # the incarnations of those who were taken out, whatever the store says
+        self._doubts: list[Doubt] = []
+        self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
+        self._silent: set[str] = set()  # the incarnations of those who were stopped; they may be listed still
+        self._parted: set[str] = set()  # the incarnations of those who have said that they shut down
         self._closed = False
         self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
+        self._directory: Directory | None = None  # where it has looked
         self._seen_changes = self._seen_orphans = 0
-        self.lost: str = ""  # why the store of a dynamic group has gone, unless in order; stored once, before `ended`
-        self.ended = threading.Event()  # it has gone, or `serve` shall end
+        self._met: set[str] = set()  # who was listed there
+        self._missed_at = inf  # when those who are not are knocked at
+        self.serving = Serving()
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
+        self._takeover = Takeover(post, me, self._group, self, self._wake.set) if self._group is not None else None
         post.on(Greeting, lambda *_: None)
         post.lost.append(self._on_lost)
 
     def begin(self) -> None:
         """The worker has joined."""
         if self._group is not None:
-            self._look(self._group)
             self._watch.want()
 
     def present(self) -> list[Member]:
@@ -121,6 +109,8 @@ class Membership:
         self._teller.close()
         self._wake.set()
         self._watch.join(PATIENCE)  # torch aborts a process that ends while a thread is in one of its stores
+        if self._takeover is not None:
+            self._takeover.close()
 
     # What users ask
 
@@ -160,42 +150,33 @@ class Membership:
         with Wait(
             "wait_for_workers",
             lambda: f"wait_for_workers: {self._lack(wanted, role)}",
-            lambda: self._missing(wanted),
+            lambda: missing(self._names(), wanted),
             worker=self._me.name,
         ) as wait:
-            while lack := self._lack(wanted, role):
+            while few := self._lack(wanted, role):
                 if self._group is None or self._group.over:
-                    raise PeerLost(f"wait_for_workers waits in vain: {lack}; {self._why_none_joins()}")
+                    raise PeerLost(f"wait_for_workers waits in vain: {few}; {self._why_none_joins()}")
                 left = until - monotonic()
                 if left <= 0:
-                    raise CallTimeout(f"wait_for_workers: after {timeout:g} s {lack}")
+                    raise CallTimeout(f"wait_for_workers: after {timeout:g} s {few}")
                 wait.look()
                 with self._changed:
                     self._changed.wait(min(left, LOOK))
         return self.workers()
 
-    def wait_for_end(self) -> None:
-        """Wait until a dynamic group ends, or this worker shall serve no more."""
-        self.ended.wait()
+    def wait_for_end(self, required: list[Member]) -> None:
+        """Wait until a dynamic group ends, this worker shall serve no more, or one of those who are required dies."""
+        with self._changed:
+            self.serving.begin(required, self._gone)
+        self._greet(required)
+        self.serving.ended.wait()
 
     def _names(self, role: str = "") -> set[str]:
         with self._changed:
             return {member.name for member in self._present.values() if role in ("", member.role)}
 
-    def _missing(self, wanted: int | Collection[str]) -> list[str]:
-        """Who is not there, of those that are wanted by name."""
-        names = self._names()
-        return [] if isinstance(wanted, int) else [name for name in wanted if name not in names]
-
-    def _lack(self, wanted: int | Collection[str], role: str = "") -> str:
-        """What is not as wanted, or ""."""
-        names = self._names(role)
-        if isinstance(wanted, int):
-            of_role = f" of role {role!r}" if role else ""
-            there = f"there are {len(names)} workers{of_role}, not {wanted}: {', '.join(sorted(names)) or 'none'}"
-            return "" if len(names) >= wanted else there
-        missing = ", ".join(map(repr, self._missing(wanted)))
-        return f"{missing} not there; there are {', '.join(sorted(names))}" if missing else ""
+    def _lack(self, wanted: int | Collection[str], role: str) -> str:
+        return lack(self._names(role if isinstance(wanted, int) else ""), wanted, role)
 
     def _why_none_joins(self) -> str:
         return self._group.over if self._group is not None else "nobody joins a group of fixed size once it has formed"
@@ -204,17 +185,17 @@ class Membership:
         """Have `callback` called with each other worker: those that are there now, and those that come."""
         self._teller.begin()
         with self._changed:
-            self._on_join.append(callback)
+            self._teller.of_joins.append(callback)
             for member in self._others():
                 self._teller.tell(callback, info(member))
 
     def on_leave(self, callback: Callable[[WorkerInfo, str], Any]) -> None:
         """Have `callback` called with each worker that goes, and with "left" or "lost"."""
-        self._hear_of_ends(self._on_leave, callback)
+        self._hear_of_ends(self._teller.of_ends, callback)
 
     def on_lost(self, callback: Callable[[WorkerInfo, Exception], Any]) -> None:
         """Have `callback` called with each worker that is lost, and with the reason."""
-        self._hear_of_ends(self._on_loss, callback)
+        self._hear_of_ends(self._teller.of_losses, callback)
 
     def _hear_of_ends(self, told: list[Any], callback: Callable[..., Any]) -> None:
         self._teller.begin()
@@ -241,9 +222,12 @@ class Membership:
             member = self._present.get(who.incarnation)
             if member is None or self._closed:
                 return
-            doubtful = not isinstance(reason, ShutDown)
+            parted = isinstance(reason, ShutDown)
+            if parted:
+                self._parted.add(who.incarnation)
+            doubtful = not parted or (self._takeover is not None and self._takeover.between)
             if doubtful:
-                self._doubts.append(_Doubt(member, 0, monotonic(), reason))
+                self._doubts.append(Doubt(member, 0, monotonic(), reason))
                 if isinstance(reason, PeerSilent):  # at once: who is silent may serve the store
                     self._silent.add(member.incarnation)
                     self._take_out(member, reason)
@@ -256,11 +240,14 @@ class Membership:
     def _take_out(self, member: Member, lost: PeerError | None) -> None:
         """With the lock held: a member has gone; in order, where there is no reason for its loss."""
         if self._present.pop(member.incarnation, None) is not None:
+            how = LOST if lost else LEFT
+            self.serving.miss(member.name, how)
+            self._parted.discard(member.incarnation)
+            self._gone[member.incarnation] = how
+            if len(self._gone) > REMEMBERED:
+                del self._gone[next(iter(self._gone))]
             self._new_version()
-            for callback in self._on_leave:
-                self._teller.tell(callback, info(member), LOST if lost else LEFT)
-            for told in self._on_loss if lost else ():
-                self._teller.tell(told, info(member), lost)
+            self._teller.gone(member, lost)
             self._changed.notify_all()
 
     def _new_version(self) -> None:
@@ -272,8 +259,7 @@ class Membership:
         self._present[member.incarnation] = member
         self._new_version()
         if member.incarnation != self._me.incarnation:
-            for callback in self._on_join:
-                self._teller.tell(callback, info(member))
+            self._teller.come(member)
         self._changed.notify_all()
 
     # The thread that looks
@@ -284,7 +270,7 @@ class Membership:
                 pause = self._look_around()
             except Exception:
                 log.exception("telegrad: the watch of the group's members failed")
-                pause = LOOK_FOR_ANOTHER
+                pause = AGAIN
             self._wake.wait(pause)
             self._wake.clear()
 
@@ -295,82 +281,132 @@ class Membership:
         for doubt in doubts:
             if doubt.due > monotonic() or not self._settle(doubt):
                 with self._changed:
-                    self._doubts.append(doubt if doubt.due > monotonic() else _later(doubt))
+                    self._doubts.append(doubt if doubt.due > monotonic() else doubt.later())
         with self._changed:
             pause = LOOK if self._doubts else None
-        if self._group is None:
+        if self._group is None or self._takeover is None or self._group.over:
             return pause
-        if not self._group.over:
-            self._look(self._group)
-            return LOOK
-        return LOOK_FOR_ANOTHER if self._look_for_another(self._group) else pause
+        if not self.serving.leaves:  # it leaves by itself, and is no successor
+            step = self._takeover.step()
+            pause = LOOK if step is None else step
+        self._look(self._group)
+        return pause
 
-    def _settle(self, doubt: _Doubt) -> bool:
+    def _settle(self, doubt: Doubt) -> bool:
         """Whether it is known now what has become of a worker."""
-        is_silent = isinstance(doubt.why, PeerSilent)  # and the kernel would answer in its place
-        answer = False if is_silent else knock(doubt.who.tcp, PATIENCE)
-        last = doubt.knocks + 1 == len(KNOCKS)
-        if answer is not False and not last:
+        has_died = doubt.has_died()
+        if has_died is None:
             return False
-        if answer is not True:
-            self._post.warn_lost(doubt.who.identity, f"worker {doubt.who.name!r} was lost: it does not answer any more")
+        if has_died:
+            how = LEFT if doubt.who.incarnation in self._parted else LOST
+            if how == LOST:
+                said = f"worker {doubt.who.name!r} was lost: it does not answer any more"
+                self._post.warn_lost(doubt.who.identity, said)
             if self._group is not None and not self._group.over:
+                if doubt.who.incarnation == self._group.store.incarnation:
+                    self._group.directory.board.close(f"{doubt.who} served it")  # torch would say so at length
                 with contextlib.suppress(StoreLost):
-                    self._group.strike_out(doubt.who)
+                    self._group.strike_out(doubt.who, how)
             with self._changed:
-                self._take_out(doubt.who, doubt.why)
-        elif self._on_leave or self._on_loss:  # it lives, and its next end shall be heard of, too
+                self._take_out(doubt.who, doubt.why if how == LOST else None)
+        elif self._teller.hears_of_ends:  # it lives, and its next end shall be heard of, too
             self._greet([doubt.who])
         return True
+
+    def doubt(self, member: Member) -> None:
+        """See whether it lives."""
+        with self._changed:
+            if member.incarnation != self._me.incarnation:
+                self._doubts.append(Doubt(member, 0, monotonic(), _found_lost(member)))
+        self._wake.set()
+
+    def lately_lost(self) -> list[str]:
+        """The incarnations of those who died, as far as others may not know it."""
+        with self._changed:
+            return [incarnation for incarnation, how in self._gone.items() if how == LOST]
 
     def _look(self, group: DynamicGroup) -> None:
         acts: list[Act] = []
         with self._looking:
-            if group.over:
+            if group.over or self._closed:
                 return  # another thread has just seen its end
             try:
-                changes = group.changes()
-                if changes != self._seen_changes:
-                    self._see(group, acts)
+                directory = self._directory_of(group)
+                changes = directory.changes()
+                missed = monotonic() >= self._missed_at
+                if missed or changes != self._seen_changes:
+                    self._see(group, directory, acts, missed)
                     self._seen_changes = changes
                     self._end_with(group, acts)
             except StoreLost as error:
-                self._lose_store(group, str(error), acts)
+                self._lose_store(group, str(error))
         for act in acts:
             act()
 
-    def _see(self, group: DynamicGroup, acts: list[Act]) -> None:
+    def _directory_of(self, group: DynamicGroup) -> Directory:
+        """Where to look; in another store than before, those who are not listed may be about to come."""
+        directory = group.directory
+        if directory is not self._directory:
+            self._missed_at = monotonic() + MISSED if self._directory is not None else inf
+            self._directory = directory
+            self._met = set()
+            self._seen_changes, self._seen_orphans = -1, 0
+        return directory
+
+    def _see(self, group: DynamicGroup, directory: Directory, acts: list[Act], missed: bool) -> None:
         with self._changed:
-            present = dict(self._present)  # before the store is read: who is struck out meanwhile must not seem new
-            silent = set(self._silent)
-        members = {member.incarnation: member for member in group.members()}
+            present, gone = dict(self._present), dict(self._gone)  # before the store is read, so that none seems new
+        members = {member.incarnation: member for member in directory.members()}
         self._post.forget_names(members)  # who was struck out may live, and another have come under its name
-        group.known = list(members.values())
-        gone = [member for member in present.values() if member.incarnation not in members]
-        ends = [(member, _found_lost(member) if group.was_lost(member) else None) for member in gone]
-        known = present.keys() | silent
-        new = [member for member in group.known if member.incarnation not in known]
-        for member, lost in ends:
-            if lost is not None:
-                acts.append(partial(self._note_lost, member))
+        group.homes = directory.homes()
+        seen = compared(present, members, self._met, gone)
+        ends = [(present[each], directory.how_gone(each) or LEFT) for each in seen.gone]
+        told = {each: directory.how_gone(each) for each in seen.missing}
+        ends += [(present[each], how) for each, how in told.items() if how]
+        awaited = [present[each] for each, how in told.items() if not how]
+        self._met = set(members)
+        group.awaited = awaited
+        group.known = [*members.values(), *awaited]
+        acts += [partial(self._note_lost, member) for member, how in ends if how == LOST]
+        acts += [partial(self._end_ghost, group, members[each], gone[each]) for each in seen.ghosts]
+        if missed:
+            self._missed_at = inf
+            acts += [partial(self._call_over, member) for member in awaited]
+        new = [members[each] for each in seen.new]
         with self._changed:
-            for member, lost in ends:
-                self._take_out(member, lost)
+            for member, how in ends:
+                self._take_out(member, _found_lost(member) if how == LOST else None)
             for member in new:
                 self._take_in(member)
-            greets = bool(self._on_leave or self._on_loss)
-        if greets:
+        if self._teller.hears_of_ends:
             acts.append(partial(self._greet, new))
-        for orphan in group.orphans(self._seen_orphans):
+        moved = directory.moved()
+        if moved is not None and self._takeover is not None:
+            self._takeover.go_to(moved)
+        for orphan in directory.orphans(self._seen_orphans):
             self._seen_orphans += 1
             acts.append(
                 partial(
                     log.warning,
-                    "telegrad: worker %s is still in an earlier group, whose store at this place was lost, and cannot "
+                    "telegrad: worker %s is still in an earlier group, which has its store elsewhere now, and cannot "
                     "be called from this one: have it shut down and join again",
                     orphan,
                 )
             )
+
+    def _end_ghost(self, group: DynamicGroup, member: Member, how: str) -> None:
+        """One that is listed though it has gone: by who did not know it, unless it was taken for dead here."""
+        if how == LOST and member.incarnation not in self._silent:
+            self.doubt(member)
+            return
+        with contextlib.suppress(StoreLost):
+            group.strike_out(member, how)
+
+    def _call_over(self, member: Member) -> None:
+        """One that has not come to this store: it has died, or does not know of it."""
+        self.doubt(member)
+        if self._takeover is not None:
+            self._takeover.remind(member)
 
     def _note_lost(self, member: Member) -> None:
         if member.incarnation != self._me.incarnation:
@@ -378,65 +414,24 @@ class Membership:
         else:
             log.warning("telegrad: worker %s was taken for dead by another: shut it down and join again", member)
 
-    # The end of the store
+    # The end of the group, and of its store
 
     def _end_with(self, group: DynamicGroup, acts: list[Act]) -> None:
-        server = group.server()
-        if server and server != str(self._me) and group.ended():
-            self._store_gone(group, f"the group has ended: {server}, which served its store, has left")
-            acts.append(partial(log.info, "telegrad: %s", group.over))
+        if group.ended():
+            self.serving.ended.set()
+            acts.append(partial(log.info, "telegrad: the group has ended for those who only serve: its first has left"))
+        group.server_leaves()
 
-    def _lose_store(self, group: DynamicGroup, why: str, acts: list[Act]) -> None:
-        if self._closed:
-            return
-        self.lost = why
-        self._store_gone(group, why)
-        others = ", ".join(sorted(member.name for member in group.known if member.name != self._me.name))
-        acts.append(
-            partial(
-                log.warning,
-                "telegrad: worker %s has lost the group's store: %s. Nobody can join or be looked up any more; calls "
-                "among those who are known here (%s) go on. To be in a group again, shut down and join the one of a "
-                "new rank 0",
-                self._me,
-                why,
-                others or "nobody",
-            )
-        )
-
-    def _store_gone(self, group: DynamicGroup, why: str) -> None:
-        group.over = why
-        self.ended.set()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _look_for_another(self, group: DynamicGroup) -> bool:
-        """Whether another group may yet meet where the store was lost; where one does, each is told of the other."""
-        host, port = self._place
-        if not self.lost or host is None or port is None:
-            return False
-        try:
-            other = group.leave_word(find_store(host, port, 0), self._me)
-        except RendezvousError:
-            return True
-        if other:
-            log.warning(
-                "telegrad: another group meets at %s:%s now, with %s; worker %s is not in it: shut down and join again",
-                host,
-                port,
-                other,
-                self._me,
-            )
-        return not other
+    def _lose_store(self, group: DynamicGroup, why: str) -> None:
+        if self.serving.leaves:
+            group.end(f"the group has ended: {why}")
+        elif self._takeover is not None and not self._takeover.between:
+            self._takeover.report()
 
     def __repr__(self) -> str:
         watched = "a dynamic group" if self._group is not None else "a group of fixed size"
-        state = ", closed" if self._closed else f", lost: {self.lost}" if self.lost else ""
+        state = ", closed" if self._closed else ""
         return f"<Membership of {self._me.name!r} in {watched}: {len(self._present)} present{state}>"
-
-
-def _later(doubt: _Doubt) -> _Doubt:
-    return doubt._replace(knocks=doubt.knocks + 1, due=monotonic() + KNOCKS[doubt.knocks + 1])
 
 
 def _found_lost(member: Member) -> PeerLost:

@@ -2,7 +2,10 @@
 
 The worker of rank 0 serves a store over TCP, and takes it away as soon as a group of fixed size has formed. A worker
 that is back at once, for the next group, may still find the old server; so the server carries a mark: OPEN since it is
-served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next.
+served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next. One that
+takes the place of a store that was lost is SETTLING until the members of its group have listed themselves there.
+
+A dynamic group can have several places, on several hosts: whoever comes looks at all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
 from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
 from telegrad.group.address import await_name, spelled
+from telegrad.group.asking import AskedAside
+from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, spots
 from telegrad.group.supervised import is_kept
 from telegrad.progress import Wait, attended
 
@@ -31,8 +36,10 @@ FAR_PROBE = 5.0  # the same, where there is time
 TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store
 GOING = 4.0  # seconds for the store of a group that is over to go
 REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
+RETURN = 10.0  # seconds for a store to be served anew by members who are on this host
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks
-SERVED, OPEN, OVER = "telegrad/served", "open", "over"
+SERVED, OPEN, OVER, SETTLING = "telegrad/served", "open", "over", "settling"
+DYNAMIC = "telegrad/dynamic"  # where a dynamic group keeps its directory in a store
 _ABSENT = "absent"  # no key has this value
 
 
@@ -50,6 +57,7 @@ class Meeting(NamedTuple):
     serves: bool = False  # the store ends with this process
     names: Sequence[str] = ()  # of the workers by rank, where they are known beforehand
     file: str = ""  # where the store is one
+    places: tuple[Spot, ...] = ()  # where that of a dynamic group may be served
 
     @property
     def place(self) -> Place:
@@ -84,8 +92,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     if url.scheme == "env":
         return _from_env(rank, sized, timeout)
     if url.scheme == "tcp":
-        host, port = _host_and_port(url)
-        return _tcp(host, port, rank, sized, timeout)
+        return _tcp(spots(url), rank, sized, timeout)
     if url.scheme == "file":
         return Meeting(_file(init_method), None, rank, sized, file=init_method.partition("?")[0])
     return _registered(init_method, rank, sized, timeout)
@@ -102,16 +109,6 @@ def check_rank(rank: int, size: int | None) -> None:
         raise UsageError(f"rank {rank} is not within a group of {size}: ranks go from 0 to {size - 1}")
 
 
-def _host_and_port(url: SplitResult) -> tuple[str, int]:
-    try:
-        host, port = url.hostname, url.port
-    except ValueError:  # the port is no number, or too large
-        host = port = None
-    if not host or not port:
-        raise UsageError(f"{url.geturl()!r} names no host and port: write tcp://HOST:PORT, an IPv6 address in brackets")
-    return host, port
-
-
 def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     host = os.environ.get("MASTER_ADDR")
     if not host:
@@ -123,8 +120,9 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
         return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size)
     if is_kept(host, port, os.environ):
-        return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size, port)
-    return _tcp(host, port, rank, size, timeout)
+        store = join_store(host, port, timeout, lasting=True)
+        return Meeting(store, host, rank, size, port, places=((host, port),))
+    return _tcp(tuple((each.strip(), port) for each in host.split(",")), rank, size, timeout)
 
 
 def _from_environment(name: str, meaning: str) -> int:
@@ -144,7 +142,7 @@ def _file(init_method: str) -> Any:
         open(path, "ab").close()  # torch would try for minutes, where Ctrl-C does not reach it
         return dist.FileStore(path, -1)
     except (OSError, RuntimeError) as error:
-        raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {_short(error)}") from error
+        raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {short(error)}") from error
 
 
 def _registered(init_method: str, rank: int, size: int | None, timeout: float) -> Meeting:
@@ -154,18 +152,81 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float) -
         store, rank, found = next(dist.rendezvous(init_method, rank, -1 if size is None else size, timeout=patience))
     except (RuntimeError, ValueError) as error:
         raise UsageError(
-            f"init_method {init_method!r} cannot be used: {_short(error)}. Use env://, tcp://HOST:PORT or file:///PATH"
+            f"init_method {init_method!r} cannot be used: {short(error)}. Use env://, tcp://HOST:PORT or file:///PATH"
         ) from error
     return Meeting(store, None, rank, found if found >= 0 else None)
 
 
-def _tcp(host: str, port: int, rank: int, size: int | None, timeout: float) -> Meeting:
-    await_name(host, timeout)
-    if rank == 0 or (rank < 0 and _is_here(host)):
+def _tcp(places: tuple[Spot, ...], rank: int, size: int | None, timeout: float) -> Meeting:
+    if len(places) == 1:
+        await_name(places[0][0], timeout)
+    if size is None:
+        store, (host, port), serves = open_dynamic(places, rank, timeout)
+        return Meeting(store, host, rank, size, port, serves, places=places)
+    if len(places) > 1:
+        raise UsageError(
+            f"a group of fixed size meets at one place, not at {said(places)}: several are for dynamic groups, "
+            "without world_size"
+        )
+    ((host, port),) = places
+    if rank == 0:
         store, serves = _serve_or_share(host, port, rank, timeout)
     else:
         store, serves = join_store(host, port, timeout), False
     return Meeting(store, host, rank, size, port, serves)
+
+
+def open_dynamic(places: tuple[Spot, ...], rank: int, timeout: float) -> tuple[Any, Spot, bool]:
+    """The store of a dynamic group, where it is, and whether this process serves it: where nobody does, if it should.
+
+    Where nobody serves it, but members are on this host, one of them is about to.
+    """
+    resolved = resolving(places)
+    mine = own_place(resolved, rank)
+    if len(resolved) == 1 and mine is None:
+        return _settled(join_store(*resolved[0], timeout), *resolved[0], timeout), resolved[0], False
+    if len(resolved) > 1 or (mine is not None and somebody_stays_at(mine)):
+        found = _open_any(resolved, mine, timeout)
+        if found is not None:
+            return *found, False
+    assert mine is not None
+    store, serves = _serve_or_share(*mine, rank, timeout)
+    return store, mine, serves
+
+
+def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tuple[Any, Spot] | None:
+    """The store at one of these places; None where this worker should serve it."""
+    text = f"nobody serves the store at {said(places)}"
+    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], said(places))) as wait:
+        for left in _looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
+            wait.look()
+            for place in places:
+                store = _meet(*place, max(min(left, TAKEN), PROBE)) if _listens(*place) else None
+                if store is not None and not isinstance(store, Exception) and _is_in_use(store):
+                    return store, place
+            if mine is not None and not somebody_stays_at(mine):
+                return None
+    if mine is not None:
+        return None
+    raise StoreUnreachable(
+        f"{text} after {timeout:g} s: is the worker of rank 0 running, and were all workers given the same places?"
+    )
+
+
+def _is_in_use(store: Any) -> bool:
+    """Whether it is open; one that somebody else keeps, who leaves no mark, is so once a group meets there."""
+    mark = _mark(store)
+    with contextlib.suppress(RendezvousError):
+        return mark == OPEN or (not mark and bool(Board(store, DYNAMIC).read("terms")))
+    return False
+
+
+def _settled(store: Any, host: str, port: int, timeout: float) -> Any:
+    """A store without a mark that nobody has used may be one in place of another, a moment before it says so."""
+    if _mark(store) or _is_in_use(store):
+        return store
+    sleep(LONGEST_PAUSE)
+    return store if not _mark(store) else find_store(host, port, timeout)
 
 
 def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[Any, bool]:
@@ -176,12 +237,12 @@ def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[An
         for _ in _looks(monotonic() + min(GOING, timeout)):
             wait.look()
             try:
-                return _serve(host, port), True
+                return serve(host, port), True
             except StorePortTaken as error:
                 taken = error
             rival = _meet(host, port, min(TAKEN, timeout))
             mark = "" if isinstance(rival, Exception) else _mark(rival)
-            if mark == OVER or not _listens(host, port):  # the last group's, which is about to be taken away
+            if mark in (OVER, SETTLING) or not _listens(host, port):  # it is about to be taken away, or to be open
                 continue
             if isinstance(rival, Exception) or (rank == 0 and mark != OPEN):
                 break
@@ -190,21 +251,11 @@ def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[An
     raise taken
 
 
-def _is_here(host: str) -> bool:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def _serve(host: str, port: int) -> Any:
+def serve(host: str, port: int, mark: str = OPEN) -> Any:
     try:
         # Many tenants: a process that serves this port already, for `torch.distributed` or an earlier group, shares it.
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-        store.set(SERVED, OPEN)
+        store.set(SERVED, mark)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise StorePortTaken(
@@ -212,7 +263,7 @@ def _serve(host: str, port: int) -> Any:
                 f"(`ss -ltnp sport = :{port}` shows which): choose another MASTER_PORT, or port in init_method, "
                 "the same on all workers"
             ) from error
-        raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {_short(error)}") from error
+        raise StoreUnreachable(f"the store cannot be served at {host}:{port}: {short(error)}") from error
     return store
 
 
@@ -236,12 +287,12 @@ def find_store(
             continue
         store = _meet(host, port, max(left, PROBE))
         if isinstance(store, Exception):
-            why = _short(store)
+            why = short(store)
             until = min(until, monotonic() + REFUSED)
-        elif lasting or _mark(store) != OVER:
+        elif lasting or (mark := _mark(store)) not in (OVER, SETTLING):
             return store
         else:
-            why = "there is only the store of an earlier group"
+            why = "there is only the store of an earlier group" if mark == OVER else "it is not open yet"
         if monotonic() >= until:
             break
     if _listens(host, port):
@@ -258,6 +309,11 @@ def find_store(
 def spot(host: str, port: int | None) -> str:
     """A place, for people."""
     return host if port is None else f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def said(places: Sequence[Spot]) -> str:
+    """Places, for people."""
+    return ",".join(spot(*place) for place in places)
 
 
 def _listens(host: str, port: int, patience: float = 0) -> bool:
@@ -298,24 +354,31 @@ def _mark(store: Any) -> str:
 class Board:
     """A store that is never asked to wait: torch's own waits cannot be interrupted, and report on stderr."""
 
-    def __init__(self, store: Any, prefix: str = "") -> None:
+    def __init__(self, store: Any, prefix: str = "", aside: bool = False) -> None:
+        """`aside`: it is served elsewhere, for long; where it is silent, that is noticed."""
         self._prefix = prefix
+        self._closed = ""
         self._store: Any = dist.PrefixStore(prefix, store) if prefix else store
+        if aside:
+            self._store = AskedAside(self._store)
 
-    def close(self) -> None:
-        """Let go of the store: what this process serves goes, too."""
-        self._store = None
+    def close(self, why: str = "this worker has left the group") -> None:
+        """Let go of the store: what this process serves goes, too; `why` is what those hear who ask it."""
+        self._closed = why
+        store, self._store = self._store, None
+        if isinstance(store, AskedAside):
+            store.close()
 
     @contextlib.contextmanager
     def _while_it_lasts(self) -> Iterator[Any]:
         store = self._store  # loaded once: another thread may close this board meanwhile
         if store is None:
-            raise StoreLost("this worker has left the group")
+            raise StoreLost(self._closed)
         try:
             yield store
         except RuntimeError as error:
             raise StoreLost(
-                f"the store was lost ({_short(error)}): "
+                f"the store was lost ({short(error)}): "
                 "the worker that serves it has ended or cannot be reached; see its log"
             ) from error
 
@@ -335,6 +398,8 @@ class Board:
             store.set(key, value)
 
     def count(self, key: str, more: int = 1) -> int:
+        if not more:
+            return int(self.read(key) or 0)  # a file would grow by what is added, nothing included
         with self._while_it_lasts() as store:
             return int(store.add(key, more))
 
@@ -375,6 +440,6 @@ def _looks(until: float) -> Iterator[float]:
         pause = min(1.5 * pause, LONGEST_PAUSE)
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
     """The first line of what torch says, without its C++ trace."""
     return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()

@@ -165,14 +165,16 @@ def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[st
 def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
 
-    A group of fixed size ends when all workers have called this or `shutdown`. A dynamic one ends when the worker
-    leaves that serves its store; `stop_serving` ends it for one worker. Ctrl-C leaves at once.
+    A group of fixed size ends when all workers have called this or `shutdown`. A dynamic one ends for those who only
+    serve when rank 0, or the worker that began it, leaves in order; `stop_serving` ends it for one worker. Ctrl-C
+    leaves at once.
 
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
-        PeerLost: a worker of a group of fixed size died, or left early, that is in `require` (True stands for all).
-        StoreLost: the store of a dynamic group was lost, with the worker that served it.
+        UnknownWorker: a worker in `require` is not there.
+        PeerLost: a worker that is in `require` died, or left a group of fixed size early. True stands for all of such a
+            group; in a dynamic one only those count that are named.
     """
     worker = current.joined()
     check_may_wait(worker, "serve")

@@ -78,7 +78,7 @@ def _join(
         witness.watch(_parts(worker, meeting))
         joined = join(meeting, me, key, timeout)
         _check(joined.me, joined.directory)
-        worker.join(joined, meeting.place, _devices_of(joined.me, joined.directory))
+        worker.join(joined, _devices_of(joined.me, joined.directory))
         return worker
     except BaseException:
         worker.agent.close()

@@ -8,8 +8,7 @@ from typing import Any, overload
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
-from telegrad.group.members import WorkerInfo, listed
-from telegrad.group.membership import View
+from telegrad.group.members import View, WorkerInfo, listed
 from telegrad.rpc import collectives, current, groupcalls, handout, persistence, reduction, refgroups
 from telegrad.rpc.choices import Choice, Everybody, Filtered, Part, Role, These, Together, Without
 from telegrad.rpc.conversion import convert

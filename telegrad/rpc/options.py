@@ -74,7 +74,8 @@ class TelegradOptions(RpcBackendOptions):
         Args:
             num_worker_threads: how many calls run at once on this worker; calls that wait do not count.
             rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
-            init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`.
+            init_method: where the workers meet: `env://`, `tcp://host:port`, `file:///path`; a dynamic group may have
+                several places, `tcp://h1:29500,h2:29500`, so that it is found when a host has gone.
             device_maps: for each callee, on which of its devices the tensors of each device here arrive; results come
                 back the other way round. A device is an index, a name or a `torch.device`.
             devices: the devices that calls may use; else those that the maps name.

@@ -12,13 +12,12 @@ from torch import Tensor
 from telegrad.agent.agent import Agent, Settings
 from telegrad.agent.futures import Future
 from telegrad.autograd.conductor import Conductor
-from telegrad.errors import StoreLost, UsageError
+from telegrad.errors import PeerLost, UsageError
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import Joined
 from telegrad.group.members import Members
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Alone, Parting, Together
-from telegrad.group.stores import Place
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
 from telegrad.witness.witness import Witness
@@ -62,8 +61,8 @@ class Worker:
             found: T = self._attached[make]
         return found
 
-    def join(self, joined: Joined, place: Place, used: Iterable[int]) -> None:
-        """Take part in a group, whose store is served at `place`; calls may touch the accelerators that are `used`."""
+    def join(self, joined: Joined, used: Iterable[int]) -> None:
+        """Take part in a group; calls may touch the accelerators that are `used`."""
         self.me, self.directory, key = joined
         directory = self.directory
         self.references.name_is(self.me.name)
@@ -71,7 +70,7 @@ class Worker:
         self.parting: Parting = (
             Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
         )
-        self.membership = Membership(self.agent, self.me, directory, place, self._entered)
+        self.membership = Membership(self.agent, self.me, directory, self._entered)
         self.agent.join(self.me, key, directory, used)
         self.membership.begin()
         self.witness.joined(self.me.name, self.me.id, self.membership.present)
@@ -104,18 +103,17 @@ class Worker:
         """Serve until the group ends, or until told to stop; then leave.
 
         Raises:
-            PeerLost: a required worker of a group of fixed size died or left early.
-            StoreLost: that of a dynamic group was lost.
+            PeerLost: a required worker died, or left a group of fixed size early.
         """
         if self.parting.together:
             self.shutdown(True, 0, require, serving=True)
             return
         try:
-            self.membership.wait_for_end()
+            self.membership.wait_for_end([] if isinstance(require, bool) else [self.agent.find(to) for to in require])
         finally:
-            self.shutdown(not self.membership.lost, 0)
-        if self.membership.lost:
-            raise StoreLost(self.membership.lost)
+            self.shutdown(not self.membership.serving.missed, 0)
+        if missed := self.membership.serving.missed:
+            raise PeerLost(f"worker {missed!r} was lost, without which {self.me.name!r} shall not serve; see its log")
 
     def stop_serving(self) -> None:
         """Have `serve` end.
@@ -128,7 +126,7 @@ class Worker:
                 f"worker {self.me.name!r} is in a group of fixed size, whose workers leave together: its serve() ends "
                 "once all have called shutdown() or serve()"
             )
-        self.membership.ended.set()
+        self.membership.serving.ended.set()
 
     def end(self, how: str) -> None:
         """Leave now; a group whose workers leave together is told `how`, where that is not in order."""

@@ -32,9 +32,9 @@ def main(arguments: list[str]) -> None:
         elif word.startswith("-"):
             started.discard(-int(word))
         elif _stores:
-            from telegrad.group.dynamic import DynamicGroup
+            from telegrad.group.directory import Directory
 
-            DynamicGroup(_stores[0]).end()
+            Directory(_stores[0]).end()
     for group in started:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
@@ -45,14 +45,12 @@ def _serve(host: str, port: str, listener: str) -> None:
     try:
         import torch.distributed as dist
 
-        from telegrad.group.dynamic import DynamicGroup
         from telegrad.group.stores import OPEN, SERVED
 
         store = dist.TCPStore(
             host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(listener), multi_tenant=False
         )
         store.set(SERVED, OPEN)
-        DynamicGroup(store).kept_by(f"telegrad run (process {os.getppid()})")
         _stores.append(store)
     except BaseException:
         traceback.print_exc()

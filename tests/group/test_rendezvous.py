@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors, progress
+from telegrad.group import dynamic
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
@@ -338,7 +339,8 @@ def test_a_newcomer_with_another_key_is_refused(key: bytes | None) -> None:
     assert names(group) == ["a"]
 
 
-def test_the_groups_store_is_lost() -> None:
+def test_the_groups_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic, "BETWEEN", 0.1)
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
     group, _, _ = join(lambda: joined, "a")

@@ -15,6 +15,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.rpc import current
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, group, processes
 
@@ -128,9 +129,9 @@ def test_waiting_for_workers(where: str) -> None:
         assert made[0].run(lambda: [worker.id for worker in rpc.wait_for_workers("y")]) == [0, 1, 2]
 
 
-def serve() -> tuple[type[Exception], str] | None:
+def serve(*required: str) -> tuple[type[Exception], str] | None:
     try:
-        rpc.serve()
+        rpc.serve(require=required)
     except Exception as error:
         return type(error), str(error)
     return None
@@ -154,16 +155,49 @@ def test_a_server_of_a_dynamic_group_serves_until_it_is_told_or_the_group_ends()
         assert time.monotonic() - began < 2  # less than the leaving server would wait in vain
 
 
-def test_a_server_whose_group_was_lost_says_so() -> None:
+def test_who_serves_goes_on_once_the_store_was_lost() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
-    with processes(2) as made:
-        made[0].run(join, "boss", where, 0, False)
-        made[1].run(join, "x", where, -1, False)
-        made[1].begin(serve)
-        made[0].kill()
-        kind, text = made[1].end()
-        assert kind is errors.StoreLost
-        assert "the store was lost" in text
+    with processes(3) as made:
+        boss, x, again = made
+        boss.run(join, "boss", where, 0, False)
+        x.run(join, "x", where, -1, False)
+        x.begin(serve)
+        boss.kill()
+        again.run(join, "boss", where, 0, False)
+        assert again.run(call, "x") == 3
+        again.run(call, "x", rpc.stop_serving, ())
+        assert x.end() is None
+
+
+def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(3) as made:
+        boss, x, y = made
+        boss.run(join, "boss", where, 0, False)
+        for process, name in ((x, "x"), (y, "y")):
+            process.run(join, name, where, -1, False)
+        assert x.run(serve_for, "nobody")[0] is errors.UnknownWorker
+        x.run(join, "x", where, -1, False)
+        x.begin(serve, "boss")
+        assert boss.run(call, "y") == 3
+        y.kill()
+        boss.run(wait_for_names, ["boss", "x"])
+        assert boss.run(call, "x") == 3
+        boss.kill()
+        kind, text = x.end()
+        assert kind is errors.PeerLost
+        assert "'boss' was lost" in text
+
+
+def serve_for(*required: str) -> Any:
+    return serve(*required)
+
+
+def wait_for_names(wanted: list[str]) -> None:
+    until = time.monotonic() + PATIENCE
+    while names() != wanted:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_stop_serving_is_for_dynamic_groups(workers: list[Process]) -> None:
@@ -193,30 +227,25 @@ def test_a_worker_with_another_rank_waits_for_rank_0() -> None:
         assert made[1].run(call, "early") == 3
 
 
-def test_who_loses_the_store_is_told_and_so_is_the_next_group() -> None:
+def test_another_group_in_the_place_of_this_one_is_told_and_so_is_this_one() -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
-    with processes(5) as made:
-        boss, x, y, z, boss2 = made
-        boss.run(join, "boss", where, 0, False)
-        x.run(join, "x", where, -1, False)
-        y.run(join, "y", where, -1, False)
-        x.run(rpc.wait_for_workers, 3, PATIENCE)
-        boss.kill()
-        for process in (x, y):
-            assert "has lost the group's store" in process.run(line_with, "lost the group's store")
-        assert x.run(call, "y") == 3  # though it was never called before
-        kind, text = x.run(error_of, call, "z")
-        assert kind is errors.StoreLost
-        assert "'z' cannot be looked up: the store was lost" in text
-        assert x.run(error_of, rpc.wait_for_workers, 5)[0] is errors.PeerLost
-        z.run(join, "z", where, -1, False)
-        boss2.run(join, "boss2", where, 0, False)
-        assert "worker 'x' (rank 1" in x.run(line_with, "another group meets")
-        said = {boss2.run(line_with, "still in an earlier group") for _ in range(2)}
-        assert {"'x'" in line for line in said} == {True, False}
-        x.run(rpc.shutdown)
-        x.run(join, "x", where, -1, False)
-        assert boss2.run(call, "x") == 3
+    with processes(2) as made:
+        x, boss2 = made
+        x.run(join, "x", where, 0, False)
+        boss2.run(join, "boss2", f"tcp://127.0.0.1:{free_port()}", 0, False)
+        x.run(look_for_others, boss2.run(place_of_the_store))
+        assert "with 'boss2' (rank 0" in x.run(line_with, "another group meets")
+        assert "'x' (rank 0" in boss2.run(line_with, "still in an earlier group")
+
+
+def place_of_the_store() -> tuple[str, int]:
+    assert current.worker is not None
+    return current.worker.directory.store[-2:]
+
+
+def look_for_others(place: tuple[str, int]) -> None:
+    assert current.worker is not None
+    current.worker.directory.places = (place,)
 
 
 def test_one_process_leads_one_dynamic_group_after_the_other() -> None:
