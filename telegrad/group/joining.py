@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from telegrad.group.address import answers
 from telegrad.group.dynamic import DynamicGroup, dynamic_group_lives, fixed_group_lives
+from telegrad.group.generations import Coming, Formed, Ground, lives_at
 from telegrad.group.members import Member, Members
 from telegrad.group.rendezvous import Roster, StoreOver, join_static, mixed
 from telegrad.group.stores import Meeting, join_store
@@ -20,6 +21,7 @@ class Joined(NamedTuple):
     me: Member
     directory: Members | DynamicGroup
     key: bytes
+    generation: Formed | None = None  # of an elastic group
 
 
 def join(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joined:
@@ -28,13 +30,19 @@ def join(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joi
     Raises:
         RendezvousError: the group could not be formed, or a group of the other kind meets there.
     """
+    coming: Coming | None = meeting.coming
+    if coming is not None and coming.ground is not None:
+        return _join_elastic(meeting, coming, coming.ground, me, key)
+    if lives_at(meeting.store, is_alive):
+        raise mixed(me)
     if meeting.world_size is not None:
         roster = _join_static(meeting, me, meeting.world_size, key, timeout)
-        return Joined(roster.members.find(me.id), roster.members, roster.key)
-    if fixed_group_lives(meeting.store, _is_alive):
+        formed = Formed(roster.round, list(roster.members), 0) if coming is not None else None
+        return Joined(roster.members.find(me.id), roster.members, roster.key, formed)
+    if fixed_group_lives(meeting.store, is_alive):
         raise mixed(me)
     group = DynamicGroup(meeting.store, meeting.serves)
-    me, shared = group.join(me, key, _is_alive)
+    me, shared = group.join(me, key, is_alive)
     return Joined(me, group, shared)
 
 
@@ -43,10 +51,10 @@ def _join_static(meeting: Meeting, me: Member, size: int, key: bytes | None, tim
     until = monotonic() + timeout
     store = meeting.store
     while True:
-        if dynamic_group_lives(store, _is_alive):
+        if dynamic_group_lives(store, is_alive):
             raise mixed(me)
         try:
-            return join_static(store, me, size, key, timeout, _is_alive, meeting.where, meeting.names)
+            return join_static(store, me, size, key, timeout, is_alive, meeting.where, meeting.names)
         except StoreOver:
             host, port = meeting.place
             if host is None or port is None:
@@ -55,5 +63,15 @@ def _join_static(meeting: Meeting, me: Member, size: int, key: bytes | None, tim
         store = join_store(host, port, timeout)
 
 
-def _is_alive(member: Member) -> bool:
+def _join_elastic(meeting: Meeting, coming: Coming, ground: Ground, me: Member, key: bytes | None) -> Joined:
+    if fixed_group_lives(meeting.store, is_alive) or dynamic_group_lives(meeting.store, is_alive):
+        raise mixed(me)
+    generation, shared = coming.join(ground, me, key, is_alive)
+    members = Members(generation.members)
+    mine = next(member for member in members if member.incarnation == me.incarnation)
+    return Joined(mine, members, shared, generation)
+
+
+def is_alive(member: Member) -> bool:
+    """Whether somebody listens where it did."""
     return answers(member.tcp, KNOCK)

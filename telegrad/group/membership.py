@@ -108,6 +108,7 @@ class Membership:
         self._version = 0  # of the view
         self._on_join: list[Callable[[WorkerInfo], Any]] = []
         self._on_leave: list[Callable[[WorkerInfo, str], Any]] = []
+        self.gone: list[Callable[[Member], None]] = []  # called under the lock with who has gone: they just take note
         self._doubts: list[_Doubt] = []
         self._closed = False
         self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
@@ -235,6 +236,12 @@ class Membership:
     def _others(self) -> list[Member]:
         return [member for member in self._present.values() if member.incarnation != self._me.incarnation]
 
+    def greet(self) -> None:
+        """Have this worker hear of the end of any other."""
+        with self._changed:
+            others = self._others()
+        self._greet(others)
+
     def _greet(self, members: list[Member]) -> None:
         for member in members:
             with contextlib.suppress(PeerError, RendezvousError):  # it has gone, as will be seen
@@ -261,6 +268,8 @@ class Membership:
         """With the lock held: a member has gone."""
         if self._present.pop(member.incarnation, None) is not None:
             self._new_version()
+            for note in self.gone:
+                note(member)
             for callback in self._on_leave:
                 self._teller.tell(callback, info(member), how)
             self._changed.notify_all()

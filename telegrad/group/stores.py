@@ -32,6 +32,7 @@ GOING = 4.0  # seconds for the store of a group that is over to go
 REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks
 SERVED, OPEN, OVER = "telegrad/served", "open", "over"
+LAUNCHED = "TORCHELASTIC_USE_AGENT_STORE"  # the variable by which torchrun says so
 _ABSENT = "absent"  # no key has this value
 
 
@@ -49,6 +50,7 @@ class Meeting(NamedTuple):
     serves: bool = False  # the store ends with this process
     names: Sequence[str] = ()  # of the workers by rank, where they are known beforehand
     file: str = ""  # where the store is one
+    coming: Any = None  # a `generations.Coming`, where the workers of an elastic group meet
 
     @property
     def place(self) -> Place:
@@ -116,10 +118,10 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     if not host:
         raise UsageError("init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers")
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for the whole job
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = join_store(host, port, timeout, lasting=True)
-        return Meeting(dist.PrefixStore(f"/worker/attempt_{attempt}", store), host, rank, size)
+    if (
+        os.environ.get(LAUNCHED) == "True"
+    ):  # torchrun serves it, for all attempts, which its agents count each for itself
+        return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size)
     return _tcp(host, port, rank, size, timeout)
 
 
@@ -157,7 +159,7 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float) -
 
 def _tcp(host: str, port: int, rank: int, size: int | None, timeout: float) -> Meeting:
     check_resolves(host)
-    if rank == 0 or (rank < 0 and _is_here(host)):
+    if rank == 0 or (rank < 0 and is_here(host)):
         store, serves = _serve_or_share(host, port, rank, timeout)
     else:
         store, serves = join_store(host, port, timeout), False
@@ -186,7 +188,8 @@ def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[An
     raise taken
 
 
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
+    """Whether that is this host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -24,6 +24,8 @@ from telegrad.rpc.api import (
     wait_for_workers,
     workers,
 )
+from telegrad.rpc.elastic import Generation
+from telegrad.rpc.generations import generation, rendezvous_again
 from telegrad.rpc.groupcalls import GroupFuture
 from telegrad.rpc.groups import Group, group
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
@@ -38,6 +40,7 @@ __all__ = [
     "UNSET_RPC_TIMEOUT",
     "BackendType",
     "Future",
+    "Generation",
     "Group",
     "GroupFuture",
     "PyRRef",
@@ -54,12 +57,14 @@ __all__ = [
     "cancelled",
     "debug_info",
     "functions",
+    "generation",
     "get_worker_info",
     "group",
     "init_rpc",
     "on_join",
     "on_leave",
     "remote",
+    "rendezvous_again",
     "rpc_async",
     "rpc_stream",
     "rpc_sync",

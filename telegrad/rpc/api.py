@@ -21,6 +21,7 @@ from telegrad.group.stores import Meeting, open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.elastic import Elastic, limits_of
 from telegrad.rpc.functions import must_finish
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
@@ -43,13 +44,16 @@ def init_rpc(
     rpc_backend_options: RpcBackendOptions | None = None,
     *,
     role: str = "",
+    min_workers: int | None = None,
+    max_workers: int | None = None,
 ) -> None:
     """Join the group under `name`; returns once every worker of it can be called.
 
     Workers of one `role` are a group of their own: `group("actor")`. Who gives a role and no name is named after it:
     actor0, actor1, ... by rank in a group of fixed size, else with the lowest number that is free.
 
-    Without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
+    Without `world_size` the group is dynamic: workers join and leave at any time and are found by name. With
+    `min_workers` or `max_workers` it is elastic: of a size within these, which changes with `rendezvous_again`.
 
     Raises:
         UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
@@ -62,6 +66,10 @@ def init_rpc(
     if name is None and not role:
         raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
     options = _options(rpc_backend_options)
+    if min_workers is not None or max_workers is not None:
+        limits = limits_of(min_workers, max_workers, world_size)
+        _enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
+        return
     enter_group(name, options, partial(open_store, options.init_method, rank, world_size), role=role)
 
 
@@ -76,14 +84,18 @@ def enter_group(
 
     Without a name it gets one from its role and a number.
     """
+    _enter(lambda: start(name, meet, options, current.enter, kind, role), options)
+
+
+def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     with _lock:
         check_free()
-        current.worker = start(name, meet, options, current.enter, kind, role)
+        current.worker = begin()
     if options.dashboard is not None:
-        _show(current.worker, options.dashboard)
+        show(current.worker, options.dashboard)
 
 
-def _show(worker: Worker, port: int) -> None:
+def show(worker: Worker, port: int) -> None:
     """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
     try:
         shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
@@ -132,10 +144,14 @@ def shutdown(
     worker = current.joined()
     if graceful:
         check_may_wait(worker, "shutdown")
+    if graceful and worker.elastic is not None:
+        worker.elastic.leave(worker)
     try:
         worker.shutdown(graceful, timeout, _names(require))
     finally:
         current.leave(worker)
+    if worker.elastic is not None:
+        worker.elastic.ended(worker)
 
 
 def check_may_wait(worker: Worker, what: str) -> None:
@@ -168,9 +184,13 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     worker = current.joined()
     check_may_wait(worker, "serve")
     try:
+        if worker.elastic is not None:
+            worker = worker.elastic.serve(worker)
         worker.serve(_names(require))
     finally:
         current.leave(worker)
+    if worker.elastic is not None:
+        worker.elastic.ended(worker)
 
 
 @must_finish
