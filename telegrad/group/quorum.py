@@ -97,9 +97,8 @@ class Quorum:
     def awaited(self) -> list[Member]:
         """Those of the last generation that have not come, and may live."""
         last = self.last
-        known = [
-            before for before in (self.running, *(each.before for _, each in self._here())) if before.number == last
-        ]
+        told = (self.running, *(each.before for _, each in self._here()))
+        known = [before for before in told if before.number == last]
         gone = {each.before.me for _, each in self._here()} | set(self.dead)
         gone |= {incarnation for before in known for incarnation in before.without}
         members = {member.incarnation: member for before in known for member in before.members}

@@ -329,7 +329,8 @@ def taken(what: str, first: Member, second: Member) -> WorkerTaken:
 def agree(board: Board, me: Member, size: int | str, key: bytes | None) -> bytes:
     """The group's key: given to all, or made by the first to come.
 
-    `size` is that of the group; in words, where it has a least and a most. The first worker's terms hold. Of a given key they show only a salted fingerprint.
+    `size` is that of the group; in words, where it has a least and a most. The first worker's terms hold. Of a given
+    key they show only a salted fingerprint.
 
     Raises:
         AuthenticationFailed: not all were given the same key.

@@ -199,6 +199,5 @@ class Steps:
 
     def __repr__(self) -> str:
         where = self._how or "within a step"
-        return (
-            f"<Steps of {self._me}: {where}, {self.told or 'not told'}, {sorted(self._stands)} of {sorted(self.alive)}>"
-        )
+        stands = f"{sorted(self._stands)} of {sorted(self.alive)} stand"
+        return f"<Steps of {self._me}: {where}, {self.told or 'not told'}; {stands}>"

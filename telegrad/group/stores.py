@@ -118,9 +118,7 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     if not host:
         raise UsageError("init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers")
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
-    if (
-        os.environ.get(LAUNCHED) == "True"
-    ):  # torchrun serves it, for all attempts, which its agents count each for itself
+    if os.environ.get(LAUNCHED) == "True":  # torchrun serves it, for all attempts
         return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size)
     return _tcp(host, port, rank, size, timeout)
 

@@ -77,7 +77,7 @@ class Turning:
         self._act(lambda: self._steps.stand(how))
 
     def wait(self, timeout: float) -> str:
-        """Until all stand: what to do then. After `timeout` seconds it is done without those who do not (0: no limit)."""
+        """Until all stand: what to do then. After `timeout` seconds (0: no limit) that is without those who do not."""
         deadline = monotonic() + timeout if timeout else inf
         with Wait("rendezvous_again", self._awaited, self._missing, worker=self._me.name) as wait:
             while (told := self._told(min(wait.left, deadline - monotonic()))) == "":

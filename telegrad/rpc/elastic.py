@@ -27,6 +27,8 @@ from telegrad.rpc.references import RRef
 from telegrad.rpc.worker import Worker
 from telegrad.wire.messages import MOVED
 
+FIRST = Before()
+
 
 class Generation(NamedTuple):
     """A generation of an elastic group, as one of its workers sees it."""
@@ -58,7 +60,7 @@ class Elastic:
         """Seconds for a generation to form."""
         return self.options.rpc_timeout or inf
 
-    def begin(self, before: Before = Before(), timeout: float | None = None) -> Worker:
+    def begin(self, before: Before = FIRST, timeout: float | None = None) -> Worker:
         """Become part of the next generation."""
         coming = Coming(self._ground, self._limits, before, self._rank, self.timeout if timeout is None else timeout)
         worker = start(self._name, coming.meet, self.options, current.enter, self._kind, self._role)
@@ -143,8 +145,8 @@ def _await_end(timeout: float) -> None:
     """Until the launcher ends this process, which it does once it has seen what has happened."""
     sleep(min(timeout or inf, threading.TIMEOUT_MAX))
     raise GroupIncomplete(
-        f"a worker of this generation was lost, or new ones wait to join, but within {timeout:g} s the launcher did not "
-        "restart the workers: look at its log, and at its --max-restarts"
+        f"a worker of this generation was lost or left, but within {timeout:g} s the launcher did not restart the "
+        "workers: look at its log, and at its --max-restarts"
     )
 
 

@@ -13,9 +13,9 @@ from telegrad.rpc.worker import Worker
 def rendezvous_again(timeout: float = DEFAULT) -> Generation:
     """Let an elastic group change between two steps of its program: all workers call this before each of them.
 
-    Returns once all have, but for those that `serve`. As long as nobody has died, left, or waits to join, the generation
-    is as it was, and so is what was made in it. Else this worker is in the next one: with a rank of its own there, new
-    calls, references and contexts; those of the last end with `GenerationOver`.
+    Returns once all have, but for those that `serve`. As long as nobody has died, left, or waits to join, the
+    generation is as it was, and so is what was made in it. Else this worker is in the next one, and may have another
+    rank there; calls, references and contexts of the last end with `GenerationOver`.
 
     Who has not called it within `timeout` seconds (else those of the options; 0 for no limit) is left out. As long
     again is waited for `min_workers`.
