@@ -39,6 +39,8 @@ PURE = [
     "group/members.py",
     "group/attendance.py",
     "group/farewell.py",
+    "group/quorum.py",
+    "group/steps.py",
     "agent/calls.py",
     "agent/deadlines.py",
     "agent/slots.py",

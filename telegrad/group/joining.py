@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from time import monotonic
 from typing import NamedTuple
 
+from telegrad.errors import StoreLost
 from telegrad.group.address import answers
 from telegrad.group.dynamic import DynamicGroup, dynamic_group_lives, fixed_group_lives
 from telegrad.group.generations import Coming, Formed, Ground, lives_at
@@ -64,8 +66,9 @@ def _join_static(meeting: Meeting, me: Member, size: int, key: bytes | None, tim
 
 
 def _join_elastic(meeting: Meeting, coming: Coming, ground: Ground, me: Member, key: bytes | None) -> Joined:
-    if fixed_group_lives(meeting.store, is_alive) or dynamic_group_lives(meeting.store, is_alive):
-        raise mixed(me)
+    with contextlib.suppress(StoreLost):  # another will be found
+        if fixed_group_lives(meeting.store, is_alive) or dynamic_group_lives(meeting.store, is_alive):
+            raise mixed(me)
     generation, shared = coming.join(ground, me, key, is_alive)
     members = Members(generation.members)
     mine = next(member for member in members if member.incarnation == me.incarnation)

@@ -53,6 +53,8 @@ class Limits(NamedTuple):
     most: int = 0  # 0: any number
 
     def __str__(self) -> str:
+        if self.least == self.most:
+            return str(self.least)
         return f"{self.least} to {self.most}" if self.most else f"{self.least} or more"
 
 

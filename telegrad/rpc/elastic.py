@@ -53,6 +53,7 @@ class Elastic:
         self._kind = kind
         launched = options.init_method.startswith("env:") and os.environ.get(LAUNCHED) == "True"
         self._ground = None if launched else Ground(options.init_method)
+        self._has_joined = False  # by init_rpc, just before the first step
         self._turning = threading.Lock()  # held by the one thread that goes to the next generation, or asks for it
 
     @property
@@ -61,10 +62,11 @@ class Elastic:
         return self.options.rpc_timeout or inf
 
     def begin(self, before: Before = FIRST, timeout: float | None = None) -> Worker:
-        """Become part of the next generation."""
+        """Become part of the next generation; `before` is the one that this process was in."""
         coming = Coming(self._ground, self._limits, before, self._rank, self.timeout if timeout is None else timeout)
         worker = start(self._name, coming.meet, self.options, current.enter, self._kind, self._role)
         worker.elastic = self
+        self._has_joined = before is FIRST
         self.turning_of(worker).begin(self._ground, self._limits.most, is_alive, worker.membership.greet)
         return worker
 
@@ -89,6 +91,9 @@ class Elastic:
         if not self._turning.acquire(blocking=False):
             raise UsageError("rpc.rendezvous_again() is under way on another thread of this worker: let one call it")
         try:
+            joined, self._has_joined = self._has_joined, False
+            if joined:  # the others are where their calls of this function have brought them
+                return worker
             turning = self.turning_of(worker)
             turning.stand(HERE)
             return worker if turning.wait(timeout) == STAY else self._renew(worker, timeout)

@@ -17,6 +17,8 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
     generation is as it was, and so is what was made in it. Else this worker is in the next one, and may have another
     rank there; calls, references and contexts of the last end with `GenerationOver`.
 
+    The first one after `init_rpc` returns at once: who has joined stands where the others do, whose call has returned.
+
     Who has not called it within `timeout` seconds (else those of the options; 0 for no limit) is left out. As long
     again is waited for `min_workers`.
 
