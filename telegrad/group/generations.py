@@ -348,7 +348,8 @@ def end_at(meeting: Meeting, mine: Formed) -> None:
     """The group has ended in order: let those know who wait for it."""
     root = Board(meeting.store, BOARD)
     with contextlib.suppress(RendezvousError):  # the store has gone before
-        waiting = Board(meeting.store, f"{BOARD}/{root.read('round')}").count("places", 0)
+        board = Board(meeting.store, f"{BOARD}/{root.read('round')}")
+        waiting = 0 if board.read("verdict") else board.count("places", 0)
         root.write("running", mine._replace(number=-mine.number).to_json())
         if meeting.serves:
             root.wait_for_count("seen", waiting, monotonic() + (LINGER if waiting else 0))

@@ -114,6 +114,7 @@ class Elastic:
             worker.end(f"it did not come into the next generation of its group: {error or type(error).__name__}")
             current.leave(worker)
             raise
+        made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)
         over = f"generation {number} of the group has ended; worker {made.me.name!r} is in generation"
         worker.end(MOVED, GenerationOver(f"{over} {self.generation_of(made).number} now: make it anew there"))
