@@ -32,7 +32,6 @@ GOING = 4.0  # seconds for the store of a group that is over to go
 REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks
 SERVED, OPEN, OVER = "telegrad/served", "open", "over"
-LAUNCHED = "TORCHELASTIC_USE_AGENT_STORE"  # the variable by which torchrun says so
 _ABSENT = "absent"  # no key has this value
 
 
@@ -118,7 +117,7 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
     if not host:
         raise UsageError("init_method env:// needs the variable MASTER_ADDR, the host of rank 0; set it on all workers")
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
-    if os.environ.get(LAUNCHED) == "True":  # torchrun serves it, for all attempts
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, for all attempts
         return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size)
     return _tcp(host, port, rank, size, timeout)
 

@@ -18,7 +18,6 @@ from telegrad.group.generations import Coming, Ground, end_at
 from telegrad.group.joining import is_alive
 from telegrad.group.quorum import Before, Limits
 from telegrad.group.steps import FINISH, HERE, LEAVING, SERVING, STAY
-from telegrad.group.stores import LAUNCHED
 from telegrad.group.turning import Turning
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
@@ -27,6 +26,7 @@ from telegrad.rpc.references import RRef
 from telegrad.rpc.worker import Worker
 from telegrad.wire.messages import MOVED
 
+LAUNCHED = "TORCHELASTIC_RUN_ID"  # the variable that torchrun's agents set
 FIRST = Before()
 
 
@@ -51,7 +51,7 @@ class Elastic:
         self.options = options
         self._limits = limits
         self._kind = kind
-        launched = options.init_method.startswith("env:") and os.environ.get(LAUNCHED) == "True"
+        launched = options.init_method.startswith("env:") and LAUNCHED in os.environ
         self._ground = None if launched else Ground(options.init_method)
         self._has_joined = False  # by init_rpc, just before the first step
         self._turning = threading.Lock()  # held by the one thread that goes to the next generation, or asks for it
@@ -117,7 +117,8 @@ class Elastic:
         made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)
         over = f"generation {number} of the group has ended; worker {made.me.name!r} is in generation"
-        worker.end(MOVED, GenerationOver(f"{over} {self.generation_of(made).number} now: make it anew there"))
+        ended = GenerationOver(f"{over} {self.generation_of(made).number} now: make it anew there")
+        worker.end(MOVED, reason=ended)
         return made
 
     def serve(self, worker: Worker) -> Worker:

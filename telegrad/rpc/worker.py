@@ -133,7 +133,7 @@ class Worker:
             )
         self.membership.ended.set()
 
-    def end(self, how: str, reason: PeerError | None = None) -> None:
+    def end(self, how: str, *, reason: PeerError | None = None) -> None:
         """Leave now; a group whose workers leave together is told `how`, where that is not in order.
 
         What is in flight here, and what is begun later, fails for that `reason`.

@@ -112,8 +112,8 @@ def test_a_name_is_refused_to_the_second_who_has_it() -> None:
 def test_who_has_no_name_gets_one_by_its_role_and_rank() -> None:
     arrivals = [Arrival(member("", life=number)._replace(role="actor", incarnation=str(number))) for number in range(3)]
     made = quorum(Limits(3, 3), *arrivals)
-    places = made.decide(False, False).places
-    assert [each.name for each in members_of([made.at(place) for place in places])] == ["actor0", "actor1", "actor2"]
+    assert made.decide(False, False).places == (1, 2, 3)
+    assert [each.name for each in members_of(arrivals)] == ["actor0", "actor1", "actor2"]
     assert [each.id for each in members_of(arrivals)] == [0, 1, 2]
 
 
