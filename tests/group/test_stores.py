@@ -103,8 +103,8 @@ def test_under_torchrun_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     first, second = open_store("env://", 0, 2, 30), open_store("env://", 1, 2, 30)
     assert meets(first, second)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert Board(open_store("env://", 0, 2, 30).store).read("word") == ""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # its agent's, which others need not have
+    assert meets(first, open_store("env://", 0, 2, 30))
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -492,7 +492,7 @@ def torchrun(script: pathlib.Path, *arguments: str, nodes: str, port: int) -> su
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one"]
     command += ["--rdzv-conf=last_call_timeout=2,join_timeout=60", "--monitor-interval=0.2"]
-    # Else the agents of torch 2.12 do not tell a node that comes later where the first one serves the store.
+    # Else the agents of torch 2.13 do not tell a node that comes later where the first one serves the store.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(nodes != "1"))}
     return subprocess.Popen(
         [*command, str(script), *arguments],
