@@ -42,7 +42,7 @@ class Stay(NamedTuple):
 
 
 class Move(NamedTuple):
-    """All who live go to the next generation, but for those who leave, or were not waited for."""
+    """All who live go to the next generation, but for those who leave, who are told, too, or were not waited for."""
 
     without: tuple[int, ...]
 
@@ -73,6 +73,11 @@ class Steps:
         self._wanted = False  # somebody waits to come in
         self.told = ""  # what this worker, or whom it leads, is to do: STAY until it stands again, else for good
         self.without: tuple[int, ...] = ()  # who will not come along, once it is MOVE
+
+    @property
+    def left_behind(self) -> set[int]:
+        """Where this worker leaves: those who have gone on without it."""
+        return self.alive - set(self.without) if self.told == MOVE and self._how == LEAVING else set()
 
     @property
     def leader(self) -> int:
@@ -120,7 +125,7 @@ class Steps:
     def _on_standing(self, sender: int, message: Standing) -> list[Letter]:
         # It may have heard sooner than this worker that this one leads now.
         if self.told == MOVE:
-            return [(sender, Move(self.without))] if message.how != LEAVING else []
+            return [(sender, Move(self.without))]
         if message.how == HERE and message.step < self._led:
             return [(sender, Stay(message.step))]  # the word was lost with its connection
         if self.told == FINISH:
@@ -187,7 +192,7 @@ class Steps:
     def _move(self) -> list[Letter]:
         going = {*self._who(HERE), *self._who(SERVING)}
         self.told, self.without = MOVE, tuple(sorted(self.alive - going))
-        return [(other, Move(self.without)) for other in sorted(going - {self._me})]
+        return [(other, Move(self.without)) for other in sorted(self._stands) if other != self._me]
 
     def _let_stay(self, here: list[int]) -> list[Letter]:
         step, self._led = self._led, self._led + 1

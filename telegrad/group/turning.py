@@ -44,6 +44,7 @@ class Turning:
         self._ground: tuple[Ground, int, IsAlive] | None = None  # and the most workers; set before the thread begins
         self._greet: Callable[[], None] = lambda: None  # have this worker hear of all ends; likewise
         self._has_greeted = False
+        self.went_on: Callable[[set[int]], None] = lambda _: None  # called with those who went on as this worker leaves
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: look, or end
         self._closed = False  # stored once
         self._thread = Background("telegrad-generation", self._main)
@@ -145,6 +146,9 @@ class Turning:
             letters = event()
             if self._steps.told:
                 self._changed.notify_all()
+            gone_on = self._steps.left_behind
+        if gone_on:
+            self.went_on(gone_on)
         for to, message in letters:
             try:
                 self._post.notify(to, message)

@@ -77,6 +77,8 @@ class Worker:
         if generation is not None:
             self.turning = Turning(self.agent, self.me, generation)
             self.membership.gone.append(self.turning.note)
+            if isinstance(self.parting, Together):
+                self.turning.went_on = self.parting.went_on
         self.agent.join(self.me, key, directory, used)
         self.membership.begin()
         self.witness.joined(self.me.name, self.me.id, self.membership.present)

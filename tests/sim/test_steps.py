@@ -148,6 +148,8 @@ class World:
         serving = waiting & self.serves
         if moved:
             assert not serving, f"{serving} serve on alone, {moved} have gone"
+        if self.calm and moved:
+            assert not waiting, f"{waiting} were not told that {moved} have gone"
         if self.calm and not moved:
             assert len({self.steps[rank] for rank in self.alive - self.serves}) <= 1
 
