@@ -27,6 +27,7 @@ from telegrad.rpc.worker import Worker
 from telegrad.wire.messages import MOVED
 
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # the variable that torchrun's agents set
+LONG = 1e6  # seconds
 FIRST = Before()
 
 
@@ -150,7 +151,7 @@ class Elastic:
 
 def _await_end(timeout: float) -> None:
     """Until the launcher ends this process, which it does once it has seen what has happened."""
-    sleep(min(timeout or inf, threading.TIMEOUT_MAX))
+    sleep(min(timeout or inf, LONG))
     raise GroupIncomplete(
         f"a worker of this generation was lost or left, but within {timeout:g} s the launcher did not restart the "
         "workers: look at its log, and at its --max-restarts"

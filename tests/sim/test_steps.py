@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.group.steps import FINISH, HERE, LEAVING, MOVE, SERVING, STAY, Letter, Move, Standing, Steps
+from telegrad.group.steps import FINISH, HERE, LEAVING, MOVE, SERVING, STAY, Impatient, Letter, Move, Standing, Steps
 
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
 MOST_STEPS = 4
@@ -162,6 +162,27 @@ def test_all_hear_the_same(faults: bool) -> None:
         except BaseException:
             print(f"SEED={seed}")
             raise
+
+
+def test_who_waits_for_nobody_any_more() -> None:
+    """The leader does not even answer one who is impatient."""
+    machine = Steps(1, [0, 1, 2])
+    assert machine.give_up() == [], "it is within a step"
+    assert machine.stand(HERE) == [(0, Standing(HERE, 0, False))]
+    assert machine.give_up() == [(0, Impatient())]
+    machine.move_alone()
+    assert (machine.told, machine.without, machine.stand(HERE)) == (MOVE, (), [])
+    assert "told" not in repr(machine)
+    assert machine.lost(7) == machine.receive(7, Impatient()) == []
+
+
+def test_who_leads_goes_on_without_those_who_do_not_come() -> None:
+    leader = Steps(0, [0, 1, 2])
+    assert leader.receive(1, Standing(HERE, 0, False)) == []
+    assert leader.missing == {0, 2}
+    leader.stand(HERE)
+    assert leader.give_up() == [(1, Move((2,)))]
+    assert leader.receive(2, Standing(HERE, 0, False)) == [(2, Move((2,)))]
 
 
 @pytest.mark.nightly
