@@ -119,6 +119,7 @@ class Elastic:
         current.replace(worker, made)
         over = f"generation {number} of the group has ended; worker {made.me.name!r} is in generation"
         ended = GenerationOver(f"{over} {self.generation_of(made).number} now: make it anew there")
+        worker.references.over = ended
         worker.end(MOVED, reason=ended)
         return made
 
