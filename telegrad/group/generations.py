@@ -33,6 +33,7 @@ LAST_CALL = 3.0  # seconds without anybody new after which a first generation is
 KNOCK_AGAIN = 0.5  # seconds between looks whether one who is awaited, or comes first, still lives
 SEE = 1.0  # seconds between looks who is there, for those who do not decide
 TAKE = 10.0  # seconds for the chosen to take their places
+REMEMBER = 2.0  # seconds for the others to write into another store that a generation has formed
 TRY_AGAIN = 0.05  # seconds until a store that was lost is looked for again
 BOARD = "telegrad/elastic"
 
@@ -128,6 +129,8 @@ class _Joining:
         self._is_alive = is_alive
         self._until = monotonic() + coming.timeout
         self._quorum = Quorum(coming.limits)
+        self._place = 0  # in the round
+        self._taken: tuple[Formed, bytes] | None = None  # the generation in which it has a place, and its key
         self._dead: set[str] = set()
         self._knocked: dict[str, float] = {}  # when, by incarnation
 
@@ -150,11 +153,15 @@ class _Joining:
 
     def _join_at(self, store: Any, key: bytes | None) -> tuple[Formed, bytes]:
         self._root = Board(store, BOARD)
+        taken, self._taken = self._taken, None
+        if taken is not None and self._has_formed():
+            return taken
         shared = self._agree(key)
         while True:
             number = self._root.swap("round", "", "1")
             self._board = Board(store, f"{BOARD}/{number}")
-            generation = None if self._board.read("verdict") else self._round()
+            goes = not self._board.read("verdict") or self._has_come()
+            generation = self._round(shared) if goes else None
             if generation is not None:
                 return generation, shared
             self._root.swap("round", number, str(int(number) + 1))
@@ -174,12 +181,23 @@ class _Joining:
 
     # One round
 
-    def _round(self) -> Formed | None:
+    def _has_formed(self) -> bool:
+        """Whether the generation in which this worker had taken its place when it lost the store is there."""
+        until = monotonic() + REMEMBER
+        while monotonic() < until:
+            running = running_at(self._root)
+            if running is not None and self._me.incarnation in {member.incarnation for member in running.members}:
+                return True
+            sleep(TRY_AGAIN)
+        return False
+
+    def _round(self, shared: bytes) -> Formed | None:
         """The generation that forms in it, where this worker is part of that."""
-        self._place = self._board.count("places")
+        if not self._has_come():
+            self._place = self._board.count("places")
+            self._board.write(f"entry/{self._place}", Arrival(self._me, self._before).to_json())
         self._quorum = Quorum(self._limits)
         self._seen, self._came, self._next_sight = 0, monotonic(), 0.0
-        self._board.write(f"entry/{self._place}", Arrival(self._me, self._before).to_json())
         found = self._board.wait("verdict", inf, self._look)
         if found == VOID:
             return None
@@ -191,7 +209,16 @@ class _Joining:
             return None
         arrivals = [Arrival.from_json(entry) for entry in self._entries(verdict.places)]
         generation = Formed(verdict.number, members_of(arrivals), verdict.survivors)
-        return generation if self._take_place(generation) else None
+        self._taken = generation, shared
+        if self._take_place(generation):
+            return generation
+        self._taken = None
+        return None
+
+    def _has_come(self) -> bool:
+        """Whether this worker has a place in this round already, and just its connection to the store was lost."""
+        entry = self._board.read(f"entry/{self._place}")
+        return bool(entry) and Arrival.from_json(entry).member.incarnation == self._me.incarnation
 
     def _entries(self, places: tuple[int, ...]) -> list[str]:
         return self._board.read_all([f"entry/{place}" for place in places])

@@ -102,6 +102,7 @@ class Quorum:
         told = (self.running, *(each.before for _, each in self._here()))
         known = [before for before in told if before.number == last]
         gone = {each.before.me for _, each in self._here()} | set(self.dead)
+        gone |= {each.member.incarnation for _, each in self._here()}  # it does not know that it was in it
         gone |= {incarnation for before in known for incarnation in before.without}
         members = {member.incarnation: member for before in known for member in before.members}
         return sorted((each for each in members.values() if each.incarnation not in gone), key=lambda each: each.id)

@@ -214,6 +214,21 @@ def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
     assert (third.number, names(third), third.survivors) == (3, ["a", "b"], 1)
 
 
+def test_who_loses_its_connection_keeps_its_place(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([True, True])
+    real = Board.wait
+
+    def wait(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
+        if key == "verdict" and next(losses, False):
+            raise errors.StoreLost("for a moment")
+        return real(board, key, until, *meanwhile)
+
+    monkeypatch.setattr(Board, "wait", wait)
+    coming = [place.come(name, Limits(2, 2)) for name in "ab"]
+    assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
+    assert Board(Ground(place.url).open(WAIT).store, f"{BOARD}/1").count("places", 0) == 2
+
+
 def test_interrupts_reach_who_waits(place: Place) -> None:
     ended = threading.Event()
 
