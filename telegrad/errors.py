@@ -15,7 +15,8 @@ TelegradError (RuntimeError)
 │   ├── StoreLost              it was there, has gone with the worker that served it, and there is no other
 │   ├── StorePortTaken         another program listens on the store's port
 │   ├── WorkerTaken            a name or a rank is used twice
-│   └── GroupIncomplete        not all workers came in time
+│   ├── GroupIncomplete        not all workers came in time
+│   └── GroupEnded             the elastic group that a worker waited to join has ended
 ├── PeerError                  the other worker, or the way to it
 │   ├── PeerLost               it died, or its connection broke
 │   │   ├── PeerSilent         its process does not run: it was stopped, or does not answer heartbeats
@@ -26,7 +27,8 @@ TelegradError (RuntimeError)
 │   │   ├── VersionMismatch
 │   │   └── ProtocolViolation
 │   └── ShutDown               the call was cut off by a shutdown
-│       └── LeftEarly          the other worker did not wait for the rest of its group
+│       ├── LeftEarly          the other worker did not wait for the rest of its group
+│       └── GenerationOver     the generation of an elastic group to which it belonged has ended
 ├── CallTimeout (TimeoutError) no answer in the call's time
 ├── CallCancelled              the call was cancelled, or the one for whose sake it was made
 ├── CodecError                 a value could not travel
@@ -71,6 +73,8 @@ __all__ = [
     "DeltaRefused",
     "DeviceError",
     "FunctionNotFound",
+    "GenerationOver",
+    "GroupEnded",
     "GroupError",
     "GroupIncomplete",
     "HandshakeError",
@@ -171,6 +175,10 @@ class GroupIncomplete(RendezvousError):
     """Not all workers of the group came in time."""
 
 
+class GroupEnded(RendezvousError):
+    """The elastic group that this worker waited to join has ended in order."""
+
+
 class PeerError(TelegradError):
     """The other worker failed, or the way to it."""
 
@@ -213,6 +221,10 @@ class ShutDown(PeerError):
 
 class LeftEarly(ShutDown):
     """The other worker of a group of fixed size left without the rest: by `graceful=False`, or at its program's end."""
+
+
+class GenerationOver(ShutDown):
+    """What was called, or referred to, belongs to a generation of an elastic group that has ended."""
 
 
 class CallTimeout(TelegradError, TimeoutError):

@@ -44,7 +44,13 @@ def main(arguments: list[str]) -> int:
             address=given.address,
         )
         rpc.init_rpc(
-            given.name, rank=given.rank, world_size=given.world_size, rpc_backend_options=options, role=given.role
+            given.name,
+            rank=given.rank,
+            world_size=given.world_size,
+            rpc_backend_options=options,
+            role=given.role,
+            min_workers=given.min_workers,
+            max_workers=given.max_workers,
         )
     except errors.TelegradError as error:
         return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
@@ -71,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--role", default="", help="its role: workers of one role are a group of their own")
     parser.add_argument("--rank", type=int, default=-1, help="its rank; else as the launcher says, or a free one")
     parser.add_argument("--world-size", type=int, help="the group's size; else as the launcher says, or dynamic")
+    parser.add_argument("--min-workers", type=int, help="an elastic group: how many workers it has at least")
+    parser.add_argument("--max-workers", type=int, help="an elastic group: how many it has at most")
     parser.add_argument(
         "--master",
         metavar="HOST:PORT",

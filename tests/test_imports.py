@@ -45,6 +45,8 @@ PURE = [
     "group/lacking.py",
     "group/succession.py",
     "group/supervised.py",
+    "group/quorum.py",
+    "group/steps.py",
     "agent/calls.py",
     "agent/deadlines.py",
     "agent/slots.py",

@@ -110,9 +110,9 @@ class Agent:
 
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
         """Leave: calls in flight fail, here and at those who called; `how` is for these, where it is not in order."""
-        if not self._connections.begin_close():
-            return
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
+        if not self._connections.begin_close(reason):
+            return
         if self.layers.references is not None:
             self.layers.references.close()
         if self.layers.graphs is not None:

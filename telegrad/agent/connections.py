@@ -38,6 +38,7 @@ from telegrad.transport.listener import Listener
 from telegrad.transport.loopback import LoopEnd
 from telegrad.transport.memory import Arena, SharedPool
 from telegrad.transport.tls import TlsFiles
+from telegrad.wire.failures import fresh
 from telegrad.wire.messages import BYE, Message
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
@@ -124,6 +125,7 @@ class Connections:
             lambda link, why: reactor.submit(Work(link.close, why, INSTANT)),
         )
         self.closed = False
+        self._over: PeerError | None = None  # why nobody can be called any more; stored with `closed`
         self._joined: _Joined | None = None  # set once
         self._names: dict[str | int, OutgoingCalls] = {}  # found before; `get` and stores go without the lock
         self.listener = Listener(
@@ -180,7 +182,7 @@ class Connections:
     def _peer_of(self, member: Member) -> OutgoingCalls:
         with self._lock:
             if self.closed:
-                raise ShutDown(f"worker {self._me.name!r} shut down")
+                raise fresh(self._over or ShutDown(f"worker {self._me.name!r} shut down"))
             peer = self._peers.get(member.incarnation)
             if peer is None:
                 peer = self._peers[member.incarnation] = OutgoingCalls(
@@ -400,10 +402,11 @@ class Connections:
                 link.retire(retired)
         return upcoming
 
-    def begin_close(self) -> bool:
+    def begin_close(self, reason: PeerError) -> bool:
         """No new connections from here on; False where that was so already."""
         with self._lock:
             closed, self.closed = self.closed, True
+            self._over = self._over or reason
         return not closed
 
     def close(self, reason: PeerError, how: str) -> None:

@@ -120,6 +120,13 @@ class Contexts:
                 "reach its owner. Begin a new context"
             )
 
+    def succeed(self, former: Contexts) -> None:
+        """This worker goes on in the place of another of its process, whose contexts have ended with it."""
+        with former._lock:
+            ended = [*former._contexts, *former._ended]
+        with self._lock:
+            self._ended.update(dict.fromkeys(ended, False))
+
     def release(self, id_: int, sender: Identity | None = None) -> None:
         """End a context here, and with all who know of it from here."""
         self._end(id_, Release(id_), sender, forsaken=False)

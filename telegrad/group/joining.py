@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from time import monotonic
 from typing import NamedTuple
 
 from telegrad.errors import StoreLost, StoreUnreachable
 from telegrad.group.address import answers
 from telegrad.group.dynamic import DynamicGroup, Moved, dynamic_group_lives, fixed_group_lives
+from telegrad.group.generations import Coming, Formed, Ground, lives_at
 from telegrad.group.members import Member, Members
 from telegrad.group.rendezvous import Roster, StoreOver, join_static, mixed
 from telegrad.group.stores import LONGEST, Meeting, find_store, join_store, open_dynamic
@@ -22,6 +24,7 @@ class Joined(NamedTuple):
     me: Member
     directory: Members | DynamicGroup
     key: bytes
+    generation: Formed | None = None  # of an elastic group
 
 
 def join(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joined:
@@ -30,9 +33,15 @@ def join(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joi
     Raises:
         RendezvousError: the group could not be formed, or a group of the other kind meets there.
     """
+    coming: Coming | None = meeting.coming
+    if coming is not None and coming.ground is not None:
+        return _join_elastic(meeting, coming, coming.ground, me, key)
+    if lives_at(meeting.store, is_alive):
+        raise mixed(me)
     if meeting.world_size is not None:
         roster = _join_static(meeting, me, meeting.world_size, key, timeout)
-        return Joined(roster.members.find(me.id), roster.members, roster.key)
+        formed = Formed(roster.round, list(roster.members), 0) if coming is not None else None
+        return Joined(roster.members.find(me.id), roster.members, roster.key, formed)
     return _join_dynamic(meeting, me, key, timeout)
 
 
@@ -42,7 +51,7 @@ def _join_dynamic(meeting: Meeting, me: Member, key: bytes | None, timeout: floa
     while True:
         group = DynamicGroup(meeting.store, meeting.serves, meeting.places, meeting.place)
         try:
-            if fixed_group_lives(meeting.store, _is_alive):
+            if fixed_group_lives(meeting.store, is_alive):
                 raise mixed(me)
             return Joined(*_of(group, me, key))
         except Moved as moved:
@@ -61,7 +70,7 @@ def _join_dynamic(meeting: Meeting, me: Member, key: bytes | None, timeout: floa
 
 
 def _of(group: DynamicGroup, me: Member, key: bytes | None) -> tuple[Member, DynamicGroup, bytes]:
-    me, shared = group.join(me, key, _is_alive)
+    me, shared = group.join(me, key, is_alive)
     return me, group, shared
 
 
@@ -83,10 +92,10 @@ def _join_static(meeting: Meeting, me: Member, size: int, key: bytes | None, tim
     until = monotonic() + timeout
     store = meeting.store
     while True:
-        if dynamic_group_lives(store, _is_alive):
+        if dynamic_group_lives(store, is_alive):
             raise mixed(me)
         try:
-            return join_static(store, me, size, key, timeout, _is_alive, meeting.where, meeting.names)
+            return join_static(store, me, size, key, timeout, is_alive, meeting.where, meeting.names)
         except StoreOver:
             host, port = meeting.place
             if host is None or port is None:
@@ -95,5 +104,16 @@ def _join_static(meeting: Meeting, me: Member, size: int, key: bytes | None, tim
         store = join_store(host, port, timeout)
 
 
-def _is_alive(member: Member) -> bool:
+def _join_elastic(meeting: Meeting, coming: Coming, ground: Ground, me: Member, key: bytes | None) -> Joined:
+    with contextlib.suppress(StoreLost):  # another will be found
+        if fixed_group_lives(meeting.store, is_alive) or dynamic_group_lives(meeting.store, is_alive):
+            raise mixed(me)
+    generation, shared = coming.join(ground, me, key, is_alive)
+    members = Members(generation.members)
+    mine = next(member for member in members if member.incarnation == me.incarnation)
+    return Joined(mine, members, shared, generation)
+
+
+def is_alive(member: Member) -> bool:
+    """Whether somebody listens where it did."""
     return answers(member.tcp, KNOCK)

@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.devices.maps import Devices
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
@@ -60,7 +60,12 @@ class Member(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role = json.loads(text)
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, told: list[Any]) -> Member:
+        """As JSON gives it."""
+        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role = told
         devices = Devices(count, maps, tuple(allowed))
         return cls(name, id_, incarnation, program, host, unix, (address, port), devices, role)
 

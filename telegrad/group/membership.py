@@ -75,6 +75,7 @@ class Membership:
         self._present = {member.incarnation: member for member in present}
         self._view: View | None = None  # of these, made when it is asked for
         self._version = 0  # of the view
+        self.gone: list[Callable[[Member], None]] = []  # called under the lock with who has gone: they just take note
         self._doubts: list[Doubt] = []
         self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
         self._silent: set[str] = set()  # the incarnations of those who were stopped; they may be listed still
@@ -207,6 +208,12 @@ class Membership:
     def _others(self) -> list[Member]:
         return [member for member in self._present.values() if member.incarnation != self._me.incarnation]
 
+    def greet(self) -> None:
+        """Have this worker hear of the end of any other."""
+        with self._changed:
+            others = self._others()
+        self._greet(others)
+
     def _greet(self, members: list[Member]) -> None:
         for member in members:
             with contextlib.suppress(PeerError, RendezvousError):  # it has gone, as will be seen
@@ -247,6 +254,8 @@ class Membership:
             if len(self._gone) > REMEMBERED:
                 del self._gone[next(iter(self._gone))]
             self._new_version()
+            for note in self.gone:
+                note(member)
             self._teller.gone(member, lost)
             self._changed.notify_all()
 

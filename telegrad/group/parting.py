@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from functools import partial
 from math import inf
 from time import monotonic
 
@@ -186,6 +187,12 @@ class Together(Parting):
         while self._looks() and self._post.idle:
             # Again, under the lock: what is reported must be seen after the question came.
             self._act(lambda: self._farewell.quiet(self._post.started) if self._post.idle else [])
+
+    def went_on(self, ids: set[int]) -> None:
+        """Those take no part in it: they are in another generation of their group."""
+        for id_ in ids:
+            self._act(partial(self._farewell.lost, id_, False))
+        self._changed.set()
 
     def ask(self) -> None:
         self._act(self._farewell.ask_who)

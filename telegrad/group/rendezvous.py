@@ -53,6 +53,7 @@ class Roster(NamedTuple):
 
     members: Members
     key: bytes
+    round: int = 0  # of those that met in this store
 
 
 class StoreOver(StoreLost):
@@ -128,6 +129,7 @@ class _Static:
         """The round to meet in: the first that is not past, or one whose fault this worker should hear of, too."""
         while True:
             number = self._root.swap(ROUND, "", "1")
+            self._round = int(number)
             board = Board(self._store, f"telegrad/{number}")
             verdict = board.read(COMPLETE)
             if not verdict or self._concerns(board, verdict):
@@ -176,7 +178,7 @@ class _Static:
             self._tell(gate, error)
             raise
         self._leave("gone", self._size)
-        return Roster(members, shared)
+        return Roster(members, shared, self._round)
 
     def _claim(self, key: bytes | None) -> bytes:
         me, size = self._me, self._size
@@ -324,10 +326,11 @@ def taken(what: str, first: Member, second: Member) -> WorkerTaken:
     )
 
 
-def agree(board: Board, me: Member, size: int, key: bytes | None) -> bytes:
+def agree(board: Board, me: Member, size: int | str, key: bytes | None) -> bytes:
     """The group's key: given to all, or made by the first to come.
 
-    The first worker's terms hold. Of a given key they show only a salted fingerprint.
+    `size` is that of the group; in words, where it has a least and a most. The first worker's terms hold. Of a given
+    key they show only a salted fingerprint.
 
     Raises:
         AuthenticationFailed: not all were given the same key.
@@ -338,8 +341,9 @@ def agree(board: Board, me: Member, size: int, key: bytes | None) -> bytes:
     theirs, salt, fingerprint, made, entry = json.loads(board.swap("terms", "", json.dumps(terms)))
     first = Member.from_json(entry)
     if theirs != size:
+        same = "world_size" if isinstance(size, int) else "min_workers and max_workers"
         raise RendezvousError(
-            f"{me} expects a group of {size} workers, but {first} one of {theirs}: give all the same world_size"
+            f"{me} expects a group of {size} workers, but {first} one of {theirs}: give all the same {same}"
         )
     if not hmac.compare_digest(fingerprint, _fingerprint(salt, key)):
         given = "different keys" if key and fingerprint else "a key to one of them only"

@@ -58,6 +58,7 @@ class Meeting(NamedTuple):
     names: Sequence[str] = ()  # of the workers by rank, where they are known beforehand
     file: str = ""  # where the store is one
     places: tuple[Spot, ...] = ()  # where that of a dynamic group may be served
+    coming: Any = None  # a `generations.Coming`, where the workers of an elastic group meet
 
     @property
     def place(self) -> Place:

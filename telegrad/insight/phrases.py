@@ -163,6 +163,7 @@ class Names:
         on = several(wait["on"])
         return {
             "shutdown": f"is in shutdown, and waits for {on or 'the others'}",
+            "rendezvous_again": f"is in rendezvous_again, and waits for {on or 'the others'}",
             "serve": "serves the others",
             "init_rpc": f"joins the group, and waits for {on or 'the others'}",
             "store": "joins the group, and waits for the store",

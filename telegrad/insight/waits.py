@@ -30,7 +30,8 @@ from telegrad.witness.account import (
 MOST_GUESSES = 16  # edges from one node that are guesses
 AT_REST = ("shutdown", "serve", "init_rpc", "store")  # waits in which a thread holds no lock, and no slot
 GATHER = "_all_gather"  # where all workers of a program meet that was written for torch.distributed.rpc
-_FOR_WORKERS = ("shutdown", "workers", "value", GATHER)  # waits until other workers have come to something
+# Waits until other workers have come to something.
+_FOR_WORKERS = ("shutdown", "rendezvous_again", "workers", "value", GATHER)
 _LOCK = re.compile(r"\bwith (?P<with>[\w.\[\]'\"]+)(?: as \w+)?\s*[:,]|(?P<name>[\w.\[\]'\"]+)\.acquire\(")
 _WAITS_FOR_FUTURES = re.compile(r"wait_all|\.wait\(|\.result\(|\.done\(|\bawait\b|collect_all")
 _AUTOGRAD = re.compile(r"(^|/)(torch|telegrad)/autograd/")

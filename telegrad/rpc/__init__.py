@@ -12,9 +12,6 @@ from telegrad.rpc.api import (
     debug_info,
     get_worker_info,
     init_rpc,
-    on_join,
-    on_leave,
-    on_lost,
     remote,
     rpc_async,
     rpc_stream,
@@ -22,12 +19,13 @@ from telegrad.rpc.api import (
     serve,
     shutdown,
     stop_serving,
-    wait_for_workers,
-    workers,
 )
+from telegrad.rpc.elastic import Generation
+from telegrad.rpc.generations import generation, rendezvous_again
 from telegrad.rpc.groupcalls import GroupFuture
 from telegrad.rpc.groups import Group, group
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
 from telegrad.rpc.publishing import lookup, publish
 from telegrad.rpc.references import RRef
 from telegrad.rpc.refgroups import RefGroup
@@ -40,6 +38,7 @@ __all__ = [
     "UNSET_RPC_TIMEOUT",
     "BackendType",
     "Future",
+    "Generation",
     "Group",
     "GroupFuture",
     "PyRRef",
@@ -56,6 +55,7 @@ __all__ = [
     "cancelled",
     "debug_info",
     "functions",
+    "generation",
     "get_worker_info",
     "group",
     "init_rpc",
@@ -65,6 +65,7 @@ __all__ = [
     "on_lost",
     "publish",
     "remote",
+    "rendezvous_again",
     "rpc_async",
     "rpc_stream",
     "rpc_sync",

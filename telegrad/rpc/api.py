@@ -23,6 +23,7 @@ from telegrad.group.supervised import own_name
 from telegrad.rpc import current, persistence
 from telegrad.rpc.cluster import start
 from telegrad.rpc.conversion import Call, convert
+from telegrad.rpc.elastic import Elastic, limits_of
 from telegrad.rpc.functions import must_finish
 from telegrad.rpc.lasting import Restore, check_restore, with_recipe
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
@@ -46,6 +47,8 @@ def init_rpc(
     rpc_backend_options: RpcBackendOptions | None = None,
     *,
     role: str = "",
+    min_workers: int | None = None,
+    max_workers: int | None = None,
 ) -> None:
     """Join the group under `name`; returns once every worker of it can be called.
 
@@ -55,7 +58,8 @@ def init_rpc(
     Where neither `rank`, `world_size` nor an `init_method` is given, the launcher is asked: torchrun, mpirun, srun and
     others tell the rank, the size and the place by variables.
 
-    Else without `world_size` the group is dynamic: workers join and leave at any time and are found by name.
+    Else without `world_size` the group is dynamic: workers join and leave at any time and are found by name. With
+    `min_workers` or `max_workers` it is elastic: of a size within these, which changes with `rendezvous_again`.
 
     A worker that `telegrad run` has started needs no argument: its environment has its name and its role.
 
@@ -71,6 +75,10 @@ def init_rpc(
     if name is None and not role:
         raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
     options = _options(rpc_backend_options)
+    if min_workers is not None or max_workers is not None:
+        limits = limits_of(min_workers, max_workers, world_size)
+        _enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
+        return
     enter_group(name, options, partial(open_meeting, options.init_method, rank, world_size), role=role)
 
 
@@ -85,14 +93,18 @@ def enter_group(
 
     Without a name it gets one from its role and a number.
     """
+    _enter(lambda: start(name, meet, options, current.enter, kind, role), options)
+
+
+def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     with _lock:
         check_free()
-        current.worker = start(name, meet, options, current.enter, kind, role)
+        current.worker = begin()
     if options.dashboard is not None:
-        _show(current.worker, options.dashboard)
+        show(current.worker, options.dashboard)
 
 
-def _show(worker: Worker, port: int) -> None:
+def show(worker: Worker, port: int) -> None:
     """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
     try:
         shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
@@ -141,10 +153,14 @@ def shutdown(
     worker = current.joined()
     if graceful:
         check_may_wait(worker, "shutdown")
+    if graceful and worker.elastic is not None:
+        worker.elastic.leave(worker)
     try:
         worker.shutdown(graceful, timeout, _names(require))
     finally:
         current.leave(worker)
+    if worker.elastic is not None:
+        worker.elastic.ended(worker)
 
 
 def check_may_wait(worker: Worker, what: str) -> None:
@@ -179,9 +195,13 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     worker = current.joined()
     check_may_wait(worker, "serve")
     try:
+        if worker.elastic is not None:
+            worker = worker.elastic.serve(worker)
         worker.serve(_names(require))
     finally:
         current.leave(worker)
+    if worker.elastic is not None:
+        worker.elastic.ended(worker)
 
 
 @must_finish
@@ -346,52 +366,6 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     agent = current.agent()
     member = agent.me if worker_name is None else agent.find(worker_name)
     return info(member)
-
-
-def workers() -> list[WorkerInfo]:
-    """The workers that are in the group now, this one included, by rank.
-
-    Raises:
-        NotInitialized: this process is in no group.
-    """
-    return current.joined().membership.workers()
-
-
-def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
-    """Wait until the group has so many workers, this one included, or those of these names; `workers()` then.
-
-    With a `role`, so many workers of that role.
-
-    Raises:
-        CallTimeout: they were not there within `timeout` seconds (0 for no limit).
-        PeerLost: they cannot come: the group is of fixed size and has lost them, or its store has gone.
-    """
-    return current.joined().membership.wait_for([wanted] if isinstance(wanted, str) else wanted, timeout, role)
-
-
-def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
-    """Have `callback(worker)` called for each other worker: those that are there already, and those that join.
-
-    It runs on a thread of its own, and may make remote calls. Ends with the group.
-    """
-    current.joined().membership.on_join(callback)
-
-
-def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
-    """Have `callback(worker, how)` called for each worker that goes: `how` is "left", or "lost" where it died.
-
-    It runs on a thread of its own, and may make remote calls. Ends with the group.
-    """
-    current.joined().membership.on_leave(callback)
-
-
-def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
-    """Have `callback(worker, reason)` called for each worker that is lost: it died, is silent, or left too early.
-
-    The reason is an exception, such as PeerLost or PeerSilent; `on_leave` is told, too. It runs on a thread of its own,
-    and may make remote calls. Ends with the group.
-    """
-    current.joined().membership.on_lost(callback)
 
 
 def debug_info() -> dict[str, int]:

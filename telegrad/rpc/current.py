@@ -59,6 +59,13 @@ def enter(own: Worker | None) -> None:
     _here.worker = own
 
 
+def replace(own: Worker, by: Worker) -> None:
+    """This process goes on as another worker: in the next generation of its group."""
+    global worker
+    if worker is own:
+        worker = by
+
+
 def leave(own: Worker) -> None:
     """This process is that worker no more. No other can be set while it is, so nothing comes between look and store."""
     global worker

@@ -12,12 +12,13 @@ from torch import Tensor
 from telegrad.agent.agent import Agent, Settings
 from telegrad.agent.futures import Future
 from telegrad.autograd.conductor import Conductor
-from telegrad.errors import PeerLost, UsageError
+from telegrad.errors import PeerError, PeerLost, UsageError
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import Joined
 from telegrad.group.members import Members
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Alone, Parting, Together
+from telegrad.group.turning import Turning
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
 from telegrad.witness.witness import Witness
@@ -50,6 +51,8 @@ class Worker:
         self.witness = witness
         self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
         self.before_end: list[Callable[[float], None]] = []  # likewise, before it says so: each waits for something
+        self.turning: Turning | None = None  # of an elastic group
+        self.elastic: Any = None  # the same: an `elastic.Elastic`, which makes its next generations
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
 
@@ -63,7 +66,7 @@ class Worker:
 
     def join(self, joined: Joined, used: Iterable[int]) -> None:
         """Take part in a group; calls may touch the accelerators that are `used`."""
-        self.me, self.directory, key = joined
+        self.me, self.directory, key, generation = joined
         directory = self.directory
         self.references.name_is(self.me.name)
         # Before the agent joins, since the others may say farewell from that moment on.
@@ -71,6 +74,11 @@ class Worker:
             Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
         )
         self.membership = Membership(self.agent, self.me, directory, self._entered)
+        if generation is not None:
+            self.turning = Turning(self.agent, self.me, generation)
+            self.membership.gone.append(self.turning.note)
+            if isinstance(self.parting, Together):
+                self.turning.went_on = self.parting.went_on
         self.agent.join(self.me, key, directory, used)
         self.membership.begin()
         self.witness.joined(self.me.name, self.me.id, self.membership.present)
@@ -128,14 +136,19 @@ class Worker:
             )
         self.membership.serving.ended.set()
 
-    def end(self, how: str) -> None:
-        """Leave now; a group whose workers leave together is told `how`, where that is not in order."""
+    def end(self, how: str, *, reason: PeerError | None = None) -> None:
+        """Leave now; a group whose workers leave together is told `how`, where that is not in order.
+
+        What is in flight here, and what is begun later, fails for that `reason`.
+        """
         for act in self.at_end:
             act()
+        if self.turning is not None:
+            self.turning.close()
         self.membership.close()
         if isinstance(self.directory, DynamicGroup):
             self.directory.leave()
-        self.agent.close(how=how if self.parting.together else "")
+        self.agent.close(reason, how if self.parting.together else "")
         self.witness.close()
 
     def end_with_the_program(self) -> None:

@@ -21,7 +21,7 @@ from telegrad import instruments
 from telegrad.agent.agent import Agent
 from telegrad.agent.attachments import Attachments
 from telegrad.agent.futures import Future
-from telegrad.errors import PeerError, PeerLost, RRefLost, TelegradError, UnknownWorker, UsageError
+from telegrad.errors import GenerationOver, PeerError, PeerLost, RRefLost, TelegradError, UnknownWorker, UsageError
 from telegrad.group.members import Identity
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
@@ -33,7 +33,7 @@ from telegrad.rref.making import CREATE, CREATED, Maker
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, References
 from telegrad.threads import Background
-from telegrad.wire.failures import describe
+from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
 LONGEST_WAIT = 3600.0
@@ -65,6 +65,7 @@ class ReferenceTable(Maker):
         self._expected: set[str] = set()  # whose answers to creating calls nobody may be reading
         self._woken = False  # since the thread last looked
         self._closed = False
+        self.over: PeerError | None = None  # why no other worker can be reached from here any more; stored once
         agent.layers.references = self
         agent.on(Batch, self._on_batch)
         agent.lost.append(lambda who, reason: self._events.put(lambda: self._on_lost(who, reason)))
@@ -95,6 +96,8 @@ class ReferenceTable(Maker):
 
     def reach(self, handle: Handle) -> Identity:
         """The owner, who is to be called; raises as `check`."""
+        if self.over is not None:
+            raise fresh(self.over)
         self.check(handle)
         try:
             return self.agent.identify(handle.owner)
@@ -332,6 +335,8 @@ class ReferenceTable(Maker):
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
         key = key_of(who)
+        if isinstance(reason, GenerationOver):
+            return  # this worker goes on, too, in a moment
         if not isinstance(reason, PeerLost):
             self._on_death(key)
             return

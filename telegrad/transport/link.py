@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from telegrad.errors import LeftEarly, PeerError, PeerLost, ShutDown
+from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
@@ -31,6 +31,7 @@ from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
     BYE,
+    MOVED,
     OPENED,
     PULSE,
     RELEASE,
@@ -376,6 +377,11 @@ class Link:
 
     def _parted(self, how: str) -> ShutDown:
         uncertain = "calls in flight to it may or may not have run"
+        if how == MOVED:
+            return GenerationOver(
+                f"worker {self.peer!r} has gone on to the next generation of its group; {uncertain}. "
+                "Call it again after rendezvous_again()"
+            )
         if how:
             return LeftEarly(f"worker {self.peer!r} left without the others: {how}; {uncertain}")
         return ShutDown(f"worker {self.peer!r} shut down; {uncertain}")

@@ -1,0 +1,201 @@
+"""How one worker stands in its generation, and hears whether that goes on: the rim of steps.py.
+
+A thread looks for what the others do not tell: who waits at the store to come in, which the leader has to know, and
+whether the store is there, which any worker of its host serves anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import inf
+from time import monotonic
+
+from telegrad.errors import PeerError, PeerLost, RendezvousError
+from telegrad.group.generations import Formed, Ground, IsAlive, waiting_at
+from telegrad.group.members import Identity, Member, listed
+from telegrad.group.post import Post
+from telegrad.group.quorum import Before
+from telegrad.group.steps import FINISH, Finish, Impatient, Letter, Message, Move, Standing, Stay, Steps
+from telegrad.progress import Wait
+from telegrad.threads import Background
+
+LOOK = 0.25  # seconds between the leader's looks at the store
+LOOK_RARELY = 1.0  # the same, for others
+GRACE = 2.0  # seconds for the leader to answer one who is impatient
+PATIENCE = 2.0  # seconds for a look to end, once nobody wants it any more
+
+log = logging.getLogger("telegrad")
+
+
+class Turning:
+    """One worker's, in one generation."""
+
+    def __init__(self, post: Post, me: Member, generation: Formed) -> None:
+        self.generation = generation
+        self._post = post
+        self._me = me
+        self._changed = threading.Condition()  # guards _steps; notified when it was told something
+        self._steps = Steps(me.id, [member.id for member in generation.members])
+        self._ground: tuple[Ground, int, IsAlive] | None = None  # and the most workers; set before the thread begins
+        self._greet: Callable[[], None] = lambda: None  # have this worker hear of all ends; likewise
+        self._has_greeted = False
+        self.went_on: Callable[[set[int]], None] = lambda _: None  # called with those who went on as this worker leaves
+        self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: look, or end
+        self._closed = False  # stored once
+        self._thread = Background("telegrad-generation", self._main)
+        for message in (Standing, Stay, Move, Finish, Impatient):
+            post.on(message, self._on_message)
+        post.lost.append(self._on_lost)
+
+    def begin(self, ground: Ground | None, most: int, is_alive: IsAlive, greet: Callable[[], None]) -> None:
+        """The worker has joined. `ground` is where the next generation meets, unless that is a launcher's affair.
+
+        `greet` has this worker hear of the end of any other, which the leader must.
+        """
+        self._greet = greet
+        if ground is not None:
+            self._ground = ground, most, is_alive
+        self._thread.want()
+
+    def note(self, member: Member) -> None:
+        """A member has gone; under a lock, so it is seen to later."""
+        self._gone.put(member)
+
+    def close(self) -> None:
+        self._closed = True
+        self._gone.put(None)
+        self._thread.join(PATIENCE)
+
+    # What this worker does
+
+    def stand(self, how: str) -> None:
+        """From now on this worker stands there."""
+        self._act(lambda: self._steps.stand(how))
+
+    def wait(self, timeout: float) -> str:
+        """Until all stand: what to do then. After `timeout` seconds (0: no limit) that is without those who do not."""
+        deadline = monotonic() + timeout if timeout else inf
+        with Wait("rendezvous_again", self._awaited, self._missing, worker=self._me.name) as wait:
+            while (told := self._told(min(wait.left, deadline - monotonic()))) == "":
+                if monotonic() > deadline:
+                    return self._wait_no_more(timeout)
+                wait.look()
+        return told
+
+    def serve(self) -> str:
+        """Until there is anything else to do: what."""
+        while (told := self._told(threading.TIMEOUT_MAX)) == "":
+            pass
+        return told
+
+    def _told(self, timeout: float) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps.told, max(0.0, timeout))
+            return self._steps.told
+
+    def _wait_no_more(self, timeout: float) -> str:
+        missing = self._missing()
+        who = listed([repr(name) for name in missing]) if missing else "a worker"
+        log.warning("telegrad: %s did not call rendezvous_again within %g s; the group goes on without", who, timeout)
+        self._act(self._steps.give_up)
+        if not self._told(GRACE):
+            self._act(self._steps.move_alone)
+        return self._told(0)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the others tell this worker where they stand."""
+        with self._changed:
+            return self._steps.leader == self._me.id
+
+    @property
+    def finished(self) -> bool:
+        """Whether all leave together."""
+        return self._told(0) == FINISH
+
+    def before(self) -> Before:
+        """What this worker knows of this generation, as it goes to the next."""
+        with self._changed:
+            alive, without = self._steps.alive, set(self._steps.without)
+        members = tuple(member for member in self.generation.members if member.id in alive and member.id not in without)
+        left_out = tuple(member.incarnation for member in self.generation.members if member.id in without)
+        return Before(self.generation.number, members, left_out, self._me.incarnation)
+
+    def _missing(self) -> list[str]:
+        with self._changed:
+            missing = self._steps.missing - {self._me.id}
+            leader = self._steps.leader
+        ranks = sorted(missing) if missing or leader == self._me.id else []
+        return [self.generation.members[rank].name for rank in ranks]
+
+    def _awaited(self) -> str:
+        missing = self._missing()
+        who = listed([repr(name) for name in missing]) if missing else "others"
+        return f"{who} did not call rendezvous_again() (worker {self._me.name!r} has)"
+
+    # What happens
+
+    def _act(self, event: Callable[[], list[Letter]]) -> None:
+        """Feed the machine, and send what it says."""
+        with self._changed:
+            letters = event()
+            if self._steps.told:
+                self._changed.notify_all()
+            gone_on = self._steps.left_behind
+        if gone_on:
+            self.went_on(gone_on)
+        for to, message in letters:
+            try:
+                self._post.notify(to, message)
+            except PeerError:
+                log.debug("telegrad: %r has gone already", to)
+
+    def _on_message(self, sender: Identity, message: Message) -> None:
+        self._act(lambda: self._steps.receive(sender.id, message))
+
+    def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        if isinstance(reason, PeerLost):  # a connection that broke is no death: that is told by `note`
+            self._act(lambda: self._steps.remind(who.id))
+
+    # The thread that looks
+
+    def _main(self) -> None:
+        while not (self._closed or self._post.closed):
+            if self.leads and not self._has_greeted:
+                self._has_greeted = True
+                self._greet()
+            with suppress(queue.Empty):
+                member = self._gone.get(timeout=self._pause())
+                if member is not None:
+                    self._act(partial(self._steps.lost, member.id))
+                continue
+            try:
+                self._look()
+            except Exception:
+                log.exception("telegrad: the look for those who wait to join failed")
+
+    def _pause(self) -> float | None:
+        """Seconds until the next look at the store, which is the leader's, and of those who could serve it."""
+        if self._ground is None:
+            return None
+        return LOOK if self.leads else LOOK_RARELY if self._ground[0].is_here else None
+
+    def _look(self) -> None:
+        if self._ground is None or self._closed:
+            return
+        ground, most, is_alive = self._ground
+        try:
+            waits = waiting_at(ground.open(LOOK).store, self.generation, most, is_alive)
+        except RendezvousError as error:
+            log.debug("telegrad: the store of an elastic group is looked for again: %s", error)
+            ground.forget()
+            return
+        self._act(lambda: self._steps.want(waits))
+
+    def __repr__(self) -> str:
+        return f"<Turning of {self._me.name!r} in generation {self.generation.number}: {self._steps!r}>"

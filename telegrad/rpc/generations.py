@@ -1,0 +1,58 @@
+"""What users call of elastic groups, besides `init_rpc`."""
+
+from __future__ import annotations
+
+from telegrad.agent.agent import DEFAULT
+from telegrad.errors import UsageError
+from telegrad.rpc import current
+from telegrad.rpc.api import check_may_wait, show
+from telegrad.rpc.elastic import Elastic, Generation
+from telegrad.rpc.worker import Worker
+
+
+def rendezvous_again(timeout: float = DEFAULT) -> Generation:
+    """Let an elastic group change between two steps of its program: all workers call this before each of them.
+
+    Returns once all have, but for those that `serve`. As long as nobody has died, left, or waits to join, the
+    generation is as it was, and so is what was made in it. Else this worker is in the next one, and may have another
+    rank there; calls, references and contexts of the last end with `GenerationOver`.
+
+    The first one after `init_rpc` returns at once: who has joined stands where the others do, whose call has returned.
+
+    Who has not called it within `timeout` seconds (else those of the options; 0 for no limit) is left out. As long
+    again is waited for `min_workers`.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: the group is not elastic; a remote call, or a callback of one, calls this; or two threads do.
+        GroupIncomplete: they did not come; this worker is in no group any more.
+    """
+    worker = current.joined()
+    check_may_wait(worker, "rendezvous_again")
+    elastic = _elastic(worker)
+    limit = elastic.options.rpc_timeout if timeout == DEFAULT else timeout
+    made = elastic.again(worker, limit)
+    if made is not worker and elastic.options.dashboard is not None:
+        show(made, elastic.options.dashboard)
+    return elastic.generation_of(made)
+
+
+def generation() -> Generation:
+    """The generation of its elastic group that this worker is in.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: the group is not elastic.
+    """
+    worker = current.joined()
+    return _elastic(worker).generation_of(worker)
+
+
+def _elastic(worker: Worker) -> Elastic:
+    elastic: Elastic | None = worker.elastic
+    if elastic is None:
+        raise UsageError(
+            f"worker {worker.agent.name!r} is in a group that has no generations: give min_workers or max_workers to "
+            "init_rpc, in place of world_size"
+        )
+    return elastic

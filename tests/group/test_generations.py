@@ -1,0 +1,244 @@
+"""How generations of elastic groups form at a store, with workers that are no more than entries there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from telegrad import errors
+from telegrad.group import generations
+from telegrad.group.generations import BOARD, Coming, Formed, Ground, end_at, lives_at, waiting_at
+from telegrad.group.members import Member
+from telegrad.group.quorum import Arrival, Before, Limits
+from telegrad.group.stores import Board
+from tests.cluster import PATIENCE
+
+WAIT = 20.0
+
+
+def member(name: str, life: int = 0) -> Member:
+    return Member(name, -1, f"{name}/{life}", "program", "host", "", ("127.0.0.1", 1000 + len(name)))
+
+
+class Place:
+    """A file where they meet, and who is dead."""
+
+    def __init__(self, path: Path) -> None:
+        self.url = f"file://{path}"
+        self.dead: set[str] = set()
+        self.over = False
+        self._pool = ThreadPoolExecutor(8)
+
+    def lives(self, who: Member) -> bool:
+        assert not self.over, "the test is over"
+        return who.incarnation not in self.dead
+
+    def come(
+        self,
+        name: str,
+        limits: Limits,
+        before: Before | None = None,
+        life: int = 0,
+        timeout: float = WAIT,
+        key: bytes | None = None,
+    ) -> Future[tuple[Formed, bytes]]:
+        ground = Ground(self.url)
+        coming = Coming(ground, limits, before or Before(), -1, timeout)
+        coming.meet(0)
+        return self._pool.submit(coming.join, ground, member(name, life), key, self.lives)
+
+    def store(self) -> Board:
+        return Board(Ground(self.url).open(WAIT).store, BOARD)
+
+    def wait_until(self, seen: Callable[[Board], bool]) -> None:
+        until = monotonic() + PATIENCE
+        store = self.store()
+        while not seen(store):
+            assert monotonic() < until
+            sleep(0.01)
+
+    def wait_for_places(self, count: int, number: int = 1) -> None:
+        store = Board(Ground(self.url).open(WAIT).store, f"{BOARD}/{number}")
+        self.wait_until(lambda _: store.count("places", 0) >= count and bool(store.read(f"entry/{count}")))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "store")
+    yield made
+    made.over = True
+
+
+def names(formed: Formed) -> list[str]:
+    return [each.name for each in formed.members]
+
+
+def as_before(formed: Formed, me: str, life: int = 0, without: tuple[str, ...] = ()) -> Before:
+    alive = tuple(each for each in formed.members if each.name not in without)
+    return Before(formed.number, alive, (), f"{me}/{life}")
+
+
+def test_all_who_come_form_the_first_one(place: Place) -> None:
+    coming = [place.come(name, Limits(2, 3)) for name in "abc"]
+    results = [future.result(WAIT) for future in coming]
+    assert all(formed == results[0][0] and key == results[0][1] for formed, key in results)
+    assert (results[0][0].number, results[0][0].survivors, sorted(names(results[0][0]))) == (1, 0, ["a", "b", "c"])
+
+
+def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "LAST_CALL", 0.2)
+    coming = [place.come(name, Limits(2)) for name in "ab"]
+    assert [sorted(names(future.result(WAIT)[0])) for future in coming] == [["a", "b"]] * 2
+
+
+def test_too_few_are_told(place: Place) -> None:
+    with pytest.raises(errors.GroupIncomplete, match=r"0\.1 s for a group of 2 to 4 .* 1 worker of 2 to 4 came: 'a'"):
+        place.come("a", Limits(2, 4), timeout=0.1).result(WAIT)
+
+
+def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
+    limits = Limits(2, 3)
+    first = [place.come(name, limits) for name in "abc"]
+    formed = first[0].result(WAIT)[0]
+    gone, *stay = names(formed)
+    place.dead.add(f"{gone}/0")
+    newcomer = place.come("x", limits)
+    place.wait_for_places(1, 2)
+    assert waiting_at(Ground(place.url).open(WAIT).store, formed, 4, place.lives)
+    again = [place.come(name, limits, as_before(formed, name), 1) for name in stay]
+    for future in [newcomer, *again]:
+        assert names(future.result(WAIT)[0]) == [*stay, "x"]
+        assert future.result(WAIT)[0][::2] == (2, 2)
+
+
+def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
+    limits = Limits(2, 2)
+    place.come("dead", limits)
+    place.wait_for_places(1)
+    place.dead.add("dead/0")
+    coming = [place.come(name, limits) for name in "ab"]
+    assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
+
+
+def test_one_who_died_as_it_was_chosen_is_replaced(place: Place) -> None:
+    limits = Limits(2, 2)
+    store = Ground(place.url).open(WAIT).store
+    Board(store, BOARD).swap("round", "", "1")
+    board = Board(store, f"{BOARD}/1")
+    board.write(f"entry/{board.count('places')}", Arrival(member("ghost")).to_json())
+    board.write("verdict", "[1, [1, 2], 0, []]")  # by the ghost, which dies then
+    board.count("places")
+    board.write("entry/2", Arrival(member("ghost2")).to_json())
+    coming = [place.come(name, limits) for name in "ab"]
+    assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
+
+
+def test_a_chosen_one_that_never_takes_its_place(place: Place) -> None:
+    limits = Limits(2, 3)
+    store = Ground(place.url).open(WAIT).store
+    Board(store, BOARD).swap("round", "", "1")
+    board = Board(store, f"{BOARD}/1")
+    board.write(f"entry/{board.count('places')}", Arrival(member("ghost")).to_json())
+    coming = [place.come(name, limits) for name in "ab"]
+    place.wait_for_places(3)
+    place.dead.add("ghost/0")  # it had come first, and decides no more; or was chosen already
+    place.come("c", limits)
+    assert all(len(names(future.result(WAIT)[0])) == 3 for future in coming)
+
+
+def test_a_name_that_is_taken(place: Place) -> None:
+    limits = Limits(2, 2)
+    coming = [place.come("same", limits), place.come("same", limits, life=1), place.come("other", limits)]
+    kinds = [type(future.exception(WAIT)) for future in coming]
+    assert sorted(map(str, kinds)) == sorted(map(str, [type(None), type(None), errors.WorkerTaken]))
+
+
+def test_another_key_or_other_limits_are_told_to_who_has_them(place: Place) -> None:
+    limits = Limits(2, 2)
+    first = place.come("a", limits, key=b"one")
+    place.wait_for_places(1)
+    with pytest.raises(errors.AuthenticationFailed):
+        place.come("b", limits, key=b"two").result(WAIT)
+    with pytest.raises(errors.RendezvousError, match="min_workers and max_workers"):
+        place.come("c", Limits(2, 3), key=b"one").result(WAIT)
+    second = place.come("d", limits, key=b"one")
+    assert first.result(WAIT)[1] == second.result(WAIT)[1] == b"one"
+
+
+def test_terms_of_an_earlier_run_are_replaced(place: Place) -> None:
+    place.come("a", Limits(1, 1), key=b"one").result(WAIT)
+    place.dead.add("a/0")
+    formed, key = place.come("b", Limits(1, 1), key=b"two").result(WAIT)
+    assert (names(formed), key) == (["b"], b"two")
+
+
+def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
+    formed = place.come("a", Limits(1, 1)).result(WAIT)[0]
+    spare = place.come("b", Limits(1, 1), timeout=0.5)
+    place.wait_for_places(1, 2)
+    sleep(1.0)  # a spare waits longer than its time
+    assert not spare.done()
+    assert not waiting_at(Ground(place.url).open(WAIT).store, formed, 1, place.lives)
+    end_at(Ground(place.url).open(WAIT), formed)
+    with pytest.raises(errors.GroupEnded, match="after generation 1"):
+        spare.result(WAIT)
+    place.dead |= {"a/0", "b/0"}
+    assert names(place.come("c", Limits(1, 1)).result(WAIT)[0]) == ["c"]
+
+
+def test_whether_a_group_is_there(place: Place) -> None:
+    store = Ground(place.url).open(WAIT).store
+    assert not lives_at(store, place.lives)
+    place.come("a", Limits(1, 1)).result(WAIT)
+    assert lives_at(store, place.lives)
+    place.dead.add("a/0")
+    assert not lives_at(store, place.lives)
+
+
+def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
+    limits = Limits(1, 2)
+    coming = [place.come(name, limits) for name in "ab"]
+    formed = coming[0].result(WAIT)[0]
+    coming[1].result(WAIT)
+    second = place.come("a", limits, as_before(formed, "a"), 1, timeout=0.3).result(WAIT)[0]
+    assert (second.number, names(second)) == (2, ["a"])
+    late = place.come("b", limits, as_before(formed, "b"), 1)
+    place.wait_for_places(1, 3)
+    third = place.come("a", limits, as_before(second, "a", 1), 2).result(WAIT)[0]
+    assert third == late.result(WAIT)[0]
+    assert (third.number, names(third), third.survivors) == (3, ["a", "b"], 1)
+
+
+def test_who_loses_its_connection_keeps_its_place(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([True, True])
+    real = Board.wait
+
+    def wait(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
+        if key == "verdict" and next(losses, False):
+            raise errors.StoreLost("for a moment")
+        return real(board, key, until, *meanwhile)
+
+    monkeypatch.setattr(Board, "wait", wait)
+    coming = [place.come(name, Limits(2, 2)) for name in "ab"]
+    assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
+    assert Board(Ground(place.url).open(WAIT).store, f"{BOARD}/1").count("places", 0) == 2
+
+
+def test_interrupts_reach_who_waits(place: Place) -> None:
+    ended = threading.Event()
+
+    def lives(_: Member) -> bool:
+        ended.set()
+        raise KeyboardInterrupt
+
+    place.come("a", Limits(1, 1)).result(WAIT)
+    ground = Ground(place.url)
+    coming = Coming(ground, Limits(1, 1), Before(), -1, WAIT)
+    with pytest.raises(KeyboardInterrupt):
+        coming.join(ground, member("b"), None, lives)
+    assert ended.is_set()

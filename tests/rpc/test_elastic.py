@@ -1,0 +1,532 @@
+"""Elastic groups of real processes: kills, joins at the same moment, stores that go, servers, and torchrun."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import autograd, errors
+from telegrad.group import generations
+from telegrad.rpc.options import TelegradOptions
+from tests.cluster import PATIENCE, Process, free_port, processes
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.nightly)])
+def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
+    return f"tcp://127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def tcp() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def options(place: str, timeout: float = PATIENCE) -> TelegradOptions:
+    return TelegradOptions(init_method=place, rpc_timeout=timeout)
+
+
+def join(place: str, name: str, least: int = 1, most: int | None = None, timeout: float = PATIENCE) -> Any:
+    generations.LAST_CALL = 0.3
+    rpc.init_rpc(name, min_workers=least, max_workers=most, rpc_backend_options=options(place, timeout))
+    return rpc.generation()
+
+
+STATE = {"step": 0, "total": 0, "over": 0}
+FOLDER = pathlib.Path()
+ENDS: dict[int, int] = {}  # by step: whether the program is over behind that
+
+
+def state_here() -> dict[str, int]:
+    return STATE
+
+
+def part(step: int) -> tuple[int, int]:
+    """A worker's part in a step, and whether that is the last: all ask the one of rank 0."""
+    return step * step, ENDS.setdefault(step, int((FOLDER / "done").exists()))
+
+
+def train(place: str, name: str, folder: str, least: int = 2, most: int = 4, pause: float = 0.01) -> tuple[Any, ...]:
+    """Make steps with whoever is there until `done` lies in the folder; the last state, and the generations."""
+    global STATE, FOLDER
+    STATE, FOLDER = {"step": 0, "total": 0, "over": 0}, pathlib.Path(folder)
+    try:
+        join(place, name, least, most)
+    except errors.GroupEnded:
+        return {}, []
+    seen: list[tuple[int, int, int]] = []
+    number = 0
+    while not (STATE["over"] and number):
+        try:
+            now = rpc.rendezvous_again()
+            if now.number != number:
+                if now.survivors:
+                    STATE = rpc.rpc_sync(now.survivors[0], state_here)
+                number = now.number
+                seen.append(now[:3])
+                continue
+            parts = [rpc.rpc_async(worker, part, (STATE["step"],)).wait() for worker in rpc.workers()]
+            time.sleep(pause)
+            value, over = parts[0]
+            STATE = {"step": STATE["step"] + 1, "total": STATE["total"] + value, "over": over}
+            _tell(name, STATE["step"], now.size)
+        except errors.PeerError:
+            number = 0
+    rpc.shutdown()
+    return STATE, seen
+
+
+def _tell(name: str, step: int, size: int) -> None:
+    (FOLDER / f"{name}.new").write_text(f"{step} {size}")
+    (FOLDER / f"{name}.new").rename(FOLDER / name)
+
+
+def is_right(state: dict[str, int]) -> bool:
+    return state["total"] == sum(step * step for step in range(state["step"]))
+
+
+def told(folder: pathlib.Path, name: str) -> tuple[int, int]:
+    """How far a worker is, and in what company."""
+    path = folder / name
+    step, size = path.read_text().split() if path.exists() else (0, 0)
+    return int(step), int(size)
+
+
+def wait_until(seen: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not seen():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def wait_for_steps(folder: pathlib.Path, name: str, count: int, size: int = 0) -> None:
+    """Until it has made so many more, in a generation of that size."""
+    first = told(folder, name)[0]
+    wait_until(lambda: told(folder, name)[0] >= first + count and size in (0, told(folder, name)[1]))
+
+
+def end(folder: pathlib.Path, made: list[Process]) -> list[Any]:
+    (folder / "done").touch()
+    return [process.end() for process in made]
+
+
+def test_all_go_on_step_by_step_in_one_generation(place: str, tmp_path: pathlib.Path) -> None:
+    with processes(3) as made:
+        for number, process in enumerate(made):
+            process.begin(train, place, f"w{number}", str(tmp_path), 2, 3, 0.0)
+        wait_for_steps(tmp_path, "w0", 50)
+        found = end(tmp_path, made)
+    assert all(state == found[0][0] and is_right(state) for state, _ in found)
+    assert sorted(seen for _, seen in found) == [[(1, rank, 3)] for rank in range(3)]
+
+
+def test_who_died_is_dropped_and_comes_back(place: str, tmp_path: pathlib.Path) -> None:
+    with processes(4) as made:
+        for number, process in enumerate(made[:3]):
+            process.begin(train, place, f"w{number}", str(tmp_path), 2, 3)
+        wait_for_steps(tmp_path, "w0", 5, 3)
+        made[0].kill()  # which serves the store, most likely
+        wait_for_steps(tmp_path, "w1", 5, 2)
+        made[3].begin(train, place, "w0", str(tmp_path), 2, 3)
+        wait_for_steps(tmp_path, "w1", 5, 3)
+        found = end(tmp_path, made[1:])
+    assert all(state == found[0][0] and is_right(state) for state, _ in found)
+    assert [[(number, size) for number, _, size in seen] for _, seen in found[:2]] == [[(1, 3), (2, 2), (3, 3)]] * 2
+    assert found[2][1] == [(3, 2, 3)]
+    assert sorted(seen[-1][1] for _, seen in found[:2]) == [0, 1], "survivors have the lowest ranks"
+
+
+@pytest.mark.nightly
+def test_several_join_at_the_same_moment(tcp: str, tmp_path: pathlib.Path) -> None:
+    with processes(5) as made:
+        made[0].begin(train, tcp, "w0", str(tmp_path), 1, 5)
+        wait_for_steps(tmp_path, "w0", 3)
+        for number, process in enumerate(made[1:], 1):
+            process.begin(train, tcp, f"w{number}", str(tmp_path), 1, 5)
+        wait_for_steps(tmp_path, "w0", 3, 5)
+        found = end(tmp_path, made)
+    assert all(state == found[0][0] and is_right(state) for state, _ in found)
+    assert {seen[-1][2] for _, seen in found} == {5}
+
+
+@pytest.mark.nightly
+def test_spares_wait_for_room_and_hear_of_the_end(tcp: str, tmp_path: pathlib.Path) -> None:
+    with processes(4) as made:
+        for number, process in enumerate(made):
+            process.begin(train, tcp, f"w{number}", str(tmp_path), 2, 2)
+        wait_until(lambda: any(told(tmp_path, f"w{number}")[0] > 5 for number in range(4)))
+        first = next(number for number in range(4) if told(tmp_path, f"w{number}")[0])
+        made[first].kill()
+        others = [number for number in range(4) if number != first]
+        wait_until(lambda: sum(told(tmp_path, f"w{number}")[0] > 10 for number in others) == 2)
+        found = end(tmp_path, [made[number] for number in others])
+    assert sorted(len(seen) for _, seen in found) == [0, 1, 2]  # one waited in vain, one came in, one was there
+    assert all(is_right(state) for state, seen in found if seen)
+
+
+def crash(place: str, least: int) -> str:
+    join(place, "survivor", least, timeout=1.0)
+    while True:
+        try:
+            rpc.rendezvous_again()
+            time.sleep(0.01)
+        except errors.GroupIncomplete as error:
+            try:
+                rpc.workers()
+            except errors.NotInitialized:
+                return str(error)
+
+
+def test_below_the_least_they_are_told(tcp: str) -> None:
+    with processes(2) as made:
+        made[0].begin(crash, tcp, 2)
+        made[1].begin(join, tcp, "victim", 2)
+        made[1].end()
+        time.sleep(0.2)
+        made[1].kill()
+        said = made[0].end()
+    assert "1 s" in said
+    assert "1 worker of 2 or more came: 'survivor'" in said
+
+
+def values_end(place: str, name: str) -> dict[str, str]:
+    """What becomes of a reference, a context, a call and a future of an old generation."""
+    join(place, name, 2, 3)
+    other = next(worker for worker in rpc.workers() if worker.name != name)
+    theirs = rpc.remote(other, torch.ones, (2,))
+    theirs.to_here()
+    mine = rpc.RRef(torch.ones(2))
+    pending = rpc.rpc_async(other, time.sleep, (PATIENCE,))
+    found = {}
+
+    def tell(what: str, act: Any) -> None:
+        try:
+            act()
+            found[what] = ""
+        except errors.TelegradError as error:
+            found[what] = type(error).__name__
+
+    with autograd.context() as context:
+        number = rpc.generation().number
+        rpc.rpc_sync(other, torch.add, (torch.ones(2, requires_grad=True), 1))
+        while rpc.rendezvous_again().number == number:
+            time.sleep(0.01)
+        tell("pending", pending.wait)
+        tell("to_here", theirs.to_here)
+        tell("sent", lambda: rpc.rpc_sync(other.name, id, (theirs,)))
+        tell("mine", lambda: rpc.rpc_sync(other.name, id, (mine,)))
+        tell("context", lambda: autograd.backward(context, [torch.ones((), requires_grad=True) * 2]))
+        tell("new", lambda: rpc.rpc_sync(other.name, abs, (-1,)))
+    rpc.shutdown()
+    return found
+
+
+def just_join(place: str, name: str) -> Any:
+    join(place, name, 2, 3)
+    now = rpc.generation()
+    rpc.shutdown()
+    return now
+
+
+def test_what_belongs_to_an_old_generation_ends_with_named_errors(tcp: str) -> None:
+    with processes(3) as made:
+        for number, process in enumerate(made[:2]):
+            process.begin(values_end, tcp, f"w{number}")
+        time.sleep(1.0)
+        made[2].begin(just_join, tcp, "late")
+        found = [process.end() for process in made]
+    for each in found[:2]:
+        assert each == {
+            "pending": "GenerationOver",
+            "to_here": "GenerationOver",
+            "sent": "UsageError",
+            "mine": "UsageError",
+            "context": "ContextEnded",
+            "new": "",
+        }
+    assert found[2][:3] == (2, 2, 3)
+
+
+def serve(place: str, name: str, least: int = 2) -> str:
+    join(place, name, least)
+    try:
+        rpc.serve()
+    except errors.TelegradError as error:
+        return type(error).__name__
+    return "ended"
+
+
+def drive(place: str, name: str, steps: int, victims: list[int], size: int) -> list[int]:
+    """Calls all others in each step; sizes of the generations. Kills some of them, by their process ids."""
+    join(place, name, 2)
+    sizes: list[int] = []
+    for _ in range(steps):
+        now = rpc.rendezvous_again()
+        while now.size < size and not sizes:
+            now = rpc.rendezvous_again()
+        sizes.append(now.size)
+        others = [worker for worker in rpc.workers() if worker.name != name]
+        for worker in others:
+            try:
+                assert rpc.rpc_sync(worker, abs, (-1,)) == 1
+            except errors.PeerError:
+                pass
+        if victims:
+            os.kill(victims.pop(), 9)
+    rpc.shutdown()
+    return sizes
+
+
+def test_those_who_serve_go_along(tcp: str) -> None:
+    with processes(4) as made:
+        for number, process in enumerate(made[1:]):
+            process.begin(serve, tcp, f"server{number}")
+        made[0].begin(drive, tcp, "driver", 20, [made[1].pid], 4)
+        sizes = made[0].end()
+        assert [process.end() for process in made[2:]] == ["ended", "ended"]
+    assert sizes[0] == 4
+    assert sizes[-1] == 3
+
+
+@pytest.mark.nightly
+def test_a_driver_that_died_comes_back_to_those_who_serve(tcp: str) -> None:
+    with processes(4) as made:
+        for number, process in enumerate(made[1:3]):
+            process.begin(serve, tcp, f"server{number}")
+        made[0].begin(drive, tcp, "driver", 1_000_000, [], 3)
+        time.sleep(1.5)
+        made[0].kill()
+        made[3].begin(drive, tcp, "driver", 20, [], 3)
+        assert made[3].end()[-1] == 3
+        assert [process.end() for process in made[1:3]] == ["ended", "ended"]
+
+
+def straggle(place: str, name: str, sleeps: float) -> list[tuple[int, int]]:
+    join(place, name, 1, 2, timeout=1.0)
+    seen = [rpc.rendezvous_again()[:3:2]]
+    time.sleep(sleeps)
+    for _ in range(2000):
+        now = rpc.rendezvous_again()[:3:2]
+        if now != seen[-1]:
+            seen.append(now)
+        if len(seen) == 3 or (sleeps and len(seen) == 2):
+            break
+        time.sleep(0.005)
+    rpc.shutdown()
+    return seen
+
+
+@pytest.mark.nightly
+def test_who_does_not_come_is_left_out_and_comes_back(tcp: str) -> None:
+    with processes(2) as made:
+        made[0].begin(straggle, tcp, "quick", 0.0)
+        made[1].begin(straggle, tcp, "slow", 3.0)
+        assert [process.end() for process in made] == [[(1, 2), (2, 1), (3, 2)], [(1, 2), (3, 2)]]
+
+
+def leave_early(place: str, name: str, steps: int, graceful: bool) -> list[int]:
+    join(place, name, 2, 3)
+    sizes = []
+    for _ in range(steps):
+        sizes.append(rpc.rendezvous_again().size)
+        time.sleep(0.01)
+    rpc.shutdown(graceful)
+    return sizes
+
+
+@pytest.mark.parametrize("graceful", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_one_may_leave_before_the_others(tcp: str, graceful: bool) -> None:
+    with processes(3) as made:
+        for number, process in enumerate(made):
+            process.begin(leave_early, tcp, f"w{number}", 5 if number == 2 else 10, graceful or number < 2)
+        found = [process.end() for process in made]
+    assert found[2] == [3] * 5
+    assert all(sizes == [3] * 5 + [2] * 5 for sizes in found[:2])
+
+
+def refused(place: str) -> list[str]:
+    said = []
+    wrong: list[dict[str, Any]] = [
+        {"min_workers": 0},
+        {"min_workers": 3, "max_workers": 2},
+        {"min_workers": 1, "world_size": 2},
+    ]
+    for arguments in wrong:
+        try:
+            rpc.init_rpc("w", rpc_backend_options=options(place), **arguments)
+        except errors.UsageError as error:
+            said.append(str(error))
+    rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=options(place))
+    for act in (rpc.generation, rpc.rendezvous_again):
+        try:
+            act()
+        except errors.UsageError as error:
+            said.append(str(error))
+    rpc.shutdown()
+    return said
+
+
+def test_what_cannot_be_is_refused(tcp: str) -> None:
+    with processes(1) as made:
+        said = made[0].run(refused, tcp)
+    assert len(said) == 5
+    assert all("min_workers" in each for each in said)
+
+
+def mix(place: str, elastic: bool) -> str:
+    try:
+        if elastic:
+            join(place, "elastic", 1)
+        else:
+            rpc.init_rpc("other", rpc_backend_options=options(place))
+    except errors.RendezvousError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", [True, False])
+def test_elastic_and_dynamic_groups_do_not_mix(tmp_path: pathlib.Path, first: bool) -> None:
+    with processes(2) as made:
+        assert made[0].run(mix, f"file://{tmp_path}/store", first) == ""
+        assert "mixes" in made[1].run(mix, f"file://{tmp_path}/store", not first)
+
+
+def in_a_call(place: str) -> str:
+    join(place, "w", 1, 1)
+    try:
+        rpc.rpc_sync("w", rpc.rendezvous_again)
+    except errors.UsageError as error:
+        return str(error)
+    finally:
+        rpc.shutdown()
+    return ""
+
+
+def test_a_call_does_not_wait_for_itself(tcp: str) -> None:
+    with processes(1) as made:
+        assert "rpc.rendezvous_again() was called on worker 'w' by a remote call" in made[0].run(in_a_call, tcp)
+
+
+def chaos(place: str, folder: pathlib.Path, seed: int, kills: int) -> None:
+    """Any worker is killed at random moments and started again; the state in the end is as if nobody had been."""
+    chance = random.Random(seed)
+    with processes(4 + kills) as made:
+        spare: Iterator[Process] = iter(made[4:])
+        alive = dict(enumerate(made[:4]))
+        for number, process in alive.items():
+            process.begin(train, place, f"w{number}", str(folder))
+        wait_for_steps(folder, "w0", 1)
+        for _ in range(kills):
+            time.sleep(chance.uniform(0.0, 0.4))
+            victim = chance.randrange(4)
+            alive[victim].kill()
+            alive[victim].join()
+            alive[victim] = next(spare)
+            time.sleep(chance.uniform(0.0, 0.2))
+            alive[victim].begin(train, place, f"w{victim}", str(folder))
+        wait_for_steps(folder, "w0", 1, 4)
+        found = end(folder, list(alive.values()))
+    assert all(state == found[0][0] and is_right(state) for state, _ in found)
+
+
+def test_kills_at_random_moments(tmp_path: pathlib.Path) -> None:
+    seed = int(os.environ.get("TELEGRAD_SEED", random.randrange(1 << 30)))
+    print(f"SEED={seed}")
+    chaos(f"file://{tmp_path}/store", tmp_path, seed, 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", ["tcp", "file"], indirect=True)
+def test_fifty_kills_at_random_moments(place: str, tmp_path: pathlib.Path) -> None:
+    chaos(place, tmp_path, 1, 50)
+
+
+# Under a launcher that restarts all
+
+LAUNCHED = """
+import os, pathlib, sys, time
+import telegrad.rpc as rpc
+from telegrad import errors
+
+folder = pathlib.Path(sys.argv[1])
+options = rpc.TelegradOptions(rpc_timeout=60)
+rpc.init_rpc(f"w{os.environ['RANK']}", min_workers=1, max_workers=4, rpc_backend_options=options)
+now = rpc.generation()
+assert (now.rank, now.size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+(folder / f"{os.environ['GROUP_RANK']}-{now.number}-{now.rank}-{now.size}").touch()
+wanted = int(sys.argv[2])
+crashed = folder / "crashed"
+for step in range(1000):
+    now = rpc.rendezvous_again()
+    if wanted == now.size and step > 20 and (crashed.exists() or len(sys.argv) < 4):
+        break
+    if len(sys.argv) > 3 and now.rank == 1 and step == 10 and not crashed.exists():
+        crashed.touch()
+        os._exit(1)
+    for worker in rpc.workers():
+        try:
+            rpc.rpc_sync(worker, abs, (-1,))
+        except errors.PeerError:
+            pass
+    time.sleep(0.02)
+else:
+    raise SystemExit("the others did not come")
+rpc.shutdown()
+"""
+
+
+def torchrun(script: pathlib.Path, *arguments: str, nodes: str, port: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2"]
+    command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one"]
+    command += ["--rdzv-conf=last_call_timeout=2,join_timeout=60", "--monitor-interval=0.2"]
+    # Else the agents of torch 2.13 do not tell a node that comes later where the first one serves the store.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(nodes != "1"))}
+    return subprocess.Popen(
+        [*command, str(script), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_all_and_they_meet_again(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    process = torchrun(script, str(tmp_path), "2", "crash", nodes="1", port=free_port())
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    assert {path.name for path in tmp_path.glob("0-*")} == {f"0-{life}-{rank}-2" for life in (1, 2) for rank in (0, 1)}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_another_node_joins_under_torchrun(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    port = free_port()
+    first = torchrun(script, str(tmp_path), "4", nodes="1:2", port=port)
+    until = time.monotonic() + 100
+    while not list(tmp_path.glob("0-*-0-2")):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    second = torchrun(script, str(tmp_path), "4", nodes="1:2", port=port)
+    outs = [each.communicate(timeout=200)[0] for each in (first, second)]
+    assert [each.returncode for each in (first, second)] == [0, 0], outs
+    sizes = {path.name.split("-")[-1] for path in tmp_path.glob("?-*")}
+    assert sizes == {"2", "4"}

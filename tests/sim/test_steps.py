@@ -1,0 +1,245 @@
+"""The turn of generations under a seeded scheduler: letters in any order between workers, steps, deaths, impatience.
+
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_steps.py` replays it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from telegrad.group.steps import FINISH, HERE, LEAVING, MOVE, SERVING, STAY, Impatient, Letter, Move, Standing, Steps
+
+SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2000)
+MOST_STEPS = 4
+
+
+class World:
+    """Workers, and the letters between them, in order per pair; a connection may break and lose what is on it."""
+
+    def __init__(self, seed: int, faults: bool, make: type[Steps] = Steps) -> None:
+        self.random = random.Random(seed)
+        self.count = self.random.randint(1, 6)
+        ranks = range(self.count)
+        self.machines = {rank: make(rank, ranks) for rank in ranks}
+        self.lines: dict[tuple[int, int], list[Any]] = {}
+        self.serves = {rank for rank in ranks if self.random.random() < 0.3}
+        self.steps = dict.fromkeys(ranks, 0)  # how often it was told to stay
+        self.most = self.random.randint(0, MOST_STEPS)  # steps until a worker leaves
+        self.standing: set[int] = set()
+        self.alive = set(ranks)
+        self.out: dict[int, str] = {}  # what those were told who do nothing any more
+        self.notices: list[tuple[int, int]] = []  # (who hears, of whose death)
+        self.broken: list[tuple[int, int]] = []  # (who hears, with whom its connection has ended)
+        self.deaths = self.random.randint(0, 2) if faults else 0
+        self.breaks = self.random.randint(0, 2) if faults else 0
+        self.impatient = self.random.randint(0, 1) if faults else 0
+        self.calm = not faults
+        self.waits = self.random.random() < 0.3  # somebody wants to come in
+
+    def choices(self) -> Iterator[tuple[Any, ...]]:
+        """Everything that may happen next."""
+        for rank in sorted(self.alive - self.out.keys()):
+            if rank not in self.standing:
+                yield self.stand, rank
+            elif self.impatient and self.machines[rank].told == "" and rank not in self.serves:
+                yield self.give_up, rank
+        for line, letters in sorted(self.lines.items()):
+            if letters:
+                yield self.deliver, line
+                if self.breaks:
+                    yield self.cut, line
+        yield from ((self.hear, notice) for notice in self.notices)
+        yield from ((self.hear_of_end, pair) for pair in self.broken)
+        if self.deaths:
+            yield from ((self.die, rank) for rank in sorted(self.alive - self.out.keys()))
+        if self.waits:
+            yield from ((self.want, rank) for rank in sorted(self.alive) if self.machines[rank].leader == rank)
+
+    def post(self, sender: int, letters: list[Letter]) -> None:
+        for to, message in letters:
+            assert to != sender, "a letter to oneself"
+            self.lines.setdefault((sender, to), []).append(message)
+        for rank in sorted(self.alive & self.standing - self.out.keys()):
+            self.see(rank)
+
+    def see(self, rank: int) -> None:
+        """What it was told."""
+        told = self.machines[rank].told
+        if told == STAY and rank not in self.serves:
+            self.standing.discard(rank)
+            self.steps[rank] += 1
+            self.check_in_step(rank)
+        elif told in (MOVE, FINISH):
+            self.out[rank] = told
+
+    def check_in_step(self, rank: int) -> None:
+        """Nobody is a step ahead of one who is still within the one before, or serves, or leaves."""
+        for other in self.alive - self.serves - self.out.keys():
+            assert self.steps[other] >= self.steps[rank] - 1, "a step ahead"
+
+    def stand(self, rank: int) -> None:
+        self.standing.add(rank)
+        leaves = self.steps[rank] >= self.most
+        self.post(rank, self.machines[rank].stand(SERVING if rank in self.serves else LEAVING if leaves else HERE))
+
+    def give_up(self, rank: int) -> None:
+        self.impatient -= 1
+        self.post(rank, self.machines[rank].give_up())
+
+    def want(self, rank: int) -> None:
+        self.waits = False
+        self.post(rank, self.machines[rank].want(True))
+
+    def deliver(self, line: tuple[int, int]) -> None:
+        sender, to = line
+        message = self.lines[line].pop(0)
+        if to in self.alive:
+            self.post(to, self.machines[to].receive(sender, message))
+
+    def cut(self, line: tuple[int, int]) -> None:
+        """Both ends hear of it, sooner or later."""
+        self.breaks -= 1
+        self.lines[line] = []
+        self.broken += [line, line[::-1]]
+
+    def hear_of_end(self, pair: tuple[int, int]) -> None:
+        self.broken.remove(pair)
+        rank, other = pair
+        if rank in self.alive:
+            self.post(rank, self.machines[rank].remind(other))
+
+    def die(self, rank: int) -> None:
+        self.deaths -= 1
+        self.alive.discard(rank)
+        for line in self.lines:
+            if rank in line and self.random.random() < 0.5:
+                self.lines[line] = []
+        self.notices += [(other, rank) for other in self.alive]
+
+    def hear(self, notice: tuple[int, int]) -> None:
+        self.notices.remove(notice)
+        rank, dead = notice
+        if rank in self.alive:
+            self.post(rank, self.machines[rank].lost(dead))
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            options = list(self.choices())
+            if not options:
+                break
+            act, argument = self.random.choice(options)
+            act(argument)
+        else:
+            raise AssertionError("it does not end")
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Nobody waits any more, but who serves alone, and who leaves: the farewell is next."""
+        waiting = self.alive - self.out.keys()
+        for rank in waiting:
+            machine = self.machines[rank]
+            assert rank in self.serves or machine._how == LEAVING, f"{machine!r} waits for good"
+        moved = {rank for rank in self.alive if self.out.get(rank) == MOVE}
+        serving = waiting & self.serves
+        if moved:
+            assert not serving, f"{serving} serve on alone, {moved} have gone"
+        if self.calm and moved:
+            assert not waiting, f"{waiting} were not told that {moved} have gone"
+        if self.calm and not moved:
+            assert len({self.steps[rank] for rank in self.alive - self.serves}) <= 1
+
+
+@pytest.mark.parametrize("faults", [False, True])
+def test_all_hear_the_same(faults: bool) -> None:
+    for seed in SEEDS:
+        try:
+            World(seed, faults).run()
+        except BaseException:
+            print(f"SEED={seed}")
+            raise
+
+
+def test_who_waits_for_nobody_any_more() -> None:
+    """The leader does not even answer one who is impatient."""
+    machine = Steps(1, [0, 1, 2])
+    assert machine.give_up() == [], "it is within a step"
+    assert machine.stand(HERE) == [(0, Standing(HERE, 0, False))]
+    assert machine.give_up() == [(0, Impatient())]
+    machine.move_alone()
+    assert (machine.told, machine.without, machine.stand(HERE)) == (MOVE, (), [])
+    assert "told" not in repr(machine)
+    assert machine.lost(7) == machine.receive(7, Impatient()) == []
+
+
+def test_who_leads_goes_on_without_those_who_do_not_come() -> None:
+    leader = Steps(0, [0, 1, 2])
+    assert leader.receive(1, Standing(HERE, 0, False)) == []
+    assert leader.missing == {0, 2}
+    leader.stand(HERE)
+    assert leader.give_up() == [(1, Move((2,)))]
+    assert leader.receive(2, Standing(HERE, 0, False)) == [(2, Move((2,)))]
+
+
+@pytest.mark.nightly
+def test_many_more() -> None:
+    for seed in range(len(SEEDS), 100_000):
+        try:
+            World(seed, True).run()
+        except BaseException:
+            print(f"SEED={seed}")
+            raise
+
+
+class WithoutReminders(Steps):
+    """What was lost with a connection is not said again."""
+
+    def remind(self, other: int) -> list[Letter]:
+        return []
+
+
+class WithoutEntry(Steps):
+    """The next leader is told nothing."""
+
+    def lost(self, other: int) -> list[Letter]:
+        self.alive.discard(other)
+        self._stands.pop(other, None)
+        self.broken = True
+        return self._conclude()
+
+
+class Hasty(Steps):
+    """It does not wait for all."""
+
+    @property
+    def missing(self) -> set[int]:
+        return set(list(super().missing)[1:])
+
+
+class Forgetful(Steps):
+    """The leader takes what was said again for the next step."""
+
+    def _on_standing(self, sender: int, message: Standing) -> list[Letter]:
+        return super()._on_standing(sender, message._replace(step=self._led))
+
+
+class Silent(Steps):
+    """Who comes late is not told that the others have gone."""
+
+    def _on_standing(self, sender: int, message: Standing) -> list[Letter]:
+        return [each for each in super()._on_standing(sender, message) if not isinstance(each[1], Move)]
+
+
+def run_all(make: type[Steps]) -> None:
+    for seed in range(2000):
+        World(seed, True, make).run()
+
+
+@pytest.mark.parametrize("broken", [WithoutReminders, WithoutEntry, Hasty, Forgetful, Silent])
+def test_a_machine_that_is_wrong_is_found_out(broken: type[Steps]) -> None:
+    with pytest.raises(AssertionError):
+        run_all(broken)

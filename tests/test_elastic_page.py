@@ -1,0 +1,60 @@
+"""What docs/elastic.md shows works, and what it lists as said is said."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+import telegrad
+from telegrad.group.generations import BOARD, Ground, running_at
+from telegrad.group.stores import Board
+from tests.cluster import PATIENCE
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "elastic.md").read_text()
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SYMPTOMS = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
+STEPS = 5000
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+def test_the_program_goes_on_without_one_that_was_killed(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    place = f"file://{tmp_path}/store"
+    environment = {**os.environ, "MEET": place, "STEPS": str(STEPS)}
+    command = [sys.executable, str(path)]
+    made = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        root = Board(Ground(place).open(PATIENCE).store, BOARD)
+        until = time.monotonic() + 4 * PATIENCE
+        while len(getattr(running_at(root), "members", ())) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        made[0].kill()
+        out, _ = made[1].communicate(timeout=4 * PATIENCE)
+        assert made[1].returncode == 0
+        assert out.split() == [str(sum(step * step for step in range(STEPS)))]
+    finally:
+        for process in made:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS)
+def test_what_the_page_says_is_said_is_said(symptom: str) -> None:
+    text = "".join(path.read_text() for path in pathlib.Path(telegrad.__file__).parent.rglob("*.py"))
+    words = [word for word in re.split(r"\b\d+\b", symptom) if len(word.split()) > 1]
+    assert words
+    assert all(word.strip() in text for word in words)
+
+
+def test_the_page_lists_what_is_said() -> None:
+    assert len(SYMPTOMS) == 5
