@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from math import inf
 from time import monotonic, sleep
@@ -63,7 +64,8 @@ class Ground:
     def __init__(self, init_method: str) -> None:
         self._init_method = init_method
         self.is_here = False  # a worker of this host serves it
-        self._meeting: Meeting | None = None  # no lock: replaced as a whole by whoever has lost or found the store
+        self._lock = threading.Lock()  # guards _meeting; held while the store is looked for
+        self._meeting: Meeting | None = None
 
     @property
     def held(self) -> Meeting | None:
@@ -76,15 +78,18 @@ class Ground:
         Raises:
             RendezvousError: there is none, and it cannot be served here.
         """
-        meeting = self._meeting
-        if meeting is None:
-            meeting = self._meeting = open_store(self._init_method, -1, None, timeout)
-            self.is_here = meeting.host is not None and meeting.port is not None and is_here(meeting.host)
-        return meeting
+        with self._lock:
+            meeting = self._meeting
+            if meeting is None:
+                meeting = self._meeting = open_store(self._init_method, -1, None, timeout)
+                self.is_here = meeting.host is not None and meeting.port is not None and is_here(meeting.host)
+            return meeting
 
-    def forget(self) -> None:
-        """The store was lost."""
-        self._meeting = None
+    def forget(self, lost: Meeting | None) -> None:
+        """That store was lost; another thread may have found, or serve, the next one already."""
+        with self._lock:
+            if self._meeting is lost:
+                self._meeting = None
 
     def __repr__(self) -> str:
         return f"<Ground at {self._init_method}, {'found' if self._meeting is not None else 'to be found'}>"
@@ -147,16 +152,16 @@ class _Joining:
                 try:
                     return self._join_at(meeting.store, key)
                 except StoreLost:  # another may be served in its place, also by this worker
-                    self._ground.forget()
+                    self._ground.forget(meeting)
                     if monotonic() > self._until:
                         raise
                 sleep(TRY_AGAIN)
 
     def _join_at(self, store: Any, key: bytes | None) -> tuple[Formed, bytes]:
         self._root = Board(store, BOARD)
-        taken, self._taken = self._taken, None
-        if taken is not None and self._has_formed():
-            return taken
+        if self._taken is not None and self._has_formed():  # this store may be lost meanwhile, too
+            return self._taken
+        self._taken = None
         shared = self._agree(key)
         while True:
             number = self._root.swap("round", "", "1")
