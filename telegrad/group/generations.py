@@ -203,7 +203,8 @@ class _Joining:
             self._place = self._board.count("places")
             self._board.write(f"entry/{self._place}", Arrival(self._me, self._before).to_json())
         self._quorum = Quorum(self._limits)
-        self._seen, self._came, self._next_sight = 0, monotonic(), 0.0
+        self._quorum.dead = self._dead  # also those that were found in another round, or store
+        self._came, self._next_sight = monotonic(), 0.0
         found = self._board.wait("verdict", inf, self._look)
         if found == VOID:
             return None
@@ -322,7 +323,6 @@ class _Joining:
         if fresh or now - self._knocked.get(member.incarnation, -inf) > KNOCK_AGAIN:
             if not self._is_alive(member):
                 self._dead.add(member.incarnation)
-                self._quorum.dead = self._dead
                 return False
             self._knocked[member.incarnation] = monotonic()
         return True

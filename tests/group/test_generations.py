@@ -230,6 +230,29 @@ def test_who_loses_its_connection_keeps_its_place(place: Place, monkeypatch: pyt
     assert Board(Ground(place.url).open(WAIT).store, f"{BOARD}/1").count("places", 0) == 2
 
 
+def test_who_was_found_dead_is_not_awaited_after_the_store_was_lost(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(2, 2)
+    place.store().write("running", Formed(1, [member("gone")], 0).to_json())
+    place.dead.add("gone/0")
+    lost = threading.Event()
+    wait = Board.wait
+
+    def lossy(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
+        if key == "verdict" and not lost.is_set():
+            meanwhile[0]()  # which finds that it is dead
+            lost.set()
+            raise errors.StoreLost("for a moment")
+        return wait(board, key, until, *meanwhile)
+
+    monkeypatch.setattr(Board, "wait", lossy)
+    first = place.come("a", limits)
+    assert lost.wait(WAIT)
+    second = place.come("b", limits)
+    assert [names(future.result(WAIT)[0]) for future in (first, second)] == [["a", "b"]] * 2
+
+
 def test_who_loses_one_store_after_the_other_hears_that_its_generation_has_formed(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
