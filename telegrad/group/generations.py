@@ -8,8 +8,8 @@
         taken      how many of these have seen that; the last opens `ready`, behind which they are a group
 
 Who is not in a round's verdict goes to the next round, as all do where one of the chosen died before it had taken its
-place. Nothing that the store knows is needed, since those who come bring what they know with them: who has lost the
-store begins anew in the next one at its place.
+place. Nothing that the store knows is needed, since those who come bring what they know with them, and say first which
+generation was the last: who has lost the store begins anew in the next one at its place.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class _Joining:
 
     def _join_at(self, store: Any, key: bytes | None) -> tuple[Formed, bytes]:
         self._root = Board(store, BOARD)
+        self._tell()
         if self._taken is not None and self._has_formed():  # this store may be lost meanwhile, too
             return self._taken
         self._taken = None
@@ -171,6 +172,12 @@ class _Joining:
             if generation is not None:
                 return generation, shared
             self._root.swap("round", number, str(int(number) + 1))
+
+    def _tell(self) -> None:
+        """Have those who come to a new store wait for the last generation, before this worker has a place there."""
+        if self._before.number:
+            last = Formed(self._before.number, list(self._before.members), 0)
+            self._root.swap("running", "", last.to_json())
 
     def _agree(self, key: bytes | None) -> bytes:
         """The key; terms of an earlier run, of whom nobody lives, are replaced."""

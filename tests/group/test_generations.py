@@ -286,6 +286,33 @@ def test_who_loses_one_store_after_the_other_hears_that_its_generation_has_forme
     assert [future.result(WAIT)[0] for future in coming] == [formed, formed]
 
 
+def test_who_comes_to_a_new_store_waits_for_those_who_wonder_whether_they_have_formed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "LAST_CALL", 0.1)
+    limits = Limits(1, 4)
+    formed = place.come("a", limits).result(WAIT)[0]
+    lost = threading.Event()
+    wait = Board.wait
+
+    def lossy(board: Board, key: str, *rest: Any) -> str:
+        if key == "ready" and not lost.is_set():
+            Path(place.url.removeprefix("file://")).unlink()
+            lost.set()
+            raise errors.StoreLost("its server has died")
+        return wait(board, key, *rest)
+
+    monkeypatch.setattr(Board, "wait", lossy)
+    again = place.come("a", limits, as_before(formed, "a"), 1)
+    assert lost.wait(WAIT)
+    place.wait_until(lambda store: bool(store.read("running")))
+    coming = [place.come(name, limits) for name in "bc"]
+    results = [future.result(WAIT)[0] for future in [again, *coming]]
+    assert results[0].number == 2
+    assert names(results[0])[0] == "a"
+    assert results[1:] == results[:1] * 2
+
+
 def test_who_hears_late_of_a_store_that_was_lost_leaves_the_next_one_alone(place: Place) -> None:
     ground = Ground(place.url)
     lost = ground.open(WAIT)
