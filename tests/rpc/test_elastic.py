@@ -458,10 +458,11 @@ def chaos(place: str, folder: pathlib.Path, seed: int, kills: int) -> None:
     assert all(state == found[0][0] and is_right(state) for state, _ in found)
 
 
-def test_kills_at_random_moments(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("place", ["tcp", "file"], indirect=True)
+def test_kills_at_random_moments(place: str, tmp_path: pathlib.Path) -> None:
     seed = int(os.environ.get("TELEGRAD_SEED", random.randrange(1 << 30)))
     print(f"SEED={seed}")
-    chaos(f"file://{tmp_path}/store", tmp_path, seed, 3)
+    chaos(place, tmp_path, seed, 3)
 
 
 @pytest.mark.nightly
