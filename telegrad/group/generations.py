@@ -219,10 +219,12 @@ class _Joining:
         refused = dict(verdict.refused).get(self._place)
         if refused is not None:
             self._refuse(refused)
-        if self._place not in verdict.places:
-            return None
         arrivals = [Arrival.from_json(entry) for entry in self._entries(verdict.places)]
         generation = Formed(verdict.number, members_of(arrivals), verdict.survivors)
+        if self._place not in verdict.places:
+            if not self._survives:  # it may form any moment: those who are left must not be another one
+                self._before = Before(generation.number, tuple(generation.members))
+            return None
         self._taken = generation, shared
         if self._take_place(generation):
             return generation
