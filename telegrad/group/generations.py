@@ -8,8 +8,8 @@
         taken      how many of these have seen that; the last opens `ready`, behind which they are a group
 
 Who is not in a round's verdict goes to the next round, as all do where one of the chosen died before it had taken its
-place. Nothing that the store knows is needed, since those who come bring what they know with them: who has lost the
-store begins anew in the next one at its place.
+place. Nothing that the store knows is needed, since those who come bring what they know with them, and say first which
+generation was the last: who has lost the store begins anew in the next one at its place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from math import inf
 from time import monotonic, sleep
@@ -63,7 +64,8 @@ class Ground:
     def __init__(self, init_method: str) -> None:
         self._init_method = init_method
         self.is_here = False  # a worker of this host serves it
-        self._meeting: Meeting | None = None  # no lock: replaced as a whole by whoever has lost or found the store
+        self._lock = threading.Lock()  # guards _meeting; held while the store is looked for
+        self._meeting: Meeting | None = None
 
     @property
     def held(self) -> Meeting | None:
@@ -76,15 +78,18 @@ class Ground:
         Raises:
             RendezvousError: there is none, and it cannot be served here.
         """
-        meeting = self._meeting
-        if meeting is None:
-            meeting = self._meeting = open_store(self._init_method, -1, None, timeout)
-            self.is_here = meeting.host is not None and meeting.port is not None and is_here(meeting.host)
-        return meeting
+        with self._lock:
+            meeting = self._meeting
+            if meeting is None:
+                meeting = self._meeting = open_store(self._init_method, -1, None, timeout)
+                self.is_here = meeting.host is not None and meeting.port is not None and is_here(meeting.host)
+            return meeting
 
-    def forget(self) -> None:
-        """The store was lost."""
-        self._meeting = None
+    def forget(self, lost: Meeting | None) -> None:
+        """That store was lost; another thread may have found, or serve, the next one already."""
+        with self._lock:
+            if self._meeting is lost:
+                self._meeting = None
 
     def __repr__(self) -> str:
         return f"<Ground at {self._init_method}, {'found' if self._meeting is not None else 'to be found'}>"
@@ -147,16 +152,17 @@ class _Joining:
                 try:
                     return self._join_at(meeting.store, key)
                 except StoreLost:  # another may be served in its place, also by this worker
-                    self._ground.forget()
+                    self._ground.forget(meeting)
                     if monotonic() > self._until:
                         raise
                 sleep(TRY_AGAIN)
 
     def _join_at(self, store: Any, key: bytes | None) -> tuple[Formed, bytes]:
         self._root = Board(store, BOARD)
-        taken, self._taken = self._taken, None
-        if taken is not None and self._has_formed():
-            return taken
+        self._tell()
+        if self._taken is not None and self._has_formed():  # this store may be lost meanwhile, too
+            return self._taken
+        self._taken = None
         shared = self._agree(key)
         while True:
             number = self._root.swap("round", "", "1")
@@ -166,6 +172,12 @@ class _Joining:
             if generation is not None:
                 return generation, shared
             self._root.swap("round", number, str(int(number) + 1))
+
+    def _tell(self) -> None:
+        """Have those who come to a new store wait for the last generation, before this worker has a place there."""
+        if self._before.number:
+            last = Formed(self._before.number, list(self._before.members), 0)
+            self._root.swap("running", "", last.to_json())
 
     def _agree(self, key: bytes | None) -> bytes:
         """The key; terms of an earlier run, of whom nobody lives, are replaced."""
@@ -198,7 +210,8 @@ class _Joining:
             self._place = self._board.count("places")
             self._board.write(f"entry/{self._place}", Arrival(self._me, self._before).to_json())
         self._quorum = Quorum(self._limits)
-        self._seen, self._came, self._next_sight = 0, monotonic(), 0.0
+        self._quorum.dead = self._dead  # also those that were found in another round, or store
+        self._came, self._next_sight = monotonic(), 0.0
         found = self._board.wait("verdict", inf, self._look)
         if found == VOID:
             return None
@@ -206,10 +219,12 @@ class _Joining:
         refused = dict(verdict.refused).get(self._place)
         if refused is not None:
             self._refuse(refused)
-        if self._place not in verdict.places:
-            return None
         arrivals = [Arrival.from_json(entry) for entry in self._entries(verdict.places)]
         generation = Formed(verdict.number, members_of(arrivals), verdict.survivors)
+        if self._place not in verdict.places:
+            if not self._survives:  # it may form any moment: those who are left must not be another one
+                self._before = Before(generation.number, tuple(generation.members))
+            return None
         self._taken = generation, shared
         if self._take_place(generation):
             return generation
@@ -317,7 +332,6 @@ class _Joining:
         if fresh or now - self._knocked.get(member.incarnation, -inf) > KNOCK_AGAIN:
             if not self._is_alive(member):
                 self._dead.add(member.incarnation)
-                self._quorum.dead = self._dead
                 return False
             self._knocked[member.incarnation] = monotonic()
         return True

@@ -37,6 +37,19 @@ def open_meeting(init_method: str, rank: int, world_size: int | None, timeout: f
         raise type(error)(f"{error} ({found})") from error
 
 
+def find_place(init_method: str, rank: int) -> tuple[str, int]:
+    """Where an elastic group meets, and the rank that this worker would like to have: likewise; its size is its own.
+
+    Raises:
+        UsageError: what the launcher says cannot be, or is not enough.
+    """
+    found = look_around(os.environ) if init_method == SAID_BY_ENVIRONMENT else None
+    if found is None:
+        return init_method, rank
+    log.info("telegrad: %s", found)
+    return found.init_method, found.rank if rank == -1 else rank
+
+
 def _check_drivers() -> None:
     """Raise UsageError where a launcher has started several drivers of Ray: each would have a group of its own."""
     launcher = one_of_several(os.environ)

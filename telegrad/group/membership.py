@@ -68,6 +68,7 @@ class Membership:
         self._post = post
         self._me = me
         self._group = directory if isinstance(directory, DynamicGroup) else None
+        self.none_joins = "nobody joins a group of fixed size once it has formed"  # what is said there
         self._teller = Teller(entered)
         # Guards what follows, up to _closed; this and _view are also loaded without.
         self._changed = threading.Condition()
@@ -180,7 +181,7 @@ class Membership:
         return lack(self._names(role if isinstance(wanted, int) else ""), wanted, role)
 
     def _why_none_joins(self) -> str:
-        return self._group.over if self._group is not None else "nobody joins a group of fixed size once it has formed"
+        return self._group.over if self._group is not None else self.none_joins
 
     def on_join(self, callback: Callable[[WorkerInfo], Any]) -> None:
         """Have `callback` called with each other worker: those that are there now, and those that come."""

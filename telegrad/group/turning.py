@@ -183,17 +183,22 @@ class Turning:
         """Seconds until the next look at the store, which is the leader's, and of those who could serve it."""
         if self._ground is None:
             return None
-        return LOOK if self.leads else LOOK_RARELY if self._ground[0].is_here else None
+        ground = self._ground[0]
+        if self.leads or (ground.is_here and ground.held is None):  # else those who lost it do not hear of this in time
+            return LOOK
+        return LOOK_RARELY if ground.is_here else None
 
     def _look(self) -> None:
         if self._ground is None or self._closed:
             return
         ground, most, is_alive = self._ground
+        meeting = ground.held
         try:
-            waits = waiting_at(ground.open(LOOK).store, self.generation, most, is_alive)
+            meeting = ground.open(LOOK)
+            waits = waiting_at(meeting.store, self.generation, most, is_alive)
         except RendezvousError as error:
             log.debug("telegrad: the store of an elastic group is looked for again: %s", error)
-            ground.forget()
+            ground.forget(meeting)
             return
         self._act(lambda: self._steps.want(waits))
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from telegrad.errors import GenerationOver, GroupIncomplete, UsageError
 from telegrad.group.generations import Coming, Ground, end_at
 from telegrad.group.joining import is_alive
+from telegrad.group.launched import find_place
 from telegrad.group.quorum import Before, Limits
 from telegrad.group.steps import FINISH, HERE, LEAVING, SERVING, STAY
 from telegrad.group.turning import Turning
@@ -48,12 +49,12 @@ class Elastic:
     ) -> None:
         self._name = name
         self._role = role
-        self._rank = rank
         self.options = options
         self._limits = limits
         self._kind = kind
         launched = options.init_method.startswith("env:") and LAUNCHED in os.environ
-        self._ground = None if launched else Ground(options.init_method)
+        place, self._rank = find_place(options.init_method, rank)
+        self._ground = None if launched else Ground(place)
         self._has_joined = False  # by init_rpc, just before the first step
         self._turning = threading.Lock()  # held by the one thread that goes to the next generation, or asks for it
 

@@ -77,6 +77,7 @@ class Worker:
         if generation is not None:
             self.turning = Turning(self.agent, self.me, generation)
             self.membership.gone.append(self.turning.note)
+            self.membership.none_joins = "who comes waits for the next generation: rpc.rendezvous_again() lets it in"
             if isinstance(self.parting, Together):
                 self.turning.went_on = self.parting.went_on
         self.agent.join(self.me, key, directory, used)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from telegrad.group import generations
 from telegrad.group.generations import BOARD, Coming, Formed, Ground, end_at, lives_at, waiting_at
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Before, Limits
-from telegrad.group.stores import Board
+from telegrad.group.stores import Board, Meeting, open_store
 from tests.cluster import PATIENCE
 
 WAIT = 20.0
@@ -227,6 +228,110 @@ def test_who_loses_its_connection_keeps_its_place(place: Place, monkeypatch: pyt
     coming = [place.come(name, Limits(2, 2)) for name in "ab"]
     assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
     assert Board(Ground(place.url).open(WAIT).store, f"{BOARD}/1").count("places", 0) == 2
+
+
+def test_who_was_found_dead_is_not_awaited_after_the_store_was_lost(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(2, 2)
+    place.store().write("running", Formed(1, [member("gone")], 0).to_json())
+    place.dead.add("gone/0")
+    lost = threading.Event()
+    wait = Board.wait
+
+    def lossy(board: Board, key: str, until: float, *meanwhile: Callable[[], None]) -> str:
+        if key == "verdict" and not lost.is_set():
+            meanwhile[0]()  # which finds that it is dead
+            lost.set()
+            raise errors.StoreLost("for a moment")
+        return wait(board, key, until, *meanwhile)
+
+    monkeypatch.setattr(Board, "wait", lossy)
+    first = place.come("a", limits)
+    assert lost.wait(WAIT)
+    second = place.come("b", limits)
+    assert [names(future.result(WAIT)[0]) for future in (first, second)] == [["a", "b"]] * 2
+
+
+def test_who_loses_one_store_after_the_other_hears_that_its_generation_has_formed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, lost_twice = threading.Event(), threading.Event()
+    order, losses = iter([0, 1]), iter([True])
+    wait, read = Board.wait, Board.read
+
+    def lossy_wait(board: Board, key: str, *rest: Any) -> str:
+        second = key == "ready" and next(order) == 1
+        if second:
+            assert first.wait(WAIT)
+            Path(place.url.removeprefix("file://")).unlink()
+            raise errors.StoreLost("its server has died")
+        found = wait(board, key, *rest)
+        if key == "ready":
+            first.set()
+        return found
+
+    def lossy_read(board: Board, key: str) -> str:
+        if key == "running" and first.is_set() and next(losses, False):
+            lost_twice.set()
+            raise errors.StoreLost("the next one has, too")
+        return read(board, key)
+
+    monkeypatch.setattr(Board, "wait", lossy_wait)
+    monkeypatch.setattr(Board, "read", lossy_read)
+    coming = [place.come(name, Limits(2, 2)) for name in "ab"]
+    assert lost_twice.wait(WAIT)
+    formed = next(future for future in as_completed(coming, WAIT)).result()[0]
+    waiting_at(Ground(place.url).open(WAIT).store, formed, 2, place.lives)  # as its members do now and then
+    assert [future.result(WAIT)[0] for future in coming] == [formed, formed]
+
+
+def test_who_comes_to_a_new_store_waits_for_those_who_wonder_whether_they_have_formed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "LAST_CALL", 0.1)
+    limits = Limits(1, 4)
+    formed = place.come("a", limits).result(WAIT)[0]
+    lost = threading.Event()
+    wait = Board.wait
+
+    def lossy(board: Board, key: str, *rest: Any) -> str:
+        if key == "ready" and not lost.is_set():
+            Path(place.url.removeprefix("file://")).unlink()
+            lost.set()
+            raise errors.StoreLost("its server has died")
+        return wait(board, key, *rest)
+
+    monkeypatch.setattr(Board, "wait", lossy)
+    again = place.come("a", limits, as_before(formed, "a"), 1)
+    assert lost.wait(WAIT)
+    place.wait_until(lambda store: bool(store.read("running")))
+    coming = [place.come(name, limits) for name in "bc"]
+    results = [future.result(WAIT)[0] for future in [again, *coming]]
+    assert results[0].number == 2
+    assert names(results[0])[0] == "a"
+    assert results[1:] == results[:1] * 2
+
+
+def test_who_hears_late_of_a_store_that_was_lost_leaves_the_next_one_alone(place: Place) -> None:
+    ground = Ground(place.url)
+    lost = ground.open(WAIT)
+    ground.forget(lost)
+    found = ground.open(WAIT)
+    ground.forget(lost)
+    assert ground.held is found
+
+
+def test_two_threads_that_look_for_the_store_find_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*arguments: Any) -> Meeting:
+        sleep(0.05)
+        return open_store(*arguments)
+
+    monkeypatch.setattr(generations, "open_store", slowly)
+    ground = Ground(place.url)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [pool.submit(ground.open, WAIT) for _ in range(2)]
+        assert first.result() is second.result() is ground.held
 
 
 def test_interrupts_reach_who_waits(place: Place) -> None:

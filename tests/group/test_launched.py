@@ -72,6 +72,23 @@ def test_a_name_is_enough(launcher: str) -> None:
     assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
 
 
+def meet_elastic(rank: int, variables: list[dict[str, str]]) -> tuple[str, int, str]:
+    os.environ.update(variables[rank])
+    init_rpc(role="worker", min_workers=2, max_workers=2)
+    rpc.rendezvous_again()
+    other = rpc.rpc_sync(1 - rank, rpc.get_worker_info).name
+    me, size = rpc.get_worker_info(), rpc.generation().size
+    rpc.shutdown()
+    return me.name, size, other
+
+
+@pytest.mark.parametrize("launcher", ["Open MPI", "by hand"])
+def test_an_elastic_group_needs_no_more(launcher: str) -> None:
+    with processes(2) as made:
+        found = run_all(made, meet_elastic, run_of(launcher))
+    assert found == [("worker0", 2, "worker1"), ("worker1", 2, "worker0")]
+
+
 def run_page(rank: int, variables: list[dict[str, str]], program: str) -> str:
     os.environ.update(variables[rank])
     said = io.StringIO()

@@ -355,6 +355,23 @@ def test_one_may_leave_before_the_others(tcp: str, graceful: bool) -> None:
     assert all(sizes == [3] * 5 + [2] * 5 for sizes in found[:2])
 
 
+def in_vain(place: str) -> str:
+    join(place, "w", 1, 2)
+    try:
+        rpc.wait_for_workers(2)
+    except errors.PeerLost as error:
+        return str(error)
+    finally:
+        rpc.shutdown()
+    return ""
+
+
+def test_waiting_for_workers_says_what_lets_them_in(tcp: str) -> None:
+    with processes(1) as made:
+        said = made[0].run(in_vain, tcp)
+    assert said.endswith("not 2: w; who comes waits for the next generation: rpc.rendezvous_again() lets it in")
+
+
 def refused(place: str) -> list[str]:
     said = []
     wrong: list[dict[str, Any]] = [
@@ -441,10 +458,11 @@ def chaos(place: str, folder: pathlib.Path, seed: int, kills: int) -> None:
     assert all(state == found[0][0] and is_right(state) for state, _ in found)
 
 
-def test_kills_at_random_moments(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("place", ["tcp", "file"], indirect=True)
+def test_kills_at_random_moments(place: str, tmp_path: pathlib.Path) -> None:
     seed = int(os.environ.get("TELEGRAD_SEED", random.randrange(1 << 30)))
     print(f"SEED={seed}")
-    chaos(f"file://{tmp_path}/store", tmp_path, seed, 3)
+    chaos(place, tmp_path, seed, 3)
 
 
 @pytest.mark.nightly
