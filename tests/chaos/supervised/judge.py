@@ -23,7 +23,7 @@ BACK = 2.0  # seconds, beside those of the imports, until who was killed can be 
 STORE_BACK = 2.0  # more, where the store was lost at that time
 LATE = 0.1  # seconds that the others' calls may take
 AROUND = 0.5  # seconds before and after a call in which the machine's noise counts, and what befalls the two
-LONG = 5.0  # seconds of a life after which it is started again at once
+LONG = 5.0  # seconds of a life after which it is started again at once, as who fails for the first time is
 
 
 class Blow(NamedTuple):
@@ -91,9 +91,13 @@ def _returns(notes: list[Note], blows: list[Blow]) -> Iterable[str]:
 
 def _return(blow: Blow, notes: list[Note], blows: list[Blow]) -> Iterable[str]:
     """All who were there all the time reach the next life in time."""
-    first = next((note for note in notes if note.life.pid == blow.pid), None)
+    before = {
+        note.life.pid: note.at for note in reversed(notes) if note.life.name == blow.name and note.at < blow.began
+    }
     joins = next((note for note in notes if _is_next(note, blow)), None)
-    if first is None or joins is None or blow.began - first.at < LONG:  # it never comes, or is let wait
+    if blow.pid not in before or joins is None:  # it has not come yet, or never does
+        return
+    if len(before) > 1 and blow.began - before[blow.pid] < LONG:  # it is let wait
         return
     noise = max(
         [0.0, *(note.told[0] for note in notes if note.what == "noise" and blow.began < note.at < joins.at + BACK)]
