@@ -74,6 +74,7 @@ def ran(operation: str, *lives: Life) -> list[Note]:
         ([*COMES_BACK, note(22.0, A, "met", AGAIN)], [KILL], ""),
         ([*COMES_BACK, note(21.1 + BACK, A, "met", AGAIN)], [KILL], "reached it after 3.10 s"),
         (COMES_BACK, [KILL], "reached it never"),
+        ([*COMES_BACK, note(19.0, A, "leaves")], [KILL], ""),
         (LET_WAIT, [KILL, KILL_AGAIN], ""),
         ([note(9.0, A, "late", B, 8.8, 0.2)], [], "took 0.200 s"),
         ([note(9.0, A, "late", B, 8.8, 0.2), note(8.9, B, "noise", 0.06)], [], ""),

@@ -109,7 +109,8 @@ def _return(blow: Blow, notes: list[Note], blows: list[Blow]) -> Iterable[str]:
     if _struck(joins.life, blow.began, until, blows) or _goes(joins.life, ("leaves",), blow.began, until, notes):
         return
     for life in {note.life for note in notes if note.what == "joined" and note.at < blow.began - AROUND}:
-        if life.pid == blow.pid or _disturbed(life, blow.began - AROUND, until, notes, blows):
+        gone = _goes(life, ("leaves", "rests"), 0.0, until, notes)
+        if life.pid == blow.pid or gone or _struck(life, blow.began - AROUND, until, blows):
             continue
         met = [
             note.at for note in notes if note.what == "met" and note.life == life and Life(*note.told[0]) == joins.life

@@ -13,6 +13,7 @@ from telegrad.errors import CallTimeout, PeerError, RRefError, ShutDown, Unknown
 from telegrad.weights import Subscriber
 from tests.chaos.functions import publish, weights
 from tests.chaos.supervised.functions import Token, count, run
+from tests.chaos.supervised.plan import ROLES
 from tests.chaos.supervised.record import Life
 
 PATIENCE = 30.0  # seconds of a call that waits for its worker; who was killed is back long before
@@ -55,7 +56,8 @@ class Client:
     def role(self, _: str, role: str, key: str) -> None:
         group = rpc.group(role)
         lives = group.rpc_sync(run, (key,), timeout=PATIENCE, wait_for_worker=True, idempotent=True)
-        if [life.name for life in lives] != group.names:
+        names = {life.name for life in lives}
+        if len(names) != len(lives) or any(ROLES.get(name) != role for name in names):
             raise Wrong(f"{group} was answered by {lives}")
 
     def refer(self, to: str, _: str, key: str) -> None:
