@@ -55,9 +55,10 @@ def main(name: str) -> int:
             return LEFT
         time.sleep(MOST_AWAY / 2)
         record.life = record.life._replace(number=record.life.number + 1)
-    let_go(folder)
+    let_go()
     while not (folder / "end").exists():
         time.sleep(GLANCE)
+    record.note("leaves")
     rpc.shutdown(timeout=PATIENCE)
     return 0
 
@@ -97,18 +98,19 @@ def wait_for_word(folder: pathlib.Path, name: str) -> str:
         time.sleep(GLANCE)
 
 
-def let_go(folder: pathlib.Path) -> None:
+def let_go() -> None:
     """Nothing is held any more, once all have ended their load."""
     functions.record.note("rests")
     until = time.monotonic() + PATIENCE
-    while (found := left(folder)) and time.monotonic() < until:
+    while (found := left()) and time.monotonic() < until:
         time.sleep(GLANCE)
     if found:
         functions.record.note("wrong", f"left over: {found}")
     functions.record.note("clean")
 
 
-def left(folder: pathlib.Path) -> dict[str, int]:
+def left() -> dict[str, int]:
+    shelf.clear_shelf()  # others may have published here since
     gc.collect()
     files = sum("memfd:telegrad" in _target(entry) for entry in os.listdir("/proc/self/fd"))
     counts = Counter(rpc.debug_info())
