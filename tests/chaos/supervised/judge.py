@@ -103,6 +103,10 @@ def _return(blow: Blow, notes: list[Note], blows: list[Blow]) -> Iterable[str]:
         [0.0, *(note.told[0] for note in notes if note.what == "noise" and blow.began < note.at < joins.at + BACK)]
     )
     limit = BACK + joins.told[0] + noise
+    if any(
+        other.kind == "hang" and blow.began < other.ended + LONG and other.began < joins.at + BACK for other in blows
+    ):
+        return  # who knows of that place alone waits for it
     if any(other.kind in ("store", "stop") and abs(other.began - blow.began) < LONG for other in blows):
         limit += STORE_BACK
     until = blow.began + limit

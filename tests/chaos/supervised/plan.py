@@ -13,20 +13,26 @@ PUBLISHERS = "b"  # the role whose workers publish
 
 KEPT, SERVED = "kept by telegrad run", "served by a worker"
 IN_ORDER, KILLED = "in order", "telegrad run is killed"
-KINDS = ("kill", "stop", "leave", "exit", "join", "store")
+KINDS = ("kill", "again", "stop", "leave", "exit", "join", "store", "hang")
+WEIGHTS = (4, 2, 2, 2, 1, 1, 2, 1)
+OF_THE_STORE = ("store", "hang")
 MOST_ROUNDS = 4
 AT_ONCE = 3  # happenings of one round, at most
 SPREAD = 1.0  # seconds within which those of a round begin
 LONGEST = 1.5  # seconds that a worker is stopped
+HANGS = 6.0, 8.0  # likewise who serves the store: longer than the others wait for it
 
 
 class Event(NamedTuple):
-    """`kind` befalls a worker: who keeps the store where it is "store", a new one where it is "join"."""
+    """`kind` befalls a worker: who keeps the store where it is "store" or "hang", a new one where it is "join".
+
+    "again" kills it, and once more as it comes back.
+    """
 
     kind: str
     victim: str
     start: float  # seconds after the round's beginning
-    duration: float  # of a stop
+    duration: float  # of a stop; "again": from its coming to its second end
 
     def __str__(self) -> str:
         return f"{self.kind} {self.victim} at {self.start:.2f}" + (
@@ -57,10 +63,11 @@ def make_plan(seed: int, rounds: int = 0) -> Plan:
         victims = list(ROLES)
         chance.shuffle(victims)
         for _ in range(chance.randint(1, AT_ONCE)):
-            kind = chance.choices(KINDS, (4, 2, 2, 1, 1, 2))[0]
-            victim = "" if kind == "store" else victims.pop()
+            kind = chance.choices(KINDS, WEIGHTS)[0]
+            victim = "" if kind in OF_THE_STORE else victims.pop()
             if kind == "join":
                 victim, guests = f"guest{guests}", guests + 1
-            events.append(Event(kind, victim, chance.uniform(0, SPREAD), chance.uniform(0.1, LONGEST)))
+            duration = chance.uniform(*HANGS) if kind == "hang" else chance.uniform(0.1, LONGEST)
+            events.append(Event(kind, victim, chance.uniform(0, SPREAD), duration))
         made.append(sorted(events, key=lambda event: event.start))
     return Plan(seed, store, end, made)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.chaos.report import Report
 from tests.chaos.supervised.judge import Blow, violations
-from tests.chaos.supervised.plan import COUNTS, FOLDER, KEPT, KILLED, OWN, ROLES, SEED, Event, Plan
+from tests.chaos.supervised.plan import COUNTS, FOLDER, KEPT, KILLED, OF_THE_STORE, OWN, ROLES, SEED, Event, Plan
 from tests.chaos.supervised.record import Life, Reader
 from tests.cluster import free_port
 
@@ -83,12 +83,12 @@ class Schedule:
                 self._join(event.victim)
             elif event.kind in ("leave", "exit"):
                 (self._folder / f"order-{event.victim}").write_text(event.kind)
-            elif event.kind == "store":
-                self._strike("store", self._keeper())
-            else:
-                life = self._lives().get(event.victim)
-                if life is not None:
-                    stopped += self._strike(event.kind, (life.name, life.pid), event.duration)
+            elif event.kind in OF_THE_STORE:
+                stopped += self._strike(event.kind, self._keeper(), event.duration)
+            elif life := self._lives().get(event.victim):
+                stopped += self._strike(event.kind, (life.name, life.pid), event.duration)
+                if event.kind == "again":
+                    self._kill_again(life, event.duration)
         for timer in stopped:
             timer.join()
 
@@ -97,7 +97,7 @@ class Schedule:
         name, pid = whom
         with contextlib.suppress(ProcessLookupError):
             now = time.monotonic()
-            if kind != "stop":
+            if kind not in ("stop", "hang"):
                 os.kill(pid, signal.SIGKILL)
                 self._blows += [Blow(each, name, pid, now, float("inf")) for each in {kind, "kill"}]
                 return []
@@ -107,6 +107,11 @@ class Schedule:
             timer.start()
             return [timer]
         return []
+
+    def _kill_again(self, life: Life, after: float) -> None:
+        self._wait("who was killed comes back", lambda: "" if self._lives()[life.name].pid != life.pid else str(life))
+        time.sleep(after)
+        self._strike("kill", (life.name, self._lives()[life.name].pid))
 
     def _join(self, name: str) -> None:
         environment = dict(self._environment)
