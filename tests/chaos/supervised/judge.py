@@ -91,22 +91,17 @@ def _returns(notes: list[Note], blows: list[Blow]) -> Iterable[str]:
 
 def _return(blow: Blow, notes: list[Note], blows: list[Blow]) -> Iterable[str]:
     """All who were there all the time reach the next life in time."""
-    before = {
-        note.life.pid: note.at for note in reversed(notes) if note.life.name == blow.name and note.at < blow.began
-    }
+    earlier = [note for note in notes if note.life.name == blow.name and note.at < blow.began]
+    before = {note.life.pid: note.at for note in reversed(earlier)}  # when each process of that name began
     joins = next((note for note in notes if _is_next(note, blow)), None)
     if blow.pid not in before or joins is None:  # it has not come yet, or never does
         return
     if len(before) > 1 and blow.began - before[blow.pid] < LONG:  # it is let wait
         return
-    noise = max(
-        [0.0, *(note.told[0] for note in notes if note.what == "noise" and blow.began < note.at < joins.at + BACK)]
-    )
-    limit = BACK + joins.told[0] + noise
-    if any(
-        other.kind == "hang" and blow.began < other.ended + LONG and other.began < joins.at + BACK for other in blows
-    ):
+    last = joins.at + BACK
+    if any(other.kind == "hang" and blow.began < other.ended + LONG and other.began < last for other in blows):
         return  # who knows of that place alone waits for it
+    limit = BACK + joins.told[0] + _longest(note for note in notes if blow.began < note.at < last)
     if any(other.kind in ("store", "stop") and abs(other.began - blow.began) < LONG for other in blows):
         limit += STORE_BACK
     until = blow.began + limit
@@ -116,9 +111,8 @@ def _return(blow: Blow, notes: list[Note], blows: list[Blow]) -> Iterable[str]:
         gone = _goes(life, ("leaves", "rests"), 0.0, until, notes)
         if life.pid == blow.pid or gone or _struck(life, blow.began - AROUND, until, blows):
             continue
-        met = [
-            note.at for note in notes if note.what == "met" and note.life == life and Life(*note.told[0]) == joins.life
-        ]
+        own = [note for note in notes if note.what == "met" and note.life == life]
+        met = [note.at for note in own if Life(*note.told[0]) == joins.life]
         if not met or met[0] > until:
             when = f"after {met[0] - blow.began:.2f} s" if met else "never"
             yield f"{blow}: {life} reached it {when}, not within {limit:.2f} s (imports {joins.told[0]:.2f})"
@@ -143,9 +137,8 @@ def _late(notes: list[Note], blows: list[Blow]) -> Iterable[str]:
 
 def _disturbed(life: Life, since: float, until: float, notes: list[Note], blows: list[Blow]) -> bool:
     """Whether something befell it, or it came or went."""
-    return _struck(life, since, until, blows) or _goes(
-        life, ("joins", "joined", "leaves", "rests"), since, until, notes
-    )
+    passes = ("joins", "joined", "leaves", "rests")
+    return _struck(life, since, until, blows) or _goes(life, passes, since, until, notes)
 
 
 def _struck(life: Life, since: float, until: float, blows: list[Blow]) -> bool:
@@ -157,13 +150,10 @@ def _goes(life: Life, how: Collection[str], since: float, until: float, notes: l
 
 
 def _noise(life: Life, since: float, until: float, notes: list[Note]) -> float:
-    return max(
-        [
-            0.0,
-            *(
-                note.told[0]
-                for note in notes
-                if note.what == "noise" and note.life == life and since < note.at < until + note.told[0]
-            ),
-        ]
-    )
+    own = (note for note in notes if note.what == "noise" and note.life == life)
+    return _longest(note for note in own if since < note.at < until + note.told[0])
+
+
+def _longest(notes: Iterable[Note]) -> float:
+    """How late the machine was at most."""
+    return max((note.told[0] for note in notes if note.what == "noise"), default=0.0)
