@@ -28,6 +28,7 @@ lint: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 60
+	$(BIN)/python -m tests.chaos --seconds 60 --supervised
 	$(BIN)/python -m tests.chaos --seconds 60 --soak
 
 bench: $(INSTALLED)

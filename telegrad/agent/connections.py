@@ -299,17 +299,18 @@ class Connections:
         return LoopEnd(self._me.name, arrive, peer.on_messages, partial(peer.ended, number))
 
     def _peer_lost(self, who: Identity, reason: PeerError) -> None:
-        self.forget_names()  # in a dynamic group they may now be others'
+        self._forget_names(lambda incarnation: incarnation != who.incarnation)  # its name may now be another's
         self.tell_lost(who, reason)
 
-    def forget_names(self, but: Collection[str] = ()) -> None:
-        """Look up again who goes by which name, but for those of these incarnations.
+    def forget_names(self, but: Collection[str]) -> None:
+        """Look up again who goes by which name, but for those of these incarnations."""
+        self._forget_names(lambda incarnation: incarnation in but)
 
-        Also one that is being looked up now: what is found then is noted in the old table.
-        """
+    def _forget_names(self, stays: Callable[[str], bool]) -> None:
+        """Also one that is being looked up now: what is found then is noted in the old table."""
         with self._lock:
             known = self._names.copy()
-            self._names = {to: peer for to, peer in known.items() if peer.identity.incarnation in but}
+            self._names = {to: peer for to, peer in known.items() if stays(peer.identity.incarnation)}
 
     # To here
 

@@ -10,11 +10,16 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 
 from tests.chaos import soak
 from tests.chaos.plan import KINDS, make_plan
 from tests.chaos.report import Report
 from tests.chaos.schedule import run
+from tests.chaos.supervised.plan import make_plan as make_supervised_plan
+from tests.chaos.supervised.schedule import run as run_supervised
+
+Lived = tuple[object, Report]  # a plan, and what came of it
 
 
 def main() -> int:
@@ -26,6 +31,7 @@ def main() -> int:
     parser.add_argument(
         "--kinds", default="", help=f"of faults, by commas, of {','.join(KINDS)}; else the seed decides"
     )
+    parser.add_argument("--supervised", action="store_true", help="a group of `telegrad run` that outlives its workers")
     parser.add_argument("--soak", action="store_true", help="no faults: watch memory meanwhile, and what is left")
     chosen = parser.parse_args()
     seed = chosen.seed
@@ -33,24 +39,35 @@ def main() -> int:
         seed = int(os.environ.get("TELEGRAD_SEED") or random.SystemRandom().randrange(1_000_000))
     if chosen.soak:
         return soak.run(chosen.seconds, chosen.workers, seed)
+    if chosen.supervised:
+        return _run_all(seed, chosen, ["--supervised"], _live_supervised)
     kinds = [kind for kind in chosen.kinds.split(",") if kind]
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"no such faults: {', '.join(sorted(unknown))}")
     if chosen.workers < 2:
         parser.error("chaos needs two workers at least")
-    total = _run_all(seed, chosen.seconds, chosen.schedules, chosen.workers, kinds)
-    print(f"\n{total}")
-    return bool(total.violations)
+    again = ["--workers", str(chosen.workers), *(["--kinds", chosen.kinds] if kinds else [])]
+    return _run_all(seed, chosen, again, lambda seed: _live(seed, chosen.workers, kinds))
 
 
-def _run_all(first: int, seconds: float, schedules: int, workers: int, kinds: list[str]) -> Report:
+def _live(seed: int, workers: int, kinds: list[str]) -> Lived:
+    plan = make_plan(seed, workers, kinds)
+    return plan, run(plan)
+
+
+def _live_supervised(seed: int) -> Lived:
+    plan = make_supervised_plan(seed)
+    return plan, run_supervised(plan)
+
+
+def _run_all(first: int, chosen: argparse.Namespace, again: list[str], live: Callable[[int], Lived]) -> int:
+    """Schedule after schedule; the exit code. `again`: options with which a seed comes to the same."""
     total = Report()
-    until = time.monotonic() + seconds
-    while total.schedules < schedules if schedules else time.monotonic() < until:
+    until = time.monotonic() + chosen.seconds
+    while total.schedules < chosen.schedules if chosen.schedules else time.monotonic() < until:
         seed = first + total.schedules
         began = time.monotonic()
-        plan = make_plan(seed, workers, kinds)
-        report = run(plan)
+        plan, report = live(seed)
         total.add(report)
         print(
             f"SEED={seed} {report.faults.total()} faults, {report.operations} operations, "
@@ -58,10 +75,10 @@ def _run_all(first: int, seconds: float, schedules: int, workers: int, kinds: li
             flush=True,
         )
         if report.violations:
-            again = f"python -m tests.chaos --seed {seed} --schedules 1 --workers {workers}"
-            again += f" --kinds {','.join(kinds)}" if kinds else ""
-            print(plan, *report.violations, f"again: {again}", sep="\n", flush=True)
-    return total
+            command = ["python -m tests.chaos --seed", str(seed), "--schedules 1", *again]
+            print(plan, *report.violations, f"again: {' '.join(command)}", sep="\n", flush=True)
+    print(f"\n{total}")
+    return int(bool(total.violations))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ import pytest
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, group, processes
+from tests.cluster import PATIENCE, Process, agents, free_port, group, processes, wait_until
 
 SILENCE = 0.5
 SOON = 5.0  # seconds that a loaded machine may take for what is due at once
@@ -202,3 +204,23 @@ def test_times_that_are_none(option: str) -> None:
     for wrong in (-1, "1", float("nan"), float("inf"), None):
         with pytest.raises(errors.UsageError, match=f"{option} must be 0"):
             TelegradOptions(**{option: wrong})  # type: ignore[arg-type]
+
+
+def test_where_one_is_lost_the_others_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | int] = []
+    find = DynamicGroup.find
+
+    def seen(self: DynamicGroup, to: str | int) -> Member:
+        found.append(to)
+        return find(self, to)
+
+    monkeypatch.setattr(DynamicGroup, "find", seen)
+    with agents(3, dynamic=True) as (worker, lost, stays):
+        for other in (lost, stays):
+            assert worker.agent.call(other.me.name, operator.add, (1, 2), None) == 3
+        lost.end("")
+        with pytest.raises(errors.TelegradError):
+            wait_until(lambda: worker.agent.call(lost.me.name, operator.add, (1, 2), None) != 3)
+        del found[:]
+        assert worker.agent.call(stays.me.name, operator.add, (1, 2), None) == 3
+        assert not found, "who could answer late where the store is silent"

@@ -213,8 +213,8 @@ class World:
         there = self.listed.values()
         self.names = {to: side for to, side in self.names.items() if side.life in there}
 
-    def forget_lost(self) -> None:
-        self.names = {}
+    def forget_lost(self, lost: Side) -> None:
+        self.names = {to: side for to, side in self.names.items() if side is not lost}
 
     # Whom a name stands for
 
@@ -358,7 +358,7 @@ class World:
         yield
         life = self.door(side.life)
         if life is None or (not self.calm and self.chance.random() < 0.05):
-            self.forget_lost()
+            self.forget_lost(side)
             self.end_all(side.calls.refused(), Fate.NOT_RUN)
             return
         link = Connection(number, life, side)
@@ -373,7 +373,7 @@ class World:
             for at, (_, attempt) in enumerate(backlog):
                 yield
                 if not self.write(link, attempt):
-                    self.forget_lost()
+                    self.forget_lost(side)
                     self.end_all(side.calls.refused(backlog[at:]), Fate.MAY_HAVE_RUN)
                     return
         if not link.lives:
@@ -399,7 +399,7 @@ class World:
             link.side.connections.remove(link)
         if link.side.open is link:
             link.side.open = None
-        self.forget_lost()
+        self.forget_lost(link.side)
         self.end_all(link.side.calls.ended(link.number), Fate.MAY_HAVE_RUN)
 
     def end_all(self, attempts: list[Attempt], fate: Fate) -> None:

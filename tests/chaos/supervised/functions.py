@@ -1,0 +1,51 @@
+"""What runs on the workers that are called: each tells in which life it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.chaos.supervised.record import Life, Record
+
+record: Record  # of this process
+table_of: Life | None = None  # the last life that made it
+
+
+def begin(name: str, folder: Path) -> Record:
+    global record
+    record = Record(folder, name)
+    return record
+
+
+def here() -> Life:
+    return record.life
+
+
+def run(key: str) -> Life:
+    """Something that is seen to have been done."""
+    record.note("ran", key)
+    return record.life
+
+
+def count(items: int) -> Iterator[tuple[Life, int]]:
+    for number in range(items):
+        yield record.life, number
+
+
+class Token:
+    """What belongs to one life."""
+
+    def __init__(self) -> None:
+        self.life = record.life
+
+    def of(self) -> Life:
+        if self.life != record.life:
+            record.note("wrong", f"a value of {self.life} was reached in {record.life}")
+        return self.life
+
+
+def make_table() -> Token:
+    global table_of
+    table_of = record.life
+    record.note("made")
+    return Token()

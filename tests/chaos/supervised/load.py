@@ -1,0 +1,120 @@
+"""The load of one life: clients, a watcher for each worker, and one that measures how late the machine is."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import random
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+import telegrad.rpc as rpc
+from telegrad.errors import TelegradError
+from tests.chaos.supervised import functions
+from tests.chaos.supervised.operations import OPERATIONS, PATIENCE, Client, Failures
+from tests.chaos.supervised.record import Life
+
+CLIENTS = 2
+PAUSE = 0.01  # seconds between two operations of a client
+WATCH = 0.05  # seconds between two calls of a watcher
+NAP = 0.005
+NOISE = 0.01  # seconds; what is less late is not worth a note
+LATE = 0.1  # seconds; likewise for calls
+GRACE = 10.0
+
+
+class Load:
+    """Runs until it is stopped. `roles` has those whom it calls, and their roles."""
+
+    def __init__(self, roles: dict[str, str], seed: int) -> None:
+        self._roles = roles
+        self._note = functions.record.note
+        self._ended = threading.Event()
+        jobs = [
+            (self._serve, (client, random.Random(f"{seed}/{functions.record.life}/{client}")))
+            for client in range(CLIENTS)
+        ]
+        self._threads = [threading.Thread(target=job, args=args, daemon=True) for job, args in jobs]
+        self._threads += [threading.Thread(target=self._watch, args=(name,), daemon=True) for name in roles]
+        self._threads.append(threading.Thread(target=self._measure, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Have all come to an end; who does not is a violation."""
+        self._ended.set()
+        until = time.monotonic() + PATIENCE + GRACE
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            self._note("wrong", f"a call never ends:\n{_stacks()}")
+
+    def _serve(self, number: int, chance: random.Random) -> None:
+        client = Client(chance)
+        done = 0
+        while not self._ended.wait(PAUSE):
+            operation, may_fail = chance.choice(OPERATIONS)
+            to, role = chance.choice(list(self._roles.items()))
+            life, done = functions.record.life, done + 1
+            key = f"{operation.__name__} {life.name} {life.pid} {life.number} {number} {done}"
+            began = time.monotonic()
+            answer, failure = self._try(partial(operation, client, to, role, key), may_fail)
+            self._note("ended", operation.__name__, to, key, answer, failure, time.monotonic() - began)
+        client.forget()
+
+    def _try(self, operation: Callable[[], Life | None], may_fail: Failures) -> tuple[Life | None, str]:
+        try:
+            return operation(), ""
+        except BaseException as error:
+            if not isinstance(error, may_fail):
+                self._note("wrong", "".join(traceback.format_exception(error)))
+            return None, type(error).__name__
+
+    def _watch(self, name: str) -> None:
+        """Which life answers, and how late."""
+        met: Life | None = None
+        while not self._ended.wait(WATCH):
+            began = time.monotonic()
+            try:
+                life = rpc.rpc_sync(name, functions.here, timeout=PATIENCE)
+            except TelegradError:
+                continue
+            took = time.monotonic() - began
+            if life != met:
+                met = life
+                self._note("met", life)
+            elif took > LATE:
+                self._note("late", life, began, took)
+
+    def _measure(self) -> None:
+        while not self._ended.is_set():
+            began = time.monotonic()
+            time.sleep(NAP)
+            late = time.monotonic() - began - NAP
+            if late > NOISE:
+                self._note("noise", late)
+
+
+class Errors(logging.Handler):
+    """What Telegrad logs as an error is a violation."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.module != "unseen":  # of references that a client drops without a look
+            error = record.exc_info[1] if record.exc_info else None
+            functions.record.note(
+                "wrong", record.getMessage() + "".join(traceback.format_exception(error) if error else "")
+            )
+
+
+def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()

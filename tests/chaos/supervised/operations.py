@@ -1,0 +1,117 @@
+"""What a client does again and again, and how each may fail where the worker that it calls is killed, or leaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import telegrad.rpc as rpc
+from telegrad.errors import CallTimeout, PeerError, RRefError, ShutDown, UnknownPublisher, UnknownWorker
+from telegrad.weights import Subscriber
+from tests.chaos.functions import publish, weights
+from tests.chaos.supervised.functions import Token, count, run
+from tests.chaos.supervised.plan import ROLES
+from tests.chaos.supervised.record import Life
+
+PATIENCE = 30.0  # seconds of a call that waits for its worker; who was killed is back long before
+BRIEFLY = 3.0  # seconds of what may wait in vain
+ITEMS, USES = 20, 4
+TABLE = "table"
+
+Failures = tuple[type[BaseException], ...]
+
+
+class Wrong(Exception):
+    """A result that must not be."""
+
+
+class Client:
+    """One thread's; each operation gets whom it calls, the role of that, and a key of its own."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._restored: dict[str, Any] = {}  # references to values that are made anew
+        self._table: Any = None
+
+    # Calls: these answer with the life in which they ran
+
+    def plain(self, to: str, _: str, key: str) -> Life:
+        return rpc.rpc_sync(to, run, (key,), timeout=PATIENCE)
+
+    def patient(self, to: str, _: str, key: str) -> Life:
+        return rpc.rpc_sync(to, run, (key,), timeout=PATIENCE, wait_for_worker=True)
+
+    def repeated(self, to: str, _: str, key: str) -> Life:
+        return rpc.rpc_sync(to, run, (key,), timeout=PATIENCE, idempotent=True)
+
+    def once(self, to: str, _: str, key: str) -> Life:
+        call = rpc.rpc_async(to, run, (key,), timeout=PATIENCE, wait_for_worker=True, idempotent=True)
+        return call.wait()
+
+    # Others
+
+    def role(self, _: str, role: str, key: str) -> None:
+        group = rpc.group(role)
+        lives = group.rpc_sync(run, (key,), timeout=PATIENCE, wait_for_worker=True, idempotent=True)
+        names = {life.name for life in lives}
+        if len(names) != len(lives) or any(ROLES.get(name) != role for name in names):
+            raise Wrong(f"{group} was answered by {lives}")
+
+    def refer(self, to: str, _: str, key: str) -> None:
+        reference = rpc.remote(to, Token, timeout=PATIENCE, wait_for_worker=True)
+        lives = {reference.rpc_sync().of() for _ in range(USES)}
+        _expect_one(to, lives)
+
+    def restored(self, to: str, _: str, key: str) -> None:
+        if to not in self._restored:
+            self._restored[to] = rpc.remote(to, Token, timeout=PATIENCE, restore=True, wait_for_worker=True)
+        _expect_one(to, {self._restored[to].rpc_sync(timeout=PATIENCE).of()})
+
+    def look_up(self, _: str, __: str, key: str) -> None:
+        """A reference that was looked up follows the value, and another one finds the same."""
+        if self._table is None or self._chance.random() < 0.2:
+            self._table = rpc.lookup(TABLE, timeout=PATIENCE)
+        self._table.rpc_sync(timeout=PATIENCE).of()
+
+    def stream(self, to: str, _: str, key: str) -> None:
+        items = list(rpc.rpc_stream(to, count, (ITEMS,), timeout=PATIENCE, wait_for_worker=True))
+        _expect_one(to, {life for life, _ in items})
+        if [number for _, number in items] != list(range(ITEMS)):
+            raise Wrong(f"a stream of {to} gave {items}")
+
+    def weigh(self, to: str, _: str, key: str) -> None:
+        rpc.rpc_sync(to, publish, timeout=PATIENCE, wait_for_worker=True)
+        with Subscriber(to, "weights", BRIEFLY) as reader:
+            version = reader.newest(BRIEFLY)
+            for name, wanted in weights(version.number).items():
+                got = version.state[name]
+                if not (torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted):
+                    raise Wrong(f"{name} of version {version.number} of {to}: {got!r:.200}")
+
+    def forget(self) -> None:
+        self._restored.clear()
+        self._table = None
+
+
+def _expect_one(to: str, lives: set[Life]) -> None:
+    """One life answered, and one of that name."""
+    if len(lives) != 1 or any(life.name != to for life in lives):
+        raise Wrong(f"{to} was called, and answered {', '.join(map(str, lives))}")
+
+
+OPERATIONS: tuple[tuple[Callable[[Client, str, str, str], Life | None], Failures], ...] = (
+    (Client.plain, (PeerError, UnknownWorker)),
+    (Client.patient, (PeerError,)),
+    (Client.repeated, (PeerError, UnknownWorker)),
+    (Client.once, ()),
+    (Client.role, (UnknownWorker,)),
+    (Client.refer, (PeerError, RRefError)),
+    (Client.restored, (PeerError,)),
+    (Client.look_up, (PeerError,)),
+    (Client.stream, (PeerError,)),
+    (Client.weigh, (PeerError, RRefError, UnknownPublisher, CallTimeout)),
+)
+assert issubclass(ShutDown, PeerError)  # of who has left

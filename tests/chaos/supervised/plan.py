@@ -1,0 +1,75 @@
+"""What shall befall the group, and when: a plan is made of its seed alone."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+FOLDER, OWN, SEED = "CHAOS_FOLDER", "CHAOS_OWN_STORE", "CHAOS_SEED"  # variables of the workers
+COUNTS = {"a": 2, "b": 2}  # workers of each role
+ROLES = {f"{role}{number}": role for role, count in COUNTS.items() for number in range(count)}
+FIRST = "a0"  # begins the store that the group keeps itself
+PUBLISHERS = "b"  # the role whose workers publish
+
+KEPT, SERVED = "kept by telegrad run", "served by a worker"
+IN_ORDER, KILLED = "in order", "telegrad run is killed"
+KINDS = ("kill", "again", "stop", "leave", "exit", "join", "store", "hang")
+WEIGHTS = (4, 2, 2, 2, 1, 1, 2)
+OF_THE_STORE = ("store", "hang")
+MOST_ROUNDS = 4
+AT_ONCE = 3  # happenings of one round, at most
+SPREAD = 1.0  # seconds within which those of a round begin
+LONGEST = 1.5  # seconds that a worker is stopped
+HANG = 0.2  # how many schedules end with a store that does not answer
+HANGS = 6.0, 8.0  # likewise who serves the store: longer than the others wait for it
+
+
+class Event(NamedTuple):
+    """`kind` befalls a worker: who keeps the store where it is "store" or "hang", a new one where it is "join".
+
+    "again" kills it, and once more as it comes back.
+    """
+
+    kind: str
+    victim: str
+    start: float  # seconds after the round's beginning
+    duration: float  # of a stop; "again": from its coming to its second end
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.victim} at {self.start:.2f}" + (
+            f" for {self.duration:.2f} s" * (self.kind == "stop")
+        )
+
+
+class Plan(NamedTuple):
+    """Rounds of events; after each all must reach all."""
+
+    seed: int
+    store: str
+    end: str
+    rounds: list[list[Event]]
+
+    def __str__(self) -> str:
+        rounds = ["; ".join(map(str, events)) for events in self.rounds]
+        return "\n".join([f"{len(ROLES)} workers, whose store is {self.store}; the end: {self.end}", *rounds])
+
+
+def make_plan(seed: int, rounds: int = 0) -> Plan:
+    chance = random.Random(seed)
+    store, end = chance.choice((KEPT, SERVED)), chance.choice((IN_ORDER, IN_ORDER, KILLED))
+    made = []
+    guests = 0
+    for _ in range(rounds or chance.randint(1, MOST_ROUNDS)):
+        events = []
+        victims = list(ROLES)
+        chance.shuffle(victims)
+        for _ in range(chance.randint(1, AT_ONCE)):
+            kind = chance.choices(KINDS[:-1], WEIGHTS)[0]
+            victim = "" if kind == "store" else victims.pop()
+            if kind == "join":
+                victim, guests = f"guest{guests}", guests + 1
+            events.append(Event(kind, victim, chance.uniform(0, SPREAD), chance.uniform(0.1, LONGEST)))
+        made.append(sorted(events, key=lambda event: event.start))
+    if chance.random() < HANG:  # last and alone: from then on the store is not where those look who come
+        made.append([Event("hang", "", 0.0, chance.uniform(*HANGS))])
+    return Plan(seed, store, end, made)

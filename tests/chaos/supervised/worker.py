@@ -1,0 +1,130 @@
+"""The program of each worker: it joins, has its load, and does what files in the schedule's folder say.
+
+`order-NAME` holds a word for that worker alone; `enough` ends the load of all, `end` the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections import Counter
+
+import torch
+
+import telegrad.rpc as rpc
+from telegrad.errors import PeerError
+from telegrad.rpc import current
+from telegrad.transport import memory
+from tests.chaos import functions as shelf
+from tests.chaos.supervised import functions
+from tests.chaos.supervised.functions import make_table
+from tests.chaos.supervised.load import Errors, Load
+from tests.chaos.supervised.operations import PATIENCE, TABLE
+from tests.chaos.supervised.plan import FIRST, FOLDER, OWN, PUBLISHERS, ROLES, SEED
+
+GLANCE = 0.02
+KEEP = 0.3  # seconds for which memory without use stays warm, in place of the usual ones
+MOST_AWAY = 0.5  # seconds between leaving and coming back
+LEFT = 1  # the exit code of who left, to be started again
+
+
+def main(name: str) -> int:
+    folder = pathlib.Path(os.environ[FOLDER])
+    torch.set_num_threads(1)
+    memory.KEEP = KEEP
+    record = functions.begin(name, folder)
+    threading.excepthook = lambda args: record.note("wrong", f"a thread ended by {args.exc_value!r}")
+    logging.getLogger("telegrad").addHandler(Errors())
+    while True:
+        join(name)
+        load = Load(ROLES, int(os.environ[SEED]))
+        word = wait_for_word(folder, name)
+        load.stop()
+        shelf.clear_shelf()
+        if word == "enough":
+            break
+        record.note("leaves")
+        rpc.shutdown(timeout=PATIENCE)
+        if word == "exit":
+            return LEFT
+        time.sleep(MOST_AWAY / 2)
+        record.life = record.life._replace(number=record.life.number + 1)
+    let_go()
+    while not (folder / "end").exists():
+        time.sleep(GLANCE)
+    record.note("leaves")
+    rpc.shutdown(timeout=PATIENCE)
+    return 0
+
+
+def join(name: str) -> None:
+    own = os.environ.get(OWN)
+    options = rpc.TelegradOptions(rpc_timeout=PATIENCE, init_method=own or "env://")
+    functions.record.note("joins", _age() if functions.record.life.number == 0 else 0.0)
+    rank = 0 if own and name == FIRST else -1
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
+    if ROLES.get(name) == PUBLISHERS:
+        threading.Thread(target=publish, daemon=True).start()
+    functions.record.note("joined")
+
+
+def publish() -> None:
+    with contextlib.suppress(PeerError):  # this worker leaves before it is decided
+        rpc.publish(TABLE, make_table)
+
+
+def _age() -> float:
+    """Seconds since this process was started: the interpreter's start and its imports."""
+    with open("/proc/self/stat") as file:
+        started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def wait_for_word(folder: pathlib.Path, name: str) -> str:
+    order = folder / f"order-{name}"
+    while True:
+        if order.exists():
+            word = order.read_text()
+            order.unlink()
+            return word
+        if (folder / "enough").exists():
+            return "enough"
+        time.sleep(GLANCE)
+
+
+def let_go() -> None:
+    """Nothing is held any more, once all have ended their load."""
+    functions.record.note("rests")
+    until = time.monotonic() + PATIENCE
+    while (found := left()) and time.monotonic() < until:
+        time.sleep(GLANCE)
+    if found:
+        functions.record.note("wrong", f"left over: {found}")
+    functions.record.note("clean")
+
+
+def left() -> dict[str, int]:
+    shelf.clear_shelf()  # others may have published here since
+    gc.collect()
+    files = sum("memfd:telegrad" in _target(entry) for entry in os.listdir("/proc/self/fd"))
+    counts = Counter(rpc.debug_info())
+    counts["owners"] -= functions.table_of == functions.record.life  # it stays published
+    found = {**counts, "memory files": files, "calls in flight": int(not current.agent().idle)}
+    return {name: int(count) for name, count in found.items() if int(count)}
+
+
+def _target(entry: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{entry}")
+    except FileNotFoundError:  # the listing itself
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
