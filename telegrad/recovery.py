@@ -15,6 +15,7 @@ from telegrad.errors import (
     CallCancelled,
     CallTimeout,
     CannotRestore,
+    CheckpointFailed,
     ContextEnded,
     PeerError,
     RRefError,
@@ -73,5 +74,7 @@ def _recover(values: Iterable[Any], timeout: float) -> None:
 
 def _may_end(error: BaseException) -> bool:
     """Whether it tells of lost workers only, and these may come back."""
+    if isinstance(error, CheckpointFailed) and error.__cause__ is not None:
+        return _may_end(error.__cause__)
     several = error.errors.values() if isinstance(error, WorkersFailed) else [error]
     return all(isinstance(each, OF_A_LOSS) and not isinstance(each, CannotRestore) for each in several)

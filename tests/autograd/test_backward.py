@@ -739,6 +739,7 @@ def test_micro_batches_that_share_parameters_do_not_wait_for_each_other(
 
 
 def test_nothing_is_asked_where_everything_takes_part(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until(lambda: not any(any(worker.references.counts().values()) for worker in trio))  # of the tests before
     sent = [notices(worker, monkeypatch) for worker in trio]
     x = leaf()
     with autograd.context() as context:

@@ -271,7 +271,13 @@ def test_errors_of_the_program_are_raised_again(crowd: Crowd, tmp_path: pathlib.
         telegrad.recover({}, tmp_path, after=errors.CodecError("mine"))
     with pytest.raises(errors.WorkersFailed):
         telegrad.recover({}, tmp_path, after=errors.WorkersFailed("", {"w1": ValueError(), "w2": errors.PeerLost()}))
-    with pytest.raises(errors.UsageError, match="no complete checkpoint"):
-        telegrad.recover({}, tmp_path / "none", after=errors.PeerLost())
+    failed = errors.CheckpointFailed("of one that was written beside the program")
+    failed.__cause__ = errors.PeerLost()
+    for after in (errors.PeerLost(), failed):
+        with pytest.raises(errors.UsageError, match="no complete checkpoint"):
+            telegrad.recover({}, tmp_path / "none", after=after)
+    failed.__cause__ = OSError("the disk is full")
+    with pytest.raises(errors.CheckpointFailed):
+        telegrad.recover({}, tmp_path, after=failed)
     with pytest.raises(errors.UsageError, match="save one before"):
         telegrad.recover({}, checkpoint.latest(tmp_path), after=errors.PeerLost())

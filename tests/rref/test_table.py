@@ -71,11 +71,11 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
 
 def test_a_worker_of_a_dynamic_group_tells_its_state() -> None:
     with agents(1, dynamic=True) as (only,):
-        assert repr(only) == "<Worker 'w0', in <DynamicGroup, lasts; last seen: w0>>"
-        assert repr(only.directory._board) == "<Board telegrad/dynamic, PrefixStore>"
+        assert repr(only) == "<Worker 'w0', in <DynamicGroup: term 1; with w0>>"
+        assert repr(only.directory.directory.board) == "<Board telegrad/dynamic, PrefixStore>"
         assert repr(only.parting) == "<Alone: 'w0' leaves a dynamic group by itself>"
-    assert "closed, in <DynamicGroup, over: this worker has left the group;" in repr(only)
-    assert repr(only.directory._board) == "<Board telegrad/dynamic, closed>"
+    assert "closed, in <DynamicGroup: over: this worker has left the group;" in repr(only)
+    assert repr(only.directory.directory.board) == "<Board telegrad/dynamic, closed>"
 
 
 def test_a_reference_that_is_asked_for_its_text_does_not_wait() -> None:
