@@ -120,6 +120,7 @@ class Wait:
         with contextlib.suppress(ValueError):  # this is a child that was forked meanwhile
             _under_way.remove(self)
         _line.clear(self)
+        self.text, self.missing = str, tuple  # who waited may hold this: neither is to wait for the garbage collector
 
     def __repr__(self) -> str:
         return f"<Wait of {self.what}: {self.text()}>"

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -109,10 +110,27 @@ def test_waits_that_are_under_way_are_seen_by_any_thread() -> None:
     here = [Wait("init_rpc", lambda: "a", lambda: ["rank 2"], "host:1", "w0"), Wait("shutdown", lambda: "b")]
     with here[0], contextlib.suppress(ZeroDivisionError), here[1]:
         assert [wait for wait in under_way() if wait in here] == here
+        assert (here[0].missing(), here[0].place, here[0].worker) == (["rank 2"], "host:1", "w0")
+        assert here[0].thread == threading.get_ident()
         raise ZeroDivisionError
     assert not any(wait in here for wait in under_way())
-    assert (here[0].missing(), here[0].place, here[0].worker) == (["rank 2"], "host:1", "w0")
-    assert here[0].thread == threading.get_ident()
+
+
+def test_who_waited_is_freed_at_once() -> None:
+    class Waiting:
+        def go(self) -> None:
+            with Wait("init_rpc", lambda: f"{self}", lambda: [f"{self}"]) as self.wait:
+                pass
+
+    waiting = Waiting()
+    seen = weakref.ref(waiting)
+    waiting.go()
+    gc.disable()
+    try:
+        del waiting
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_a_forked_child_waits_for_nothing() -> None:

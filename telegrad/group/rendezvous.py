@@ -219,10 +219,7 @@ class _Static:
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
         found = self._board.wait(gate, self._until, meanwhile)
         if not found:  # too late: unless the gate is opened in this moment, all give up
-            late = self._incomplete(gate)
-            found = self._board.swap(gate, "", _fault(late))
-            if found == _fault(late):
-                raise late
+            found = self._board.swap(gate, "", _fault(self._incomplete(gate)))
         if found == VOID:
             raise _Past
         if found != OPENED:
