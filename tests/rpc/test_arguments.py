@@ -14,6 +14,7 @@ from torch import nn
 from telegrad.errors import CannotEncode, InvalidArgument, UsageError
 from telegrad.rpc import RRef, TensorPipeRpcBackendOptions, remote, rpc_async, rpc_sync
 from telegrad.rpc.worker import Worker
+from tests.naming import alike
 
 pytestmark = pytest.mark.usefixtures("here", "nothing_travels")
 
@@ -41,7 +42,7 @@ def nothing_travels(five: list[Worker], request: pytest.FixtureRequest) -> Itera
 
 @pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
 @pytest.mark.parametrize("function", [take, annotated, torch.neg])
-@pytest.mark.parametrize("args", [3, torch.ones(3), torch.ones(()), "ab", {1: 2}, {1}, (i for i in "ab")], ids=repr)
+@pytest.mark.parametrize("args", [3, torch.ones(3), torch.ones(()), "ab", {1: 2}, {1}, (i for i in "ab")], ids=alike)
 def test_arguments_that_are_no_tuple(call: Callable[..., Any], function: Callable[..., Any], args: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"args must be a tuple .* write args=\(x,\)") as raised:
         call("w1", function, args)

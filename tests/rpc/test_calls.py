@@ -20,6 +20,7 @@ from telegrad import errors
 from telegrad.rpc import Future, api, functions
 from telegrad.rpc.worker import Worker
 from tests.cluster import agents
+from tests.naming import alike
 
 
 def echo(value: Any) -> Any:
@@ -192,7 +193,7 @@ def test_compiled_function(pair: list[Worker]) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [async_add, Counter.static_async, Counter.class_async, Counter(0).bound_async], ids=str
+    "function", [async_add, Counter.static_async, Counter.class_async, Counter(0).bound_async], ids=alike
 )
 @pytest.mark.parametrize("to", ["w0", "w1"])
 def test_async_execution(pair: list[Worker], function: Callable[..., Any], to: str) -> None:

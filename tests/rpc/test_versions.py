@@ -15,6 +15,7 @@ import pytest
 from telegrad.errors import FunctionNotFound, InvalidArgument
 from telegrad.rpc import functions, rpc_sync
 from tests.cluster import Process
+from tests.naming import alike
 
 BEFORE = """
 def helper(x):
@@ -120,7 +121,7 @@ def test_it_can_still_be_called_here() -> None:
     assert functions.by_value(lambda: 5)() == 5
 
 
-@pytest.mark.parametrize("function", [abs, int, functions.by_value(local), "local", asyncio.Lock().acquire], ids=repr)
+@pytest.mark.parametrize("function", [abs, int, functions.by_value(local), "local", asyncio.Lock().acquire], ids=alike)
 def test_only_functions_are_sent_so(function: Any) -> None:
     with pytest.raises(InvalidArgument, match="made by def or lambda"):
         functions.by_value(function)

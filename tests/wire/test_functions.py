@@ -21,6 +21,7 @@ from telegrad import errors
 from telegrad.wire import functions
 from telegrad.wire.functions import name_of, program, resolve
 from tests.cluster import Process
+from tests.naming import alike
 
 
 def named(thing: Any, same_program: bool) -> str:
@@ -158,7 +159,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         torch.ops.aten.add,
         torch.ops.aten.add.Tensor,
     ],
-    ids=str,
+    ids=alike,
 )
 def test_names_lead_back(function: Callable[..., Any]) -> None:
     name = named(function, False)
@@ -166,7 +167,7 @@ def test_names_lead_back(function: Callable[..., Any]) -> None:
     assert name_of(function, True) == name  # from the cache
 
 
-@pytest.mark.parametrize("function", [Holder.build, Heir.build, dict.fromkeys], ids=str)
+@pytest.mark.parametrize("function", [Holder.build, Heir.build, dict.fromkeys], ids=alike)
 def test_class_methods_lead_to_their_equal(function: Callable[..., Any]) -> None:
     assert resolve(named(function, False)) == function
 
@@ -189,7 +190,7 @@ def test_an_inherited_class_method_keeps_its_class() -> None:
         [],
         5,
     ],
-    ids=str,
+    ids=alike,
 )
 def test_what_has_no_name(thing: Any) -> None:
     assert name_of(thing, True) is None

@@ -21,6 +21,7 @@ from telegrad import errors
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.unpacking import unpack
+from tests.naming import alike
 
 
 def journey(value: Any, same_program: bool = True) -> Any:
@@ -174,7 +175,7 @@ class Open:
         ([weakref.ref(Open)], r"\[0\] \(weakref.ReferenceType\) cannot be sent"),
         (((), {"file": sys.stdout.buffer}), r"argument 'file' \(_io\..*\) cannot be sent"),
     ],
-    ids=str,
+    ids=alike,
 )
 def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
     with pytest.raises(errors.CannotEncode, match=text):

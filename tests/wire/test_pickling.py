@@ -18,6 +18,7 @@ from typing_extensions import Self
 from telegrad import errors
 from telegrad.wire import functions, pickling
 from telegrad.wire.pickling import decode, encode
+from tests.naming import alike
 
 
 def journey(value: Any, same_program: bool = True) -> Any:
@@ -249,7 +250,7 @@ def test_a_read_only_array_stays_so() -> None:
 @pytest.mark.parametrize(
     "function",
     [torch.add, torch.nn.functional.gelu, min, plain, Holder, scripted, compiled, torch.ops.aten.add, torch.Tensor.add],
-    ids=str,
+    ids=alike,
 )
 def test_by_name(function: Callable[..., Any]) -> None:
     assert journey([function])[0] is function
@@ -435,7 +436,7 @@ STEP, DEEPER, NESTED, WITH_DEFAULT, GLOBAL = closed_over()
         ((plain, (threading.Lock(),), {}), r"argument 0 \(_thread.lock\)"),
         (threading.Lock(), r"a value \(_thread.lock\)"),
     ],
-    ids=str,
+    ids=alike,
 )
 def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
     with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send what|Make it)") as caught:
