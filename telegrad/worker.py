@@ -18,7 +18,7 @@ exit codes:
   {ENDED}    the group has ended in order
   2    wrong arguments
   {JOINED_NOT}    the worker could not join
-  {LOST}    another worker of a group of fixed size was lost or left early, or the parent has ended
+  {LOST}    a worker of a group of fixed size was lost or left early, or one that it requires; or the parent has ended
   {INTERRUPTED}  Ctrl-C
 
 The key of the group is read from TELEGRAD_KEY. Functions that are called by their name are imported from the folder
@@ -58,7 +58,9 @@ def main(arguments: list[str]) -> int:
         return INTERRUPTED
     name = rpc.get_worker_info().name
     try:
-        rpc.serve(require=True)
+        if given.require:
+            rpc.wait_for_workers(given.require, given.timeout)
+        rpc.serve(require=given.require or True)
     except errors.TelegradError as error:
         return _say(f"worker {name!r} has ended: {error}", LOST)
     except KeyboardInterrupt:
@@ -88,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", help="the address of this host under which the others reach it")
     parser.add_argument("--threads", type=int, default=16, help="calls that run at once (16)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds per call, and to meet the others (60)")
+    parser.add_argument(
+        "--require",
+        metavar="NAME",
+        action="append",
+        help="end when that worker of a dynamic group dies; repeatable",
+    )
     parser.add_argument("--with-parent", action="store_true", help="end when the standard input does")
     return parser
 

@@ -169,6 +169,22 @@ def test_a_worker_that_cannot_join_says_why() -> None:
     assert said.startswith("telegrad: worker 'w1' could not join: nobody serves the store")
 
 
+@pytest.mark.timeout(2 * PATIENT)
+def test_a_worker_of_a_dynamic_group_ends_with_the_one_that_it_requires(tmp_path: pathlib.Path) -> None:
+    port = free_port()
+    serving = command("worker", "w", "--master", f"127.0.0.1:{port}", "--require", "driver")
+    driver = f"""
+import os, signal
+from telegrad import rpc
+rpc.init_rpc("driver", rpc_backend_options=rpc.TelegradOptions(init_method="tcp://127.0.0.1:{port}"))
+rpc.wait_for_workers(["driver", "w"])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run(driver, tmp_path).returncode == -signal.SIGKILL
+    code, _, said = finish(serving)
+    assert (code, "'driver'" in said) == (worker.LOST, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
