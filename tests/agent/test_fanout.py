@@ -80,7 +80,8 @@ def test_all_are_called_with_one_encoding(workers: list[Worker], monkeypatch: py
     assert agent._fanout.encodings == 3
 
 
-def test_workers_of_another_program_have_an_encoding_of_their_own() -> None:
+def test_workers_of_another_program_have_an_encoding_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telegrad.agent.agent.program", lambda: "this one")
     with agents(4) as workers:
         agent = workers[0].agent
         agent._connections.peer("w2").program = "another"
