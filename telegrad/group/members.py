@@ -76,7 +76,8 @@ class Member(NamedTuple):
     def __str__(self) -> str:
         address, port = self.tcp
         name = repr(self.name) if self.name else f"one of role {self.role!r}"
-        return f"{name} (rank {self.id}, at {f'[{address}]' if ':' in address else address}:{port})"
+        rank = f"rank {self.id}" if self.id >= 0 else "no rank yet"
+        return f"{name} ({rank}, at {f'[{address}]' if ':' in address else address}:{port})"
 
 
 class _NameAndId(NamedTuple):

@@ -40,7 +40,8 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
         What `factory` raised.
     """
     if not isinstance(name, str) or not name or not callable(factory):
-        raise InvalidArgument(f'publish takes a name and what makes the value: publish("table", Table), not {name!r}')
+        wrong = f"publish({name!r}, {factory!r})"
+        raise InvalidArgument(f'publish takes a name and what makes the value: publish("table", Table), not {wrong}')
     worker = current.here()
     worker.attached(Offers).add(Offer(name, factory, worker))
 
