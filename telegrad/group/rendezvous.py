@@ -183,7 +183,9 @@ class _Static:
     def _claim(self, key: bytes | None) -> bytes:
         me, size = self._me, self._size
         if not 0 <= me.id < size:
-            raise RendezvousError(f"{me} is not within its group of {size}: ranks go from 0 to {size - 1}")
+            raise RendezvousError(
+                f"worker {me.name!r} has rank {me.id}: in its group of {size}, ranks go from 0 to {size - 1}"
+            )
         shared = self._agree(key)
         entry = me.to_json()
         slots = [(f"rank/{me.id}", f"rank {me.id}")]

@@ -152,7 +152,7 @@ def test_a_rank_out_of_range_is_told_to_all(rank: int) -> None:
     store = dist.HashStore()
     found = together((store, member("w0", 0), 2, None, WAIT), (store, member("stray", rank), 2, None, WAIT))
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
-    assert all(f"'stray' (rank {rank}" in str(error) and "0 to 1" in str(error) for error in found)
+    assert all(f"'stray' has rank {rank}" in str(error) and "0 to 1" in str(error) for error in found)
 
 
 def test_who_did_not_come_is_named_to_all() -> None:
