@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group import asking
+from telegrad.group import asking, joining, stores
 from telegrad.group.asking import AskedAside, SilentStore
+from telegrad.group.directory import Directory
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
 from telegrad.rpc import current
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.rpc.test_membership import account, call, error_of, join, names, next_event, serve
@@ -140,6 +143,19 @@ def test_who_comes_while_nobody_serves_does_not_begin_another_group() -> None:
         assert len({process.run(wait_for_seat, 2) for process in made[1:]}) == 1
         assert made[3].run(seat)[0] == 2
         assert made[3].run(lambda: rpc.get_worker_info().id) == 0
+
+
+def test_a_store_that_goes_as_soon_as_it_was_found_is_followed_by_the_next() -> None:
+    place = ("127.0.0.1", free_port())
+    first = stores.serve(*place)
+    found = dist.TCPStore(*place, is_master=False, wait_for_workers=False)
+    del first
+    later = stores.serve(*place)
+    me = Member("a", 1, "incarnation", "program", "host", "", ("127.0.0.1", 1))
+    joined = joining.join(stores.Meeting(found, place[0], 1, None, place[1], places=(place,)), me, None, PATIENCE)
+    assert Directory(later).members() == [joined.me]
+    assert isinstance(joined.directory, DynamicGroup)
+    joined.directory.leave()
 
 
 def churn(where: str, prefix: str, seconds: float) -> int:
