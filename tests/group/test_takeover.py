@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group import asking, joining, stores
+from telegrad.group import asking, dynamic, joining, stores
 from telegrad.group.asking import AskedAside, SilentStore
 from telegrad.group.directory import Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
-from telegrad.rpc import current
+from telegrad.rpc import cluster, current
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.rpc.test_membership import account, call, error_of, join, names, next_event, serve
 
@@ -365,6 +365,30 @@ def test_the_store_comes_home_once_who_was_stopped_has_left() -> None:
         a.run(wait_until, partial(at_home, where))
         new.run(join, "new", where, -1, False)
         assert new.run(names) == a.run(names) == ["a", "new"]
+
+
+def pretend_to_be_elsewhere() -> None:
+    vars(dynamic)["is_here"] = lambda host: False
+    vars(cluster)["host_identity"] = lambda: "another host"
+
+
+@pytest.mark.nightly
+def test_the_store_comes_home_from_another_host() -> None:
+    where = here()
+    with processes(4) as made:
+        boss, a, b, new = made
+        b.run(pretend_to_be_elsewhere)
+        gather(made[:3], where)
+        b.run(lose_patience)
+        boss.kill(signal.SIGSTOP)
+        a.kill(signal.SIGSTOP)
+        assert b.run(wait_for_seat, 4)[:2] == (4, 2)  # both were passed over
+        a.kill(signal.SIGCONT)
+        assert a.run(wait_for_seat, 4)[:2] == (4, 2)
+        boss.kill()
+        new.run(join, "new", where, -1, False)
+        assert new.run(call, "b") == new.run(call, "a") == 3
+        assert a.run(seat) == b.run(wait_for_seat, 5) == (5, 1, "127.0.0.1", port_of(where))
 
 
 def test_who_comes_as_the_store_comes_home_finds_the_group() -> None:
