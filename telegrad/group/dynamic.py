@@ -49,6 +49,7 @@ class DynamicGroup:
         self.known: list[Member] = []  # who was there at the last look; they can be called without the store
         self.awaited: list[Member] = []  # those of them that have not come over to this store yet
         self.homes: list[str] = []  # hosts at which newcomers look
+        self.home: Spot | None = None  # where they do, if that is on this host
         self.serves = serves
         self._founded = serves
         self._ends = 0  # as seen so far
@@ -59,6 +60,7 @@ class DynamicGroup:
         self._moving = threading.Condition()  # guards changes of `directory`, which is loaded without
         self.directory = Directory(store, aside=not serves and bool(place[0]))
         self._between = False  # the store was lost, and there is no other yet
+        self._given_up: list[Directory] = []  # in stores of this member: who holds them for the group's is told better
 
     def join(
         self, me: Member, key: bytes | None, is_alive: Callable[[Member], bool] = lambda _: True
@@ -102,9 +104,9 @@ class DynamicGroup:
             self.store = self.store._replace(id=me.id, incarnation=me.incarnation)
             self.directory.note_served(self.store)
         self.store = self.directory.served() or self.store
-        own = next((place for place in self.places if is_here(place[0])), None)
-        if own is not None:
-            self._sign = stay_at(own, me.incarnation)
+        self.home = next((place for place in self.places if is_here(place[0])), None)
+        if self.home is not None:
+            self._sign = stay_at(self.home, me.incarnation)
             self.directory.add_home(me.host)
         self.homes = self.directory.homes()
         self.known = self.directory.members()  # else, were the store lost now, it would serve one for itself alone
@@ -191,16 +193,35 @@ class DynamicGroup:
         """It was lost: those who look up somebody wait for the next."""
         self._between = True
 
-    def move(self, directory: Directory, store: Seat, serves: bool) -> Directory:
-        """Go over to another; the last one."""
+    def move(self, directory: Directory, store: Seat, serves: bool) -> None:
+        """Go over to another; whoever asks at those that this member has served is led there."""
         self.awaited = self.known
+        last, served = self.directory, self.serves
         with self._moving:
-            last, self.directory = self.directory, directory
+            self.directory = directory
             self.serves, self.store = serves, store
             self._between = self._acknowledged = False
             self._listed_at = ""
             self._moving.notify_all()
-        return last
+        if served:
+            self._given_up.append(last)
+        else:
+            last.close()
+        for given in self._given_up:
+            given.give_up(store)
+
+    def has_left(self, member: Member) -> bool:
+        """Whether it did so by a store that was given up here, of which it had not heard."""
+        return any(given.how_gone(member.incarnation) == LEFT for given in self._given_up)
+
+    def abandon(self) -> None:
+        """Take away the stores that this member has served."""
+        for given in self._given_up:
+            given.close()
+        self._given_up.clear()
+        if self.serves:
+            self.directory.board.close("it was given up")
+            self.serves = False
 
     def end(self, why: str) -> None:
         """Nobody can be looked up any more."""
@@ -237,6 +258,7 @@ class DynamicGroup:
         with contextlib.suppress(StoreLost):  # it may have gone with the worker that served it
             if me is not None and not lost and not self._between:
                 self._check_out(me)
+        self.abandon()  # only now: another may have to be where one of these is
         self.directory.close()
         if self._sign is not None:
             self._sign.close()

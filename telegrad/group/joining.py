@@ -36,13 +36,13 @@ def join(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joi
     coming: Coming | None = meeting.coming
     if coming is not None and coming.ground is not None:
         return _join_elastic(meeting, coming, coming.ground, me, key)
+    if meeting.world_size is None:
+        return _join_dynamic(meeting, me, key, timeout)
     if lives_at(meeting.store, is_alive):
         raise mixed(me)
-    if meeting.world_size is not None:
-        roster = _join_static(meeting, me, meeting.world_size, key, timeout)
-        formed = Formed(roster.round, list(roster.members), 0) if coming is not None else None
-        return Joined(roster.members.find(me.id), roster.members, roster.key, formed)
-    return _join_dynamic(meeting, me, key, timeout)
+    roster = _join_static(meeting, me, meeting.world_size, key, timeout)
+    formed = Formed(roster.round, list(roster.members), 0) if coming is not None else None
+    return Joined(roster.members.find(me.id), roster.members, roster.key, formed)
 
 
 def _join_dynamic(meeting: Meeting, me: Member, key: bytes | None, timeout: float) -> Joined:
@@ -51,7 +51,7 @@ def _join_dynamic(meeting: Meeting, me: Member, key: bytes | None, timeout: floa
     while True:
         group = DynamicGroup(meeting.store, meeting.serves, meeting.places, meeting.place)
         try:
-            if fixed_group_lives(meeting.store, is_alive):
+            if lives_at(meeting.store, is_alive) or fixed_group_lives(meeting.store, is_alive):
                 raise mixed(me)
             return Joined(*_of(group, me, key))
         except Moved as moved:

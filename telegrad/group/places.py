@@ -82,6 +82,17 @@ def is_here(host: str) -> bool:
     return True
 
 
+def is_free(port: int) -> bool:
+    """Whether a store could be served there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for whoever listens there in this moment
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
 def stay_at(place: Spot, incarnation: str) -> socket.socket | None:
     """Show that this member stays there, until what is returned is closed."""
     if not HAS_NAMES:

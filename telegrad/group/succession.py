@@ -13,6 +13,9 @@ over: the next serves, in a term higher by one more for each that was passed ove
 term holds (of the same term, that of the lower rank); whoever speaks of another is told, and moves. That ends what
 several have begun who did not see the same members, and the store of a server who was only out of reach.
 
+Where the first had to serve at another place than that where newcomers look, it moves there later: it serves a store in
+the next term, and says so to all.
+
 A majority is not asked for: of two members, the one that is left must go on. Where a network parts a group for so long
 that both sides take each other for dead, there are two groups, until they hear of each other.
 """
@@ -111,6 +114,10 @@ class Succession:
         self.orphaned = False
         askers, self._askers = self._askers, {}
         return [Tell(asker, self.store) for asker in askers]
+
+    def move(self) -> list[Act]:
+        """The store answers, and shall be at another place, which is this member's."""
+        return [] if self.orphaned else [Serve(self.store.term + 1)]
 
     def step(self, now: float, candidates: Sequence[str]) -> list[Act]:
         """Time has passed; those who are there, this one among them, in the order in which they should serve."""

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from telegrad.errors import PeerError, RendezvousError, StoreLost, UsageError
 from telegrad.group.address import answers
 from telegrad.group.asking import SilentStore
-from telegrad.group.directory import Directory
+from telegrad.group.directory import LEFT, Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member
-from telegrad.group.places import is_here
+from telegrad.group.places import Spot, is_free, is_here
 from telegrad.group.post import Post
 from telegrad.group.serving import serve_anew
 from telegrad.group.stores import OPEN, SERVED, Board, find_store, spot
@@ -46,6 +46,9 @@ class View(Protocol):
     def doubt(self, member: Member) -> None:
         """See whether it lives."""
 
+    def refresh(self) -> None:
+        """See what is new in the store."""
+
 
 class Takeover:
     """One member's part."""
@@ -62,7 +65,6 @@ class Takeover:
         self._served: Any = None  # the store, where this member serves one that is not open yet
         self._awaited: dict[str, Member] = {}  # who has not come over to that
         self._settled_at = self._remind_at = self._elsewhere_at = 0.0
-        self._given_up: list[Directory] = []  # in stores that others hold for the group's, where they are told better
         self._told: set[str] = set()  # places of other groups
         post.on(Seat, self.hear)
         post.on(Orphaned, self.hear)
@@ -103,12 +105,13 @@ class Takeover:
                 self._answer_at(word)
         if self._machine.orphaned:
             self._do(self._machine.step(monotonic(), self._candidates()))
+        elif self._served is None:
+            self._go_home()
         if self._machine.serves:
             self._see_who_is_back()
         return STEP if self._machine.orphaned or self._served is not None else None
 
     def close(self) -> None:
-        self._given_up.clear()
         self._served = None
 
     def _meet(self, incarnation: str, member: Member) -> None:
@@ -160,7 +163,7 @@ class Takeover:
         found = self._reach(self._machine.store)
         seat = self._seat_in(found)
         if found is not None and seat == self._machine.store:
-            self._group.move(found, seat, False).close()
+            self._group.move(found, seat, False)
             self._do(self._machine.answers())
             return
         if found is not None:
@@ -192,28 +195,27 @@ class Takeover:
         return None
 
     def _serve(self, term: int) -> None:
-        """A new one, with all that is known here."""
+        """A new one, with all that is known here; where the last one answers, only at home."""
         host = self._me.tcp[0]
-        places = self._group.places
-        port = next((port for place, port in places if is_here(place)), places[0][1] if places else 0)
-        for given in self._given_up:
-            given.close()
-        self._given_up.clear()  # one of them may have had that port
-        if self._group.serves:  # and was about to go over to one that has gone, too
-            self._group.directory.board.close("it was given up")
+        _, home = self._group.home or next(iter(self._group.places), ("", 0))
+        moves = not self._machine.orphaned
+        if not moves:
+            self._group.abandon()
         members = [member for member in self._view.present() if member.incarnation != self._me.incarnation]
-        for wanted in (port, 0):
+        for wanted in (home, 0):
             try:
                 store, port = serve_anew(host, wanted)
             except RendezvousError as error:
                 log.info("telegrad: worker %s cannot serve the group's store: %s", self._me, error)
+                return
+            if moves and port != home:  # somebody was faster
                 return
             seat = Seat(term, self._me.id, self._me.incarnation, host, port)
             directory = Directory(store)
             homes, lost = self._group.homes, self._view.lately_lost()
             if directory.seed(self._group.terms, seat, [self._me, *members], homes, lost):
                 break
-        self._group.move(directory, seat, True).close()
+        self._group.move(directory, seat, True)
         self._served = store
         self._awaited = {member.incarnation: member for member in (*members, *self._strangers.values())}
         self._settled_at = monotonic() + SETTLE
@@ -237,15 +239,10 @@ class Takeover:
             return
         if other is not None:
             log.warning("telegrad: %s has the name or the rank of worker %s now: shut it down", other, self._me)
-        served = self._group.serves
-        last = self._group.move(found, seat, False)
+        if seat.incarnation == self._group.store.incarnation:  # its last one answers still
+            self._view.refresh()
+        self._group.move(found, seat, False)
         self._group.forget_ends()
-        if served:
-            self._given_up.append(last)
-        else:
-            last.close()
-        for given in self._given_up:
-            given.give_up(seat)
         self._served = None
         log.info("telegrad: worker %s uses the group's store at %s now", self._me, spot(seat.host, seat.port))
 
@@ -254,6 +251,21 @@ class Takeover:
         if directory.how_gone(self._me.incarnation):
             return None
         return directory.list_again(self._me, self._view.lately_lost())
+
+    def _go_home(self) -> None:
+        """Bring the store back to where newcomers look, once that is free: of who was stopped, and has gone since."""
+        home = self._group.home
+        if home is not None and self._is_astray(home) and is_free(home[1]):
+            self._view.refresh()  # what nobody sees later
+            self._do(self._machine.move())
+
+    def _is_astray(self, home: Spot) -> bool:
+        """Whether newcomers do not find the store, and it is for this member to change that."""
+        store, homes = self._machine.store, self._group.homes
+        if self._machine.serves:
+            return store.port != home[1]
+        server = next((member for member in self._view.present() if member.incarnation == store.incarnation), None)
+        return server is not None and server.host not in homes and self._candidates()[0] == self._me.incarnation
 
     # Where this member serves
 
@@ -276,6 +288,9 @@ class Takeover:
             self._look_elsewhere()
 
     def _note_back(self) -> None:
+        for member in self._awaited.values():
+            if self._group.has_left(member):
+                self._group.strike_out(member, LEFT)
         present = {member.incarnation for member in self._view.present()} | self._strangers.keys()
         self._awaited = {
             incarnation: member

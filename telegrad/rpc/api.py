@@ -9,13 +9,13 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from telegrad.agent import profiling
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
-from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.errors import AlreadyInitialized, UnknownWorker, UsageError
 from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo, info
 from telegrad.group.stores import Meeting
@@ -30,6 +30,8 @@ from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.streams import WINDOW, Stream
 from telegrad.rpc.worker import Worker
+
+T = TypeVar("T")
 
 UNSET_RPC_TIMEOUT = DEFAULT
 
@@ -289,12 +291,13 @@ def remote(
     """
     call = convert(func, args, kwargs)
     check_restore(restore)
-    if wait_for_worker or persistence.by_default:
-        timeout = _await_worker(to, call, timeout, wait_for_worker)
+    make: Callable[..., RRef[Any]] = create
     if profiling.wanted():
-        made: RRef[Any] = profiling.called_creation(event_of("remote", to, func), create, to, call, timeout)
+        make = partial(profiling.called_creation, event_of("remote", to, func), create)
+    if wait_for_worker or persistence.by_default:
+        made = _once_there(partial(make, to, call), to, call, timeout, wait_for_worker)
     else:
-        made = create(to, call, timeout)
+        made = make(to, call, timeout)
     return made if restore is False else with_recipe(made, func, args, kwargs, restore)
 
 
@@ -316,10 +319,11 @@ def rpc_stream(
     also for the worker, for which it is first waited here.
     """
     call = convert(func, args, kwargs)
-    if wait_for_worker or persistence.by_default:
-        _await_worker(to, call, timeout, wait_for_worker)
     asked = call.function if call.asked is None else call.asked
-    return Stream(_name(to), *call[:3], timeout, window, call.keeps, asked)
+    make = partial(Stream[Any], _name(to), *call[:3], timeout, window, call.keeps, asked)
+    if wait_for_worker or persistence.by_default:
+        return _once_there(lambda _: make(), to, call, timeout, wait_for_worker)
+    return make()
 
 
 def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
@@ -328,9 +332,18 @@ def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempote
     return None if manner is None else lambda to, call, timeout: make(manner, _name(to), call, timeout)
 
 
-def _await_worker(to: str | int | WorkerInfo, call: Call, timeout: float, wait_for_worker: bool | None) -> float:
-    """Wait here until a worker can be called; the time that is left."""
-    return persistence.await_workers(persistence.manner(wait_for_worker, False), [_name(to)], call, timeout)
+def _once_there(
+    make: Callable[[float], T], to: str | int | WorkerInfo, call: Call, timeout: float, wait_for_worker: bool | None
+) -> T:
+    """What is made on a worker in the time that is left, once it can be called; it may go in that moment, too."""
+    manner = persistence.manner(wait_for_worker, False)
+    while True:
+        timeout = persistence.await_workers(manner, [_name(to)], call, timeout)
+        try:
+            return make(timeout)
+        except UnknownWorker:
+            if manner is None:
+                raise
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.group import asking
+from telegrad.group import asking, dynamic, joining, stores
 from telegrad.group.asking import AskedAside, SilentStore
-from telegrad.rpc import current
+from telegrad.group.directory import Directory
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
+from telegrad.rpc import cluster, current
 from tests.cluster import PATIENCE, Process, free_port, processes
 from tests.rpc.test_membership import account, call, error_of, join, names, next_event, serve
 
@@ -139,6 +143,19 @@ def test_who_comes_while_nobody_serves_does_not_begin_another_group() -> None:
         assert len({process.run(wait_for_seat, 2) for process in made[1:]}) == 1
         assert made[3].run(seat)[0] == 2
         assert made[3].run(lambda: rpc.get_worker_info().id) == 0
+
+
+def test_a_store_that_goes_as_soon_as_it_was_found_is_followed_by_the_next() -> None:
+    place = ("127.0.0.1", free_port())
+    first = stores.serve(*place)
+    found = dist.TCPStore(*place, is_master=False, wait_for_workers=False)
+    del first
+    later = stores.serve(*place)
+    me = Member("a", 1, "incarnation", "program", "host", "", ("127.0.0.1", 1))
+    joined = joining.join(stores.Meeting(found, place[0], 1, None, place[1], places=(place,)), me, None, PATIENCE)
+    assert Directory(later).members() == [joined.me]
+    assert isinstance(joined.directory, DynamicGroup)
+    joined.directory.leave()
 
 
 def churn(where: str, prefix: str, seconds: float) -> int:
@@ -278,6 +295,116 @@ def test_a_server_that_was_stopped_comes_over_once_it_goes_on() -> None:
         assert a.run(next_event) == ("join", "c", 3)
         boss.kill()
         assert a.run(next_event) == ("lost", "boss")
+
+
+def lose_patience() -> None:
+    asking.PATIENCE = 0.5
+
+
+def stop_the_server(made: list[Process], where: str) -> None:
+    """The group goes on, its store at another port."""
+    for process in made[1:]:
+        process.run(lose_patience)
+    made[0].kill(signal.SIGSTOP)
+    for process in made[1:]:
+        assert process.run(wait_for_seat, 2)[:2] == (3, 1)
+    assert made[1].run(seat)[3] != port_of(where)
+
+
+def at_home(where: str) -> bool:
+    return seat()[3] == port_of(where)
+
+
+def test_the_store_comes_home_once_who_was_stopped_has_died() -> None:
+    where = here()
+    with processes(6) as made:
+        boss, a, b, new, newer, again = made
+        gather(made[:3], where)
+        b.run(account)
+        for _ in range(2):
+            b.run(next_event)
+        stop_the_server(made[:3], where)
+        boss.kill()
+        began = time.monotonic()
+        new.run(join, "new", where, -1, False)
+        assert time.monotonic() - began < SOON
+        assert new.run(call, "b") == 3
+        assert b.run(next_event) == ("lost", "boss")
+        assert b.run(next_event) == ("join", "new", 3)
+        for process in (a, b, new):
+            assert process.run(seat) == (4, 1, "127.0.0.1", port_of(where))
+        a.kill()
+        newer.run(join, "newer", where, -1, False)
+        assert newer.run(call, "new") == 3
+        assert b.run(next_event) == ("lost", "a")
+        assert b.run(next_event)[:2] == ("join", "newer")
+        assert again.run(join, "boss", where, 0, False) == 0
+        assert set(again.run(names)) == set(b.run(names)) == {"b", "boss", "new", "newer"}
+        assert b.run(next_event)[:2] == ("join", "boss")
+        assert b.run(no_event, 0.5) == []
+
+
+def test_the_store_comes_home_once_who_was_stopped_has_left() -> None:
+    where = here()
+    with processes(4) as made:
+        boss, a, b, new = made
+        gather(made[:3], where)
+        b.begin(serve)
+        stop_the_server(made[:2], where)
+        boss.kill(signal.SIGCONT)
+        assert boss.run(wait_for_seat, 3)[:2] == (3, 1)
+        a.run(account)
+        boss.run(rpc.shutdown)
+        assert b.end() is None  # it only serves, and so ends with the first
+        assert {a.run(next_event)[:2] for _ in range(4)} == {
+            ("join", "boss"),
+            ("join", "b"),
+            ("left", "boss"),
+            ("left", "b"),
+        }
+        a.run(wait_until, partial(at_home, where))
+        new.run(join, "new", where, -1, False)
+        assert new.run(names) == a.run(names) == ["a", "new"]
+
+
+def pretend_to_be_elsewhere() -> None:
+    vars(dynamic)["is_here"] = lambda host: False
+    vars(cluster)["host_identity"] = lambda: "another host"
+
+
+@pytest.mark.nightly
+def test_the_store_comes_home_from_another_host() -> None:
+    where = here()
+    with processes(4) as made:
+        boss, a, b, new = made
+        b.run(pretend_to_be_elsewhere)
+        gather(made[:3], where)
+        b.run(lose_patience)
+        boss.kill(signal.SIGSTOP)
+        a.kill(signal.SIGSTOP)
+        assert b.run(wait_for_seat, 4)[:2] == (4, 2)  # both were passed over
+        a.kill(signal.SIGCONT)
+        assert a.run(wait_for_seat, 4)[:2] == (4, 2)
+        boss.kill()
+        new.run(join, "new", where, -1, False)
+        assert new.run(call, "b") == new.run(call, "a") == 3
+        assert a.run(seat) == b.run(wait_for_seat, 5) == (5, 1, "127.0.0.1", port_of(where))
+
+
+def test_who_comes_as_the_store_comes_home_finds_the_group() -> None:
+    where = here()
+    with processes(7) as made:
+        gather(made[:3], where)
+        stop_the_server(made[:3], where)
+        for number, process in enumerate(made[3:]):
+            process.begin(join, "boss" if number == 0 else f"new{number}", where, 0 if number == 0 else -1, False)
+        time.sleep(0.2)  # they wait for the one that is stopped
+        made[0].kill()
+        for process in made[3:]:
+            process.end()
+        for process in made[1:]:
+            process.run(rpc.wait_for_workers, ["a", "b", "boss", "new1", "new2", "new3"], PATIENCE)
+            assert process.run(wait_for_seat, 4)[:2] == (4, 1)
 
 
 def test_a_store_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,27 @@ def test_a_reference_and_a_stream_wait_in_place(stage: Stage) -> None:
         rpc.remote("z", torch.ones, (2,), timeout=0.2, wait_for_worker=True)
 
 
+def test_a_worker_that_goes_as_it_was_found_is_waited_for_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.come("x")
+    identify = current.agent().identify
+    left: list[str] = []
+
+    def identify_later(to: Any) -> Any:
+        if len(left) < 2:
+            left.append(to)
+            raise errors.UnknownWorker("it has left")
+        return identify(to)
+
+    monkeypatch.setattr(current.agent(), "identify", identify_later)
+    assert rpc.remote("x", torch.ones, (2,), wait_for_worker=True).to_here().sum() == 2
+    assert left == ["x", "x"]
+    left.clear()
+    assert list(rpc.rpc_stream("x", range, (3,), wait_for_worker=True)) == [0, 1, 2]
+    left.clear()
+    with pytest.raises(errors.UnknownWorker):
+        rpc.remote("x", torch.ones, (2,))
+
+
 def test_a_reference_to_an_earlier_life_leads_to_no_other(stage: Stage) -> None:
     old = stage.come("x")
     reference = rpc.remote("x", torch.ones, (2,))

@@ -22,8 +22,9 @@ MISSED = 2.0
 class Store:
     """What one keeps."""
 
-    def __init__(self, seat: Seat, open_at: float) -> None:
+    def __init__(self, seat: Seat, open_at: float, at_home: bool) -> None:
         self.seat = seat
+        self.at_home = at_home  # at the place that all were told; one at a time
         self.open_at = open_at  # for newcomers
         self.listed: dict[str, int] = {}  # ranks by incarnation
         self.gone: dict[str, str] = {}
@@ -35,16 +36,17 @@ class Store:
 class Node:
     """One member."""
 
-    def __init__(self, name: str, rank: int, store: Store) -> None:
+    def __init__(self, name: str, rank: int, store: Store, here: bool) -> None:
         self.name = name
         self.rank = rank
+        self.here = here  # on the host of that place
         self.store = store
         self.machine = Succession(name, name, store.seat)
         self.present: dict[str, int] = {name: rank}
         self.ever: set[str] = {name}
         self.met: set[str] = set()
         self.gone: dict[str, str] = {}
-        self.own: Store | None = None  # the one that it serves
+        self.own: list[Store] = []  # those that it has served; the last is the one that it serves, if it does
         self.strangers: dict[str, int] = {}
         self.reminded = self.missed_at = 0.0
 
@@ -57,21 +59,23 @@ class World:
         self.random = random.Random(seed)
         self.now = 0.0
         self.count = 0
+        self.hosts = self.random.choice((1, 1, 2))
         self.nodes: dict[str, Node] = {}
         self.ended: dict[str, str] = {}  # how those went who are no more
         self.stores: dict[Seat, Store] = {}
         self.lines: dict[tuple[str, str], list[Word]] = {}
         self.silent: set[str] = set()  # nobody reaches them, nor they anybody
+        self.at_home: set[str] = set()  # who is, or was, on the host of the place that all were told
         self.faults = self.random.randint(1, 6)
         self.joins = self.random.randint(0, 4)
         self.calm = False
         kept_outside = self.random.random() < 0.2  # by somebody who is no member
         seat = Seat(1, -1, "", "h", 1) if kept_outside else Seat(1, 0, "n0", "h", 1)
-        first = self.first = self.stores[seat] = Store(seat, 0.0)
+        first = self.stores[seat] = Store(seat, 0.0, at_home=True)
         for _ in range(self.random.randint(1, 6)):
             self.come(first)
         if not kept_outside:
-            self.nodes["n0"].own = first
+            self.nodes["n0"].own.append(first)
         for node in self.nodes.values():
             if self.random.random() < 0.8:
                 self.look(node)  # else it has not seen yet who came after it
@@ -113,18 +117,26 @@ class World:
     def come(self, store: Store) -> None:
         taken = set(store.listed.values())
         rank = next(rank for rank in range(100) if rank not in taken)
-        node = Node(f"n{self.count}", rank, store)
+        node = Node(f"n{self.count}", rank, store, here=self.random.random() < 1 / self.hosts or not self.count)
         self.count += 1
+        if node.here:
+            self.at_home.add(node.name)
         store.listed[node.name] = rank
         store.back.add(node.name)
         self.nodes[node.name] = node
         self.look(node)
 
     def newcomer(self, _: None) -> None:
-        open_ = [s for s in self.stores.values() if s.lives and self.is_open(s) and s.moved is None and self.reached(s)]
-        if open_:
+        store = self.home()
+        while store is not None and store.moved is not None and self.reached(store):
+            store = self.stores[store.moved]
+        if store is not None and store.lives and self.is_open(store) and self.reached(store):
             self.joins -= 1
-            self.come(self.random.choice(open_))
+            self.come(store)
+
+    def home(self) -> Store | None:
+        """Who comes looks there; who is silent has the port nevertheless."""
+        return next((store for store in self.stores.values() if store.at_home and store.lives), None)
 
     def is_open(self, store: Store) -> bool:
         return self.now >= store.open_at or all(name in store.back or name in self.ended for name in store.listed)
@@ -200,15 +212,32 @@ class World:
                     store.moved = node.machine.store
 
     def step(self, node: Node) -> None:
-        by_rank = sorted(node.present, key=lambda name: (node.present[name], name))
-        self.do(node, node.machine.step(self.now, by_rank))
-        if node.machine.serves and node.own is not None and self.now >= node.reminded:
+        order = sorted(node.present, key=lambda name: (name not in self.at_home, node.present[name], name))
+        self.do(node, node.machine.step(self.now, order))
+        if not node.machine.orphaned and self.home() is None and self.is_to_move(node, order):
+            self.look(node)
+            self.do(node, node.machine.move())
+        if node.machine.serves and node.own and self.now >= node.reminded:
             node.reminded = self.now + REMIND
             for other in node.present:
-                if other not in node.own.back:
+                if other not in node.own[-1].back:
                     self.tell(node, other, node.machine.store)
-            if self.reaches(node, self.first) and node.machine.store.beats(self.first.seat):
-                self.first.moved = node.machine.store  # it has looked at the place that all were told
+            self.look_at_home(node)
+
+    def is_to_move(self, node: Node, order: list[str]) -> bool:
+        server = node.machine.store.incarnation
+        served_here = server in node.present and server in self.at_home
+        return node.here and (server == node.name if served_here else order[0] == node.name)
+
+    def look_at_home(self, node: Node) -> None:
+        home = self.home()
+        if home is None or not self.reaches(node, home) or home.seat == node.machine.store:
+            return
+        seat = home.moved or home.seat
+        if seat.beats(node.machine.store):
+            self.do(node, node.machine.receive("", seat))
+        else:
+            home.moved = node.machine.store
 
     def look(self, node: Node) -> None:
         store = node.store
@@ -260,14 +289,19 @@ class World:
             self.lines.setdefault((node.name, to), []).append(word)
 
     def serve(self, node: Node, term: int) -> None:
-        if node.own is not None:
-            node.own.lives = False
-        seat = Seat(term, node.rank, node.name, "h", self.random.randrange(1000))
-        store = self.stores[seat] = Store(seat, self.now + SETTLE)
+        if node.machine.orphaned:
+            for own in node.own:
+                own.lives = False
+        at_home = node.here and self.home() is None
+        seat = Seat(term, node.rank, node.name, "h", 1 if at_home else self.random.randrange(2, 1000))
+        for own in node.own:
+            own.moved = seat
+        store = self.stores[seat] = Store(seat, self.now + SETTLE, at_home)
         store.listed = dict(node.present)
         store.gone = {name: how for name, how in node.gone.items() if how == LOST}
         store.back = {node.name}
-        node.store = node.own = store
+        node.store = store
+        node.own.append(store)
         node.met = set()
         self.do(node, node.machine.served(seat, [name for name in node.present if name != node.name]))
 
@@ -282,8 +316,8 @@ class World:
         for name, how in node.gone.items():
             if how == LOST:
                 store.gone[name] = LOST
-        if node.own is not None:
-            node.own.moved = seat
+        for own in node.own:
+            own.moved = seat
         if node.store is not store:
             node.met = set()
         node.store = store
@@ -297,6 +331,16 @@ class World:
         self.calm = True
         if self.random.random() < 0.7:  # else they are silent for good
             self.silent.clear()
+        self.settle()
+        servers = {node.store.seat.incarnation for node in self.nodes.values()} & self.nodes.keys()
+        if not self.silent and len(servers) == 1 and len(self.nodes) > 1 and self.random.random() < 0.5:
+            self.silent = servers
+            self.settle()
+            for name in sorted(servers):
+                self.end(self.nodes[name], LOST)
+            self.settle()
+
+    def settle(self) -> None:
         for _ in range(400):
             if self.wrong() is None:
                 return
@@ -328,4 +372,9 @@ class World:
         for node in nodes:
             if set(node.present) - self.silent != everybody or node.machine.orphaned:
                 return f"{node.name} sees {sorted(node.present)}, there are {sorted(everybody)}; {node.machine}"
+        home = self.home()
+        if home is None and any(node.here for node in nodes):
+            return f"who comes finds nobody: the store is {store.seat}"
+        if home is not None and self.reached(home) and (home.moved or home.seat) != store.seat:
+            return f"who comes finds {home.moved or home.seat}: the store is {store.seat}"
         return None

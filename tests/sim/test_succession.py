@@ -60,6 +60,10 @@ def who_never_passes_over(self: Succession, now: float, candidates: Any) -> list
     return REAL_STEP(self, now, candidates)
 
 
+def in_the_same_term(self: Succession) -> list[Any]:
+    return [] if self.orphaned else [Serve(self.store.term)]
+
+
 REAL_STEP = Succession.step
 
 WRONG = {
@@ -68,6 +72,8 @@ WRONG = {
     "ghosts come": (succession, "compared", with_ghosts),
     "silence is waited for": (Succession, "step", who_never_passes_over),
     "the lower holds": (Seat, "beats", the_lower_term_holds),
+    "home in the same term": (Succession, "move", in_the_same_term),
+    "never home": (Succession, "move", lambda _: []),
 }
 
 
@@ -96,6 +102,15 @@ def test_the_first_serves_in_the_next_term() -> None:
     assert machine.served(seat, ["b"]) == [Tell("b", seat)]
     assert machine.serves
     assert machine.step(0, ["a", "b"]) == []
+
+
+def test_a_store_that_answers_moves_in_the_next_term() -> None:
+    machine = Succession("a", "", STORE)
+    assert machine.move() == [Serve(2)]
+    seat = Seat(2, 0, "a", "h", 2)
+    assert machine.served(seat, ["b"]) == [Tell("b", seat)]
+    machine.lost()
+    assert machine.move() == []
 
 
 def test_others_ask_the_first_again_and_again_and_pass_over_who_is_silent() -> None:

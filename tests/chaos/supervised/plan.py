@@ -14,13 +14,12 @@ PUBLISHERS = "b"  # the role whose workers publish
 KEPT, SERVED = "kept by telegrad run", "served by a worker"
 IN_ORDER, KILLED = "in order", "telegrad run is killed"
 KINDS = ("kill", "again", "stop", "leave", "exit", "join", "store", "hang")
-WEIGHTS = (4, 2, 2, 2, 1, 1, 2)
+WEIGHTS = (4, 2, 2, 2, 1, 1, 2, 1)
 OF_THE_STORE = ("store", "hang")
 MOST_ROUNDS = 4
 AT_ONCE = 3  # happenings of one round, at most
 SPREAD = 1.0  # seconds within which those of a round begin
 LONGEST = 1.5  # seconds that a worker is stopped
-HANG = 0.2  # how many schedules end with a store that does not answer
 HANGS = 6.0, 8.0  # likewise who serves the store: longer than the others wait for it
 
 
@@ -64,12 +63,11 @@ def make_plan(seed: int, rounds: int = 0) -> Plan:
         victims = list(ROLES)
         chance.shuffle(victims)
         for _ in range(chance.randint(1, AT_ONCE)):
-            kind = chance.choices(KINDS[:-1], WEIGHTS)[0]
-            victim = "" if kind == "store" else victims.pop()
+            kind = chance.choices(KINDS, WEIGHTS)[0]
+            victim = "" if kind in OF_THE_STORE else victims.pop()
             if kind == "join":
                 victim, guests = f"guest{guests}", guests + 1
-            events.append(Event(kind, victim, chance.uniform(0, SPREAD), chance.uniform(0.1, LONGEST)))
+            duration = chance.uniform(*HANGS) if kind == "hang" else chance.uniform(0.1, LONGEST)
+            events.append(Event(kind, victim, chance.uniform(0, SPREAD), duration))
         made.append(sorted(events, key=lambda event: event.start))
-    if chance.random() < HANG:  # last and alone: from then on the store is not where those look who come
-        made.append([Event("hang", "", 0.0, chance.uniform(*HANGS))])
     return Plan(seed, store, end, made)

@@ -231,7 +231,8 @@ class Schedule:
         self._report.violations += violations(notes, self._blows)
 
     def _said(self) -> str:
-        return (self._folder / "said").read_text(errors="replace")
+        paths = [self._folder / "said", *(self._folder / f"{name}.said" for name in self._guests)]
+        return "".join(path.read_text(errors="replace") for path in paths)
 
 
 def run(plan: Plan) -> Report:
