@@ -166,18 +166,22 @@ class Connections:
     def peer(self, to: str | int | Identity) -> OutgoingCalls:
         """The calling side towards a worker."""
         if isinstance(to, Identity):
-            found = self.peer(to.name)
-            if found.identity != to:  # it may be the next of that name, of which nothing was heard yet
-                self._names.pop(to.name, None)
-                found = self.peer(to.name)
-            if found.identity != to:
-                raise UnknownWorker(f"the worker named {to.name!r} is not the one that it was")
-            return found
+            return self._known(to)
         names = self._names
         peer = names.get(to)
         if peer is None:
             peer = names[to] = self._peer_of(self.joined.directory.find(to))
         return peer
+
+    def _known(self, to: Identity) -> OutgoingCalls:
+        """The calling side towards a worker that was there."""
+        with contextlib.suppress(UnknownWorker):
+            if (found := self.peer(to.name)).identity == to:
+                return found
+            self._names.pop(to.name, None)  # it may be the next of that name, of which nothing was heard yet
+            if (found := self.peer(to.name)).identity == to:
+                return found
+        raise PeerLost(f"the worker named {to.name!r} has gone: it left or died")
 
     def _peer_of(self, member: Member) -> OutgoingCalls:
         with self._lock:

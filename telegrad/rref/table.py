@@ -101,7 +101,7 @@ class ReferenceTable(Maker):
         self.check(handle)
         try:
             return self.agent.identify(handle.owner)
-        except UnknownWorker:  # it has left, and this worker has not heard of it yet
+        except PeerLost:  # it has left, and this worker has not heard of it yet
             self._on_death(key_of(handle.owner))
             self.check(handle)
             raise

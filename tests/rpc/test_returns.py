@@ -200,7 +200,7 @@ def test_a_reference_to_an_earlier_life_leads_to_no_other(stage: Stage) -> None:
     assert rpc.rpc_sync("x", who, wait_for_worker=True) == stage.all[-1].agent.incarnation
     with pytest.raises(errors.OwnerLost):
         reference.to_here()
-    with pytest.raises(errors.UnknownWorker, match="is not the one that it was"):
+    with pytest.raises(errors.PeerLost, match="the worker named 'x' has gone"):
         rpc.rpc_sync("boss", total, (reference,))  # which fetches the value from its owner
 
 
