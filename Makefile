@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo docs test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -18,6 +18,7 @@ nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q 'atheris>=3.0'  # where there is none, fuzzing is skipped
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[torchrl]'  # likewise, its tests
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[launchers]'  # and theirs
+	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'  # and those of the pages
 	$(BIN)/pytest -m "not cuda" --timeout 900
 	$(BIN)/python -m tests.chaos --seconds 1800 --soak
 
@@ -30,6 +31,9 @@ chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 60
 	$(BIN)/python -m tests.chaos --seconds 60 --supervised
 	$(BIN)/python -m tests.chaos --seconds 60 --soak
+
+docs: $(VENV)/.docs
+	$(BIN)/python docs/build.py
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
@@ -55,6 +59,10 @@ $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -q telegrad  # as pip does for what it copies; else each start compiles it where none may be written
+	touch $@
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 # A peer that cannot be installed leaves its log, from which the table tells why.
