@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo docs test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo docs docs-links test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -34,6 +34,10 @@ chaos: $(INSTALLED)
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/build.py
+
+# Those to other sites; those between the pages are looked at by `make docs` and its tests.
+docs-links: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -b linkcheck -d build/doctrees docs build/links
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

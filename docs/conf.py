@@ -34,7 +34,7 @@ autodoc_default_options = {
     "members": True,
     "member-order": "bysource",
     # Members of bases that users do not know are told, those of the libraries are not.
-    "inherited-members": "Module,Optimizer,Future,BaseException,tuple,Enum",
+    "inherited-members": "Module,Optimizer,Future,OSError,AttributeError,BaseException,tuple,Enum",
 }
 autodoc_mock_imports = ["tensordict", "torchrl"]  # these pages need neither
 autodoc_inherit_docstrings = False
@@ -53,6 +53,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["versions.js"]
 html_show_sourcelink = False
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system, until they choose
 html_theme_options = {
     "navbar_align": "left",
     "header_links_before_dropdown": 6,
@@ -100,7 +101,7 @@ class CommandHelp(Directive):
             check=True,
             cwd=ROOT,
             env={**os.environ, "COLUMNS": "80"},
-        ).stdout
+        ).stdout.strip()
         return [nodes.literal_block(said, said, language="none")]
 
 

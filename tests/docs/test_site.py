@@ -149,24 +149,59 @@ def test_each_link_leads_to_its_place_and_nothing_comes_from_elsewhere(site: pat
     assert wrong == []
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium")
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_phone_shows_each_page_without_scrolling_sideways(site: pathlib.Path, theme: str) -> None:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if BROWSER is None:
+        pytest.skip("needs a browser: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api")
-    wrong: list[Any] = []
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
-        page = browser.new_page(viewport={"width": PHONE, "height": 800}, color_scheme=theme)
-        page.on("console", lambda said: wrong.append((page.url, said.text)) if said.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append((page.url, str(error))))
-        page.on("request", lambda asked: None if asked.url.startswith("file:") else wrong.append(asked.url))
-        for path in sorted(site.rglob("*.html")):
-            if "_static" not in path.parts:
-                page.goto(path.as_uri())
-                assert page.evaluate("document.documentElement.dataset.theme") == theme
-                width = page.evaluate("document.documentElement.scrollWidth")
-                wrong += [(path.name, width)] if width > PHONE else []
+        yield browser
         browser.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_phone_shows_each_page_without_scrolling_sideways(site: pathlib.Path, browser: Any) -> None:
+    wrong: list[Any] = []
+    page = browser.new_page(viewport={"width": PHONE, "height": 800})
+    page.on("console", lambda said: wrong.append((page.url, said.text)) if said.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append((page.url, str(error))))
+    page.on("request", lambda asked: None if asked.url.startswith("file:") else wrong.append(asked.url))
+    for path in sorted(site.rglob("*.html")):
+        if "_static" not in path.parts:
+            page.goto(path.as_uri())
+            width = page.evaluate("document.documentElement.scrollWidth")
+            wrong += [(path.name, width)] if width > PHONE else []
     assert wrong == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("look", ["light", "dark"])
+def test_pages_and_pictures_look_as_the_readers_system_does(site: pathlib.Path, browser: Any, look: str) -> None:
+    page = browser.new_page(color_scheme=look)
+    page.goto((site / "architecture.html").as_uri())
+    assert page.evaluate("document.documentElement.dataset.theme") == look
+    assert page.evaluate("getComputedStyle(document.querySelector('.bd-article img')).colorScheme") == look
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_search_finds_a_function(site: pathlib.Path, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(f"{(site / 'search.html').as_uri()}?q=rendezvous_again")
+    page.locator("#search-results li a[href*='reference/joining.html']").first.wait_for()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_list_of_versions_leads_to_another(site: pathlib.Path, browser: Any) -> None:
+    older = site.parent / "0.0.9"
+    older.mkdir()
+    (older / "index.html").write_text("the older pages")
+    runpy.run_path(str(DOCS / "build.py"))["list_versions"](site.parent)
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page.goto((site / "rpc.html").as_uri())
+    page.locator("select.versions").first.select_option("0.0.9")
+    page.get_by_text("the older pages").wait_for()
