@@ -38,7 +38,6 @@ autodoc_default_options = {
 }
 autodoc_mock_imports = ["tensordict", "torchrl"]  # these pages need neither
 autodoc_inherit_docstrings = False
-autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autoclass_content = "both"
 python_use_unqualified_type_names = True
@@ -120,7 +119,8 @@ def setup(app: Sphinx) -> None:
         text = "" if what == "module" else "\n".join(lines)  # what a module is about is told by the page that shows it
         text = re.sub(r"`[^`]+`(\w)?", lambda code: f"{code[0][:-1]}\\ {code[1]}" if code[1] else code[0], text)
         text = re.sub(r"^Example:$(?!\n+ +>>>)", "Example::\n", text, flags=re.MULTILINE)
-        lines[:] = text.split("\n")
+        # What stands before a colon in the first line would be taken for a type; so that one is an escape of nothing.
+        lines[:] = ["\\"] * (what in ("property", "attribute") and bool(text)) + text.split("\n")
 
     app.connect("source-read", read)
     app.connect("include-read", included)

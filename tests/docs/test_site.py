@@ -18,7 +18,9 @@ from tests.insight.browsers import BROWSER, OPTIONS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"^(?::::\{toctree\}\n(?P<md>(?:.*\n)*?):::|\.\. toctree::\n(?P<rst>(?:\n| +.*\n)*))", re.MULTILINE)
-DIRECTIVE = re.compile(r"^\.\. (?:auto(?!module)\w+|(?P<module>automodule|currentmodule)):: ([\w.]+)", re.MULTILINE)
+DIRECTIVE = re.compile(
+    r"^\.\. (?:py:data|auto(?!module)\w+|(?P<module>automodule|currentmodule)):: ([\w.]+)", re.MULTILINE
+)
 PHONE = 390  # pixels
 
 
