@@ -82,7 +82,9 @@ def relink(text: str, written_in: pathlib.Path, shown_in: pathlib.Path) -> str:
         target = (written_in / link["path"]).resolve()
         if not target.exists():
             return link[0]
-        return f"]({os.path.relpath(PAPERS.get(target, target), shown_in)}{link['rest'] or ''})"
+        page = PAPERS.get(target, target)
+        what = "path:" if page.suffix == ".md" and not page.is_relative_to(DOCS) else ""  # no page: a file to be loaded
+        return f"]({what}{os.path.relpath(page, shown_in)}{link['rest'] or ''})"
 
     return re.sub(r"\]\((?P<path>[^)#:\s]+)(?P<rest>#[^)]*)?\)", there, text)
 
