@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo docs docs-links test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -32,13 +32,6 @@ chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 60 --supervised
 	$(BIN)/python -m tests.chaos --seconds 60 --soak
 
-docs: $(VENV)/.docs
-	$(BIN)/python docs/build.py
-
-# Those to other sites; those between the pages are looked at by `make docs` and its tests.
-docs-links: $(VENV)/.docs
-	$(BIN)/python -m sphinx -q -b linkcheck -d build/doctrees docs build/links
-
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
@@ -50,6 +43,18 @@ bench-peers: $(PEERS)/.installed
 
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conformance --report docs/conformance.md
+
+.PHONY: docs docs-links
+docs: $(VENV)/.docs
+	$(BIN)/python docs/build.py
+
+# Those to other sites; those between the pages are looked at by `make docs` and its tests.
+docs-links: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -b linkcheck -d build/doctrees docs build/links
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	touch $@
 
 # The pure files by their own tests, which fails below 95%; then the whole package by all, whose figure nothing asks for yet.
 coverage: $(INSTALLED)
@@ -63,10 +68,6 @@ $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -q telegrad  # as pip does for what it copies; else each start compiles it where none may be written
-	touch $@
-
-$(VENV)/.docs: $(INSTALLED)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 # A peer that cannot be installed leaves its log, from which the table tells why.
