@@ -120,7 +120,6 @@ def setup(app: Sphinx) -> None:
     def as_people_read_it(_: Sphinx, what: str, __: str, ___: object, ____: object, lines: list[str]) -> None:
         text = "" if what == "module" else "\n".join(lines)  # what a module is about is told by the page that shows it
         text = re.sub(r"`[^`]+`(\w)?", lambda code: f"{code[0][:-1]}\\ {code[1]}" if code[1] else code[0], text)
-        text = re.sub(r"^Example:$(?!\n+ +>>>)", "Example::\n", text, flags=re.MULTILINE)
         # What stands before a colon in the first line would be taken for a type; so that one is an escape of nothing.
         lines[:] = ["\\"] * (what in ("property", "attribute") and bool(text)) + text.split("\n")
 

@@ -94,7 +94,6 @@ def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
     once `max_size` calls are there, or `max_wait` seconds after the first. Meant for serving: it runs outside of the
     autograd contexts of its callers, so no gradient goes through it.
 
-    Example:
         class Policy:
             @functions.batch(max_size=16, max_wait=0.005)
             async def act(self, states: list[Tensor]) -> list[Tensor]:
