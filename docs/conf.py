@@ -63,7 +63,7 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 
-# Papers of the project's root, and the pages that include them.
+# Papers that are no pages, and folders; and the pages that show them.
 PAPERS = {
     ROOT / "README.md": DOCS / "project/readme.md",
     ROOT / "CHANGELOG.md": DOCS / "project/changelog.md",
@@ -72,6 +72,7 @@ PAPERS = {
     ROOT / "benchmarks/results/latest.md": DOCS / "project/benchmarks.md",
     ROOT / "benchmarks/results/programs.md": DOCS / "project/programs.md",
     DOCS / "decisions": DOCS / "explanations.md",
+    DOCS / "tutorials": DOCS / "tutorials/index.md",
 }
 
 
