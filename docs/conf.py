@@ -10,7 +10,9 @@ import sys
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 DOCS = pathlib.Path(__file__).parent.resolve()
 ROOT = DOCS.parent
@@ -107,24 +109,45 @@ class CommandHelp(Directive):
         return [nodes.literal_block(said, said, language="none")]
 
 
+def read(_: Sphinx, docname: str, source: list[str]) -> None:
+    """Relink a page."""
+    folder = (DOCS / docname).parent
+    source[0] = relink(source[0], folder, folder)
+
+
+def included(_: Sphinx, path: pathlib.Path, __: str, source: list[str]) -> None:
+    """Relink a paper."""
+    paper = (DOCS / path).resolve()
+    source[0] = relink(source[0], paper.parent, PAPERS[paper].parent)
+
+
+def as_people_read_it(_: Sphinx, what: str, __: str, ___: object, ____: object, lines: list[str]) -> None:
+    """Make of a docstring what Sphinx and napoleon take as people do."""
+    text = "" if what == "module" else "\n".join(lines)  # what a module is about is told by the page that shows it
+    text = re.sub(r"`[^`]+`(\w)?", lambda code: f"{code[0][:-1]}\\ {code[1]}" if code[1] else code[0], text)  # `RRef`s
+    # What stands before a colon in the first line would be taken for a type; so that one is an escape of nothing.
+    lines[:] = ["\\"] * (what in ("property", "attribute") and bool(text)) + text.split("\n")
+
+
+def found_by_its_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Node) -> nodes.Node | None:
+    """`CallTimeout` in a docstring, where that name stands for one thing only, of whatever module."""
+    name, domain = node["reftarget"], env.get_domain("py")
+    if node.get("reftype") != "obj" or "." in name:
+        return None
+    found = [
+        path
+        for path, entry in domain.objects.items()
+        if path.rpartition(".")[2] == name and entry.objtype in ("class", "exception", "function") and not entry.aliased
+    ]
+    if len(found) != 1:
+        return None
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, shown)
+
+
 def setup(app: Sphinx) -> None:
-    """Have links between the pages and the papers lead to the right pages."""
-
-    def read(_: Sphinx, docname: str, source: list[str]) -> None:
-        folder = (DOCS / docname).parent
-        source[0] = relink(source[0], folder, folder)
-
-    def included(_: Sphinx, path: pathlib.Path, __: str, source: list[str]) -> None:
-        paper = (DOCS / path).resolve()
-        source[0] = relink(source[0], paper.parent, PAPERS[paper].parent)
-
-    def as_people_read_it(_: Sphinx, what: str, __: str, ___: object, ____: object, lines: list[str]) -> None:
-        text = "" if what == "module" else "\n".join(lines)  # what a module is about is told by the page that shows it
-        text = re.sub(r"`[^`]+`(\w)?", lambda code: f"{code[0][:-1]}\\ {code[1]}" if code[1] else code[0], text)
-        # What stands before a colon in the first line would be taken for a type; so that one is an escape of nothing.
-        lines[:] = ["\\"] * (what in ("property", "attribute") and bool(text)) + text.split("\n")
-
+    """Have Sphinx use all this."""
     app.connect("source-read", read)
     app.connect("include-read", included)
     app.connect("autodoc-process-docstring", as_people_read_it, priority=400)  # before napoleon
+    app.connect("missing-reference", found_by_its_name)
     app.add_directive("command-help", CommandHelp)
