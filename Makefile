@@ -18,6 +18,7 @@ nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q 'atheris>=3.0'  # where there is none, fuzzing is skipped
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[torchrl]'  # likewise, its tests
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[launchers]'  # and theirs
+	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'  # and those of the pages
 	$(BIN)/pytest -m "not cuda" --timeout 900
 	$(BIN)/python -m tests.chaos --seconds 1800 --soak
 
@@ -42,6 +43,18 @@ bench-peers: $(PEERS)/.installed
 
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conformance --report docs/conformance.md
+
+.PHONY: docs docs-links
+docs: $(VENV)/.docs
+	$(BIN)/python docs/build.py
+
+# Those to other sites; those between the pages are looked at by `make docs` and its tests.
+docs-links: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -b linkcheck -d build/doctrees docs build/links
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	touch $@
 
 # The pure files by their own tests, which fails below 95%; then the whole package by all, whose figure nothing asks for yet.
 coverage: $(INSTALLED)
