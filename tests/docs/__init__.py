@@ -1,0 +1,1 @@
+"""The pages of the project: their code blocks run, and print what they say."""

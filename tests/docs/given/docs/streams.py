@@ -1,0 +1,4 @@
+# before: def squares(n)
+import telegrad
+
+workers = telegrad.local(["worker1"])
