@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 
 from telegrad import compat, hosting, worker
+from telegrad.wire import functions
 from tests.docs.blocks import Cell
 
 STARTED = ("telegrad", "worker")
@@ -45,7 +46,7 @@ def perform(cells: list[Cell], file: str, arguments: list[str], installs: bool, 
     printed = _listen_to_prints()
     error = ""
     try:
-        _execute(cells)
+        _execute(cells, os.path.join(folder, file or "program.py"))
     except BaseException:
         error = traceback.format_exc()
     atexit._run_exitfuncs()
@@ -53,9 +54,11 @@ def perform(cells: list[Cell], file: str, arguments: list[str], installs: bool, 
     return Outcome(pathlib.Path("out").read_text(), error + pathlib.Path("err").read_text() if error else "", printed)
 
 
-def _execute(cells: list[Cell]) -> None:
+def _execute(cells: list[Cell], path_of_program: str) -> None:
     """Run them as one program, whose lines are those of the page."""
     module = types.ModuleType("__main__")
+    module.__file__ = path_of_program  # by whose content workers know that they run the same
+    pathlib.Path(path_of_program).write_text("\n".join(cell.text for cell in cells))
     sys.modules["__main__"] = module
     for text, path, line in cells:
         tree = ast.increment_lineno(ast.parse(text), line - 1)
@@ -114,6 +117,7 @@ class Forked:
             os.environ.update(env)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             sys.modules["__main__"] = types.ModuleType("__main__")  # what the program defines is not known to a worker
+            functions._program = None
             linecache.clearcache()
             code = worker.main(arguments)
         except BaseException:
