@@ -20,6 +20,7 @@ import torch
 
 from telegrad import compat, hosting, worker
 from telegrad.wire import functions
+from tests.cluster import free_port
 from tests.docs.blocks import Cell
 
 STARTED = ("telegrad", "worker")
@@ -40,6 +41,8 @@ def perform(cells: list[Cell], file: str, arguments: list[str], installs: bool, 
     sys.argv = [file, *arguments]
     sys.path.insert(0, folder)
     torch.set_num_threads(1)
+    if any('"MASTER_PORT"' in cell.text for cell in cells):  # the port that it names may be in use
+        os.environ["MASTER_PORT"] = str(free_port())
     _fork_instead_of_spawning()
     if installs:
         compat.install()
