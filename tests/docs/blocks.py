@@ -18,7 +18,7 @@ GIVEN = pathlib.Path(__file__).parent / "given"
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")})
 
 _FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+    r"^(?P<indent> *)```(?P<language>\{?[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
 )
 _MARKER = re.compile(r"<!-- not run: (.+) -->\n+\Z")
 _FIGURES = re.compile(r"<!-- figures differ -->\n+\Z")
@@ -61,6 +61,8 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
     text = page.read_text()
     found = []
     for match in _FENCE.finditer(text):
+        if match["language"].startswith("{"):
+            continue  # for the site: a list of pages, an include
         before = text[: match.start()]
         marker, figures = _MARKER.search(before), _FIGURES.search(before)
         indent = re.compile(f"^{match['indent']}", re.MULTILINE)

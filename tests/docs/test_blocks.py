@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import doctest
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.cluster import PATIENCE, processes
+from tests.cluster import PATIENCE, free_port, processes
 from tests.docs.blocks import (
     PAGES,
     ROOT,
@@ -61,6 +64,20 @@ def test_the_programs_run(page: pathlib.Path) -> None:
         assert list(wrong_comments(page, outcome)) == [], outcome.out
         for block in run.shown:
             assert shows(block, outcome.out), f"{block.name} shows\n{block.text}\nbut it prints\n{outcome.out}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in RUNNING if page.parent == ROOT / "docs" / "tutorials"], ids=path_of)
+def test_tutorials_run_as_users_run_them(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for name, cells in programs_of(page).items():
+        (tmp_path / name).write_text("\n".join(cell.text for cell in cells))
+    for run in runs_of(page):
+        command = [sys.executable, *(["-m", "telegrad"] if run.installs else []), run.file, *run.arguments]
+        environment = {**os.environ, "MASTER_PORT": str(free_port())}
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+        assert ended.returncode == 0, ended.stderr
+        assert [block.text for block in run.shown if not shows(block, ended.stdout)] == [], ended.stdout
 
 
 def outcome_of(page: pathlib.Path, run: Run) -> Outcome:
