@@ -21,6 +21,7 @@ _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\{?[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
 )
 _MARKER = re.compile(r"<!-- not run: (.+) -->\n+\Z")
+_INLINE = re.compile(r"(?<!`)`((?:python -m|telegrad|make|pip install|pytest|torchrun|\.venv/bin/\w+) [^`]+)`")
 _FIGURES = re.compile(r"<!-- figures differ -->\n+\Z")
 _FILE = re.compile(r"# ([\w.]+\.(?:py|toml))(?: .*)?\n")
 _CELL = re.compile(r"^# (before: .+|after: .+|at the end)\n", re.MULTILINE)
@@ -154,3 +155,9 @@ def commands_of(block: Block) -> list[list[str]]:
     lines = block.text.replace("\\\n", " ").splitlines()
     found = [shlex.split(line, comments=True) for line in lines]
     return [words for words in found if words]
+
+
+def inline_commands(page: pathlib.Path) -> list[list[str]]:
+    """Those within the text that have arguments; others are the names of programs."""
+    commands = [shlex.split(text) for text in _INLINE.findall(page.read_text())]
+    return [words for words in commands if len(words) > (3 if words[1] == "-m" else 2) and "..." not in words]

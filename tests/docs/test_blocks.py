@@ -24,6 +24,7 @@ from tests.docs.blocks import (
     blocks_of,
     commands_of,
     indented,
+    inline_commands,
     places_of_given,
     programs_of,
     runs_of,
@@ -109,6 +110,16 @@ def wrong_comments(page: pathlib.Path, outcome: Outcome) -> Iterator[str]:
 @pytest.mark.parametrize("block", of_languages("sh"))
 def test_the_commands_exist(block: Block) -> None:
     assert [fault for words in commands_of(block) if (fault := fault_of(words))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_the_commands_within_the_text_exist(page: pathlib.Path) -> None:
+    assert [fault for words in inline_commands(page) if (fault := fault_of(words))] == []
+
+
+def test_a_command_that_nobody_knows_is_found_out() -> None:
+    wrong = ["telegrad worker a --master", "python -m telegrad wory", "make tests", "pip install 'telegrad[insights]'"]
+    assert all(fault_of(line.split()) for line in [*wrong, "python -m tests.nothing", "srun telegrad run --rolls x"])
 
 
 @pytest.mark.parametrize("block", of_languages("toml", "json"))
