@@ -136,6 +136,11 @@ def test_few_blocks_are_excused() -> None:
     assert len([block for block in BLOCKS if block.excuse]) == EXCUSED
 
 
+def test_every_program_is_run() -> None:
+    for page in RUNNING:
+        assert {run.file for run in runs_of(page)} == programs_of(page).keys(), path_of(page)
+
+
 def test_an_output_is_one_of_a_program() -> None:
     shown = {block for page in PAGES for run in runs_of(page) for block in run.shown}
     assert [
