@@ -112,7 +112,7 @@ def test_workers_that_come_and_go(start: Start) -> None:
 
 def test_every_program_and_command_is_run_here() -> None:
     assert len(PROGRAMS) == 4
-    assert [line.split()[1] for line in COMMANDS] == ["-m", "-m", "driver.py", "-m"]
+    assert len([line for line in COMMANDS if "worker" in line]) == 3
     assert "-c constraints.txt" in PAGE
     assert "torch==" in (ROOT / "constraints.txt").read_text()
 

@@ -12,6 +12,7 @@ from typing import Any
 from telegrad.errors import UsageError
 from telegrad.wire.failures import kept
 
+_MAINS = ("__main__", "__mp_main__")
 Function = Callable[..., Awaitable[Sequence[Any]]]
 
 
@@ -26,6 +27,7 @@ class Batched:
         self._signature = inspect.signature(function)
         self._max_size = max_size
         self._max_wait = max_wait
+        self._name = ""  # in its class
         self._home = home  # the object whose method this is, and under which name
         self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -43,8 +45,12 @@ class Batched:
         return bound
 
     def __reduce__(self) -> Any:
-        """A function goes by its name; a method is made anew with its object."""
-        return self._path if self._home is None else (getattr, self._home)
+        """A function goes by its name, one of a class that travels by its code by its own; a method with its object."""
+        if self._home is not None:
+            return getattr, self._home
+        if self._name and (self.__module__ in _MAINS or "<locals>" in self._path):
+            return _of_class, (self._function, self._max_size, self._max_wait, self._name)
+        return self._path
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._signature.bind(*args, **kwargs)
@@ -85,6 +91,12 @@ class Batched:
             for result, value in zip(waiting, values, strict=True):
                 if not result.done():  # its caller may have given up
                     result.set_result(value)
+
+
+def _of_class(function: Function, max_size: int, max_wait: float, name: str) -> Batched:
+    made = Batched(function, max_size, max_wait)
+    made._name = name
+    return made
 
 
 def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:

@@ -5,7 +5,10 @@ Imported where that is wanted, which is seldom: cloudpickle would make each star
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import sys
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -29,6 +32,16 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def dump_by_value(self, obj: Any) -> bytes:
         return dump_by_value(obj)
+
+
+def _module(module: ModuleType) -> Any:
+    return importlib.import_module, (module.__name__,)
+
+
+# Code brings along each module that it seems to name, such as torch.ops where it has an attribute `ops`.
+for _kind in {type(module) for module in list(sys.modules.values())} - {ModuleType}:
+    if issubclass(_kind, ModuleType):
+        copyreg.pickle(_kind, _module)
 
 
 def dump_by_value(obj: Any) -> bytes:

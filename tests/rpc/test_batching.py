@@ -7,6 +7,7 @@ import pickle
 import threading
 from typing import Any, NoReturn
 
+import cloudpickle
 import pytest
 import torch
 
@@ -91,6 +92,20 @@ def test_each_object_has_batches_of_its_own() -> None:
 def test_a_function_by_its_name() -> None:
     assert [call.wait() for call in [rpc_async("w2", pair, (i,)) for i in range(2)]] == [2, 2]
     assert pickle.loads(pickle.dumps(pair)) is pair
+
+
+def test_a_class_that_travels_by_its_code() -> None:
+    class Doubler:
+        @functions.batch(max_size=2, max_wait=LONG)
+        async def double(self, values: list[int]) -> list[int]:
+            return [2 * value for value in values]
+
+    there = cloudpickle.loads(cloudpickle.dumps(Doubler))()
+
+    async def both() -> list[int]:
+        return await asyncio.gather(there.double(1), there.double(2))
+
+    assert asyncio.run(both()) == [2, 4]
 
 
 def test_an_object_whose_batches_are_in_use_can_be_sent() -> None:

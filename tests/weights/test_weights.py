@@ -5,10 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import pathlib
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -418,15 +414,3 @@ def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.result(PATIENCE)
         for each in seen:
             assert each == [*range(each[0], until + 1)]
-
-
-# The page
-
-
-def test_the_program_of_the_page_runs(tmp_path: pathlib.Path) -> None:
-    page = pathlib.Path(__file__).parents[2] / "docs" / "weights.md"
-    program = tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL).group(1))
-    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith(" 11\n")

@@ -297,6 +297,16 @@ def test_by_value() -> None:
     assert journey(Local()).__class__.__name__ == "Local"
 
 
+def test_code_with_attributes_that_are_names_of_modules() -> None:
+    class Local:
+        def __init__(self) -> None:
+            self.ops, self.classes = 1, torch.ones(2)
+
+    made = journey([Local], False)[0]()
+    assert made.ops == 1
+    assert made.classes.tolist() == [1, 1]
+
+
 def test_compiled_functions_are_compiled_once() -> None:
     for function in (plain, lambda x: x * 2):
         made = torch.compile(function, backend="eager", dynamic=True)

@@ -1,0 +1,163 @@
+"""The code blocks of a page, and the programs that they make.
+
+A Python block whose first line is a comment with a file's name (`# train.py`) begins that file, and the Python blocks
+behind it continue it. Blocks before any such line are one program without a name. Where blocks take something as given
+(a model, a group of workers), `given/` has a file of the page's path: cells of Python, each under a line that says
+where it belongs, `# before: words` or `# after: words` of a block, or `# at the end`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+GIVEN = pathlib.Path(__file__).parent / "given"
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")})
+
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\{?[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+)
+_MARKER = re.compile(r"<!-- not run: (.+) -->\n+\Z")
+_INLINE = re.compile(r"(?<!`)`((?:python -m|telegrad|make|pip install|pytest|torchrun|\.venv/bin/\w+) [^`]+)`")
+_FIGURES = re.compile(r"<!-- figures differ -->\n+\Z")
+_FILE = re.compile(r"# ([\w.]+\.(?:py|toml))(?: .*)?\n")
+_CELL = re.compile(r"^# (before: .+|after: .+|at the end)\n", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    page: pathlib.Path
+    line: int  # of the page, where its text begins
+    language: str
+    text: str
+    excuse: str  # why nobody runs it, or ""
+    figures: bool  # whether each run has figures of its own in it
+
+    @property
+    def name(self) -> str:
+        """What a test calls it."""
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+class Cell(NamedTuple):
+    """A piece of a program: Python, with the file and the line where it stands."""
+
+    text: str
+    path: pathlib.Path
+    line: int
+
+
+class Run(NamedTuple):
+    """A program of a page that is run, as one of its commands says."""
+
+    file: str  # "" for the program without a name
+    arguments: list[str]
+    installs: bool  # whether it is a program of torch.distributed.rpc, run on Telegrad
+    shown: list[Block]  # what it prints
+
+
+def blocks_of(page: pathlib.Path) -> list[Block]:
+    text = page.read_text()
+    found = []
+    for match in _FENCE.finditer(text):
+        if match["language"].startswith("{"):
+            continue  # for the site: a list of pages, an include
+        before = text[: match.start()]
+        marker, figures = _MARKER.search(before), _FIGURES.search(before)
+        indent = re.compile(f"^{match['indent']}", re.MULTILINE)
+        line = text.count("\n", 0, match.start("text")) + 1
+        found.append(
+            Block(
+                page, line, match["language"], indent.sub("", match["text"]), marker[1] if marker else "", bool(figures)
+            )
+        )
+    return found
+
+
+def indented(page: pathlib.Path) -> list[int]:
+    """Lines where a block begins that has no fence, and so no language."""
+    text = _FENCE.sub(lambda match: "x\n" * match[0].count("\n") + "x", page.read_text())
+    return [
+        text.count("\n", 0, match.end()) + 1
+        for match in re.finditer(r"(?:\A|[^\n]\n)\n(?=    \S)", text)
+        if _is_code(text, match.end())
+    ]
+
+
+def _is_code(text: str, place: int) -> bool:
+    """Whether an indented paragraph is no continuation of a list's item."""
+    before = [line for line in text[:place].splitlines() if line.strip() and not line.startswith("    ")]
+    return not (before and re.match(r" {0,3}(?:[-*]|\d+\.) ", before[-1]))
+
+
+def file_of(block: Block) -> str:
+    named = _FILE.match(block.text)
+    return named[1] if named else ""
+
+
+def programs_of(page: pathlib.Path) -> dict[str, list[Cell]]:
+    """The programs of a page by the names of their files, with what is given."""
+    programs: dict[str, list[Cell]] = {}
+    name, given = "", _given(page)
+    for block in blocks_of(page):
+        if block.language != "python" or block.excuse:
+            continue
+        name = file_of(block) or name
+        programs.setdefault(name, [])
+        programs[name] += [cell for words, cell in given if words.startswith("before: ") and words[8:] in block.text]
+        programs[name].append(Cell(block.text, page, block.line))
+        programs[name] += [cell for words, cell in given if words.startswith("after: ") and words[7:] in block.text]
+    if programs:
+        programs[name] += [cell for words, cell in given if words == "at the end"]
+    return programs
+
+
+def _given(page: pathlib.Path) -> list[tuple[str, Cell]]:
+    path = (GIVEN / page.relative_to(ROOT)).with_suffix(".py")
+    if not path.exists():
+        return []
+    text = path.read_text()
+    marks = list(_CELL.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [
+        (mark[1], Cell(text[mark.end() : end], path, text.count("\n", 0, mark.end()) + 1))
+        for mark, end in zip(marks, ends, strict=True)
+    ]
+
+
+def places_of_given(page: pathlib.Path) -> list[str]:
+    """The words of a page's blocks beside which something is given."""
+    return [words.partition(": ")[2] for words, _ in _given(page)]
+
+
+def runs_of(page: pathlib.Path) -> list[Run]:
+    """What to run of a page, in order, each with the outputs that are shown before the next."""
+    programs = programs_of(page)
+    found: list[Run] = [Run("", [], False, [])] if "" in programs else []
+    for block in blocks_of(page):
+        if block.excuse:
+            continue
+        if block.language == "sh":
+            for words in commands_of(block):
+                installs = words[:3] == ["python", "-m", "telegrad"]
+                rest = words[3 if installs else 1 :]
+                if words[0] == "python" and rest and rest[0] in programs:
+                    found.append(Run(rest[0], rest[1:], installs, []))
+        elif block.language == "text" and found:
+            found[-1].shown.append(block)
+    return found
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """The words of each command, without comments."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [words for words in found if words]
+
+
+def inline_commands(page: pathlib.Path) -> list[list[str]]:
+    """Those within the text that have arguments; others are the names of programs."""
+    commands = [shlex.split(text) for text in _INLINE.findall(page.read_text())]
+    return [words for words in commands if len(words) > (3 if words[1] == "-m" else 2) and "..." not in words]

@@ -1,0 +1,5 @@
+# before: rpc.on_lost
+import telegrad
+import telegrad.rpc as rpc
+
+workers = telegrad.local(2)

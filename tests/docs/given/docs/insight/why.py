@@ -1,0 +1,4 @@
+# before: telegrad.insight.why()
+import telegrad
+
+workers = telegrad.local(2)

@@ -1,0 +1,3 @@
+# after: compat.install()
+assert compat.installed()
+compat.uninstall()

@@ -1,0 +1,146 @@
+"""Runs a program in a process that is forked from a warm one, so that nothing is imported anew; so are its workers."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import linecache
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import traceback
+import types
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+
+from telegrad import compat, hosting, worker
+from telegrad.wire import functions
+from tests.cluster import free_port
+from tests.docs.blocks import Cell
+
+STARTED = ("telegrad", "worker")
+
+
+class Outcome(NamedTuple):
+    out: str
+    error: str  # the traceback of what the program raised, or ""
+    printed: dict[tuple[str, int], list[str]]  # by file and line of each print
+
+
+def perform(cells: list[Cell], file: str, arguments: list[str], installs: bool, folder: str) -> Outcome:
+    """Be that program: this process is no good for anything else afterwards."""
+    os.chdir(folder)
+    os.dup2(os.open("out", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+    os.dup2(os.open("err", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, folder)
+    torch.set_num_threads(1)
+    if any('"MASTER_PORT"' in cell.text for cell in cells):  # the port that it names may be in use
+        os.environ["MASTER_PORT"] = str(free_port())
+    _fork_instead_of_spawning()
+    if installs:
+        compat.install()
+    printed = _listen_to_prints()
+    error = ""
+    try:
+        _execute(cells, os.path.join(folder, file or "program.py"))
+    except BaseException:
+        error = traceback.format_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    return Outcome(pathlib.Path("out").read_text(), error + pathlib.Path("err").read_text() if error else "", printed)
+
+
+def _execute(cells: list[Cell], path_of_program: str) -> None:
+    """Run them as one program, whose lines are those of the page."""
+    module = types.ModuleType("__main__")
+    module.__file__ = path_of_program  # by whose content workers know that they run the same
+    pathlib.Path(path_of_program).write_text("\n".join(cell.text for cell in cells))
+    sys.modules["__main__"] = module
+    for text, path, line in cells:
+        tree = ast.increment_lineno(ast.parse(text), line - 1)
+        exec(compile(tree, str(path), "exec"), module.__dict__)
+
+
+def _listen_to_prints() -> dict[tuple[str, int], list[str]]:
+    printed: dict[tuple[str, int], list[str]] = {}
+    write = builtins.print
+
+    def listen(*values: object, sep: str | None = None, **how: Any) -> None:
+        frame = sys._getframe(1)
+        place = frame.f_code.co_filename, frame.f_lineno
+        printed.setdefault(place, []).append((" " if sep is None else sep).join(map(str, values)))
+        write(*values, sep=sep, **how)
+
+    builtins.print = listen
+    return printed
+
+
+def _fork_instead_of_spawning() -> None:
+    process: Any = multiprocessing.process.current_process()
+    process._config["daemon"] = False  # it may have children
+    fork, context, host = multiprocessing.get_context("fork"), cast(Any, multiprocessing), cast(Any, hosting)
+    context.get_context = lambda method=None: fork
+    host.subprocess = types.SimpleNamespace(
+        Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
+class Forked:
+    """As much of a `Popen` as `telegrad.local` needs, for a process that is `python -m telegrad worker`."""
+
+    def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
+        assert tuple(command[2:4]) == STARTED
+        pipes = [os.pipe() for _ in range(3)]
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            self._be_worker(command[4:], env, [pipes[0][0], pipes[1][1], pipes[2][1]])
+        for number in (pipes[0][0], pipes[1][1], pipes[2][1]):
+            os.close(number)
+        self.stdin = os.fdopen(pipes[0][1], "w")
+        self.stdout: IO[str] = os.fdopen(pipes[1][0])
+        self.stderr: IO[str] = os.fdopen(pipes[2][0])
+        self._ended = threading.Event()
+        threading.Thread(target=self._reap, daemon=True).start()
+
+    def _be_worker(self, arguments: list[str], env: dict[str, str], ends: list[int]) -> None:
+        code = 1
+        try:
+            os.setsid()
+            for number, end in enumerate(ends):
+                os.dup2(end, number)
+            os.closerange(3, 256)  # those of its parent, whose end it shall notice
+            os.environ.update(env)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+            sys.modules["__main__"] = types.ModuleType("__main__")  # what the program defines is not known to a worker
+            functions._program = None
+            linecache.clearcache()
+            code = worker.main(arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("a worker", timeout or 0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, 15)
+
+    def kill(self) -> None:
+        os.kill(self.pid, 9)

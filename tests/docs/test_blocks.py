@@ -1,0 +1,160 @@
+"""Every code block of every page is run, parsed or checked, and what it says it prints it prints."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from tests.cluster import PATIENCE, free_port, processes
+from tests.docs.blocks import (
+    PAGES,
+    ROOT,
+    Block,
+    Run,
+    blocks_of,
+    commands_of,
+    indented,
+    inline_commands,
+    places_of_given,
+    programs_of,
+    runs_of,
+)
+from tests.docs.commands import fault_of, read_table
+from tests.docs.running import Outcome, perform
+
+LANGUAGES = {"python", "sh", "text", "toml", "json"}
+# Programs of several processes, or that are killed; their pages have tests of their own.
+ELSEWHERE = {
+    "docs/clusters.md": "tests/group/test_launched.py",
+    "docs/elastic.md": "tests/test_elastic_page.py",
+    "docs/running.md": "tests/test_running.py",
+}
+FEW = 20  # blocks that say why nobody runs them
+FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?")
+LINE = re.compile(r"print\(.*\) +# (.+)$")
+
+
+def path_of(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+RUNNING = [page for page in PAGES if programs_of(page) and path_of(page) not in ELSEWHERE]
+
+
+def of_languages(*languages: str) -> list[ParameterSet]:
+    return [pytest.param(block, id=block.name) for block in BLOCKS if block.language in languages and not block.excuse]
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+@pytest.mark.parametrize("page", RUNNING, ids=path_of)
+def test_the_programs_run(page: pathlib.Path) -> None:
+    for run in runs_of(page):
+        outcome = outcome_of(page, run)
+        assert outcome.error == "", outcome.error + outcome.out
+        assert list(wrong_comments(page, outcome)) == [], outcome.out
+        for block in run.shown:
+            assert shows(block, outcome.out), f"{block.name} shows\n{block.text}\nbut it prints\n{outcome.out}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in RUNNING if page.parent == ROOT / "docs" / "tutorials"], ids=path_of)
+def test_tutorials_run_as_users_run_them(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for name, cells in programs_of(page).items():
+        (tmp_path / name).write_text("\n".join(cell.text for cell in cells))
+    for run in runs_of(page):
+        command = [sys.executable, *(["-m", "telegrad"] if run.installs else []), run.file, *run.arguments]
+        environment = {**os.environ, "MASTER_PORT": str(free_port())}
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+        assert ended.returncode == 0, ended.stderr
+        assert [block.text for block in run.shown if not shows(block, ended.stdout)] == [], ended.stdout
+
+
+def outcome_of(page: pathlib.Path, run: Run) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder, processes(1) as (process,):
+        cells = programs_of(page)[run.file]
+        return process.run(perform, cells, run.file, run.arguments, run.installs, folder, patience=3 * PATIENCE)
+
+
+def shows(block: Block, out: str) -> bool:
+    """Whether it prints that: all of it, `...` for what is left out, and with other figures where they differ."""
+    if block.figures:
+        return said(FIGURE.sub("0", block.text), FIGURE.sub("0", out))
+    return said(block.text, out)
+
+
+def said(shown: str, out: str) -> bool:
+    return doctest.OutputChecker().check_output(shown, out, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+
+
+def wrong_comments(page: pathlib.Path, outcome: Outcome) -> Iterator[str]:
+    """A comment behind a `print` is what it prints."""
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if shows := LINE.search(line):
+            for text in outcome.printed.get((str(page), number), []):
+                if not said(shows[1], text):
+                    yield f"line {number} says {shows[1]}, but prints {text}"
+
+
+@pytest.mark.parametrize("block", of_languages("sh"))
+def test_the_commands_exist(block: Block) -> None:
+    assert [fault for words in commands_of(block) if (fault := fault_of(words))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_the_commands_within_the_text_exist(page: pathlib.Path) -> None:
+    assert [fault for words in inline_commands(page) if (fault := fault_of(words))] == []
+
+
+def test_a_command_that_nobody_knows_is_found_out() -> None:
+    wrong = ["telegrad worker a --master", "python -m telegrad wory", "make tests", "pip install 'telegrad[insights]'"]
+    assert all(fault_of(line.split()) for line in [*wrong, "python -m tests.nothing", "srun telegrad run --rolls x"])
+
+
+@pytest.mark.parametrize("block", of_languages("toml", "json"))
+def test_the_tables_are_read(block: Block) -> None:
+    read_table(block)
+
+
+def test_blocks_have_languages() -> None:
+    assert [block.name for block in BLOCKS if block.language not in LANGUAGES] == []
+    assert [f"{path_of(page)}:{line}" for page in PAGES for line in indented(page)] == []
+
+
+def test_few_blocks_are_excused() -> None:
+    assert len([block for block in BLOCKS if block.excuse]) <= FEW
+
+
+def test_every_program_is_run() -> None:
+    for page in RUNNING:
+        assert {run.file for run in runs_of(page)} == programs_of(page).keys(), path_of(page)
+
+
+def test_an_output_is_one_of_a_program() -> None:
+    shown = {block for page in PAGES for run in runs_of(page) for block in run.shown}
+    assert [
+        block.name for block in BLOCKS if block.language == "text" and not block.excuse and block not in shown
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_what_is_given_is_given_for_one_block(page: pathlib.Path) -> None:
+    texts = [block.text for block in blocks_of(page) if block.language == "python"]
+    assert [words for words in places_of_given(page) if words and sum(words in text for text in texts) != 1] == []
+
+
+def test_pages_that_are_tested_elsewhere_are() -> None:
+    for page, test in ELSEWHERE.items():
+        assert pathlib.Path(page).name in (ROOT / test).read_text()
+    assert all(ast.parse(block.text) for block in BLOCKS if block.language == "python")
