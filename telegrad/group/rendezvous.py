@@ -335,7 +335,7 @@ def agree(board: Board, me: Member, size: int | str, key: bytes | None) -> bytes
     """
     salt = secrets.token_hex(16)
     terms = [size, salt, _fingerprint(salt, key), "" if key else secrets.token_hex(32), me.to_json()]
-    theirs, salt, fingerprint, made, entry = json.loads(board.swap("terms", "", json.dumps(terms)))
+    theirs, salt, fingerprint, made, entry, *_ = json.loads(board.swap("terms", "", json.dumps(terms)))
     first = Member.from_json(entry)
     if theirs != size:
         same = "world_size" if isinstance(size, int) else "min_workers and max_workers"
@@ -361,7 +361,7 @@ def mixed(me: Member) -> RendezvousError:
 
 def first_of(board: Board) -> Member:
     """The worker whose terms hold."""
-    return Member.from_json(json.loads(board.read("terms"))[-1])
+    return Member.from_json(json.loads(board.read("terms"))[4])
 
 
 def _fingerprint(salt: str, key: bytes | None) -> str:
