@@ -70,7 +70,7 @@ class LocalGroup:
             from telegrad import rpc
             from telegrad.group.rendezvous import call_off
             from telegrad.group.stores import Meeting
-            from telegrad.rpc.api import enter_group
+            from telegrad.rpc.life import enter_group
 
         port = listener.getsockname()[1]
         served = os.dup(listener.fileno())  # the store closes it

@@ -36,15 +36,14 @@ def test_the_source_exports_what_the_module_has(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("module", "before", "after"),
     [
-        ("def stop_serving() -> None", "def stop_serving(name: str) -> None"),
-        ("def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
-        ("graceful: bool = True", "graceful: bool = False"),
+        ("telegrad.rpc.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
+        ("telegrad.rpc.api", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
+        ("telegrad.rpc.life", "graceful: bool = True", "graceful: bool = False"),
     ],
 )
-def test_changes_are_seen(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "telegrad.rpc.api"
+def test_changes_are_seen(module: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = surface.path_of(module).read_text()
     assert before in source
     monkeypatch.setitem(surface.trees, module, ast.parse(source.replace(before, after, 1)))

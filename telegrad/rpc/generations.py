@@ -5,8 +5,8 @@ from __future__ import annotations
 from telegrad.agent.agent import DEFAULT
 from telegrad.errors import UsageError
 from telegrad.rpc import current
-from telegrad.rpc.api import check_may_wait, show
 from telegrad.rpc.elastic import Elastic, Generation
+from telegrad.rpc.life import check_may_wait, show
 from telegrad.rpc.worker import Worker
 
 
