@@ -106,7 +106,11 @@ class LocalGroup:
         log.warning("telegrad: the process of worker %r %s", worker.name, how)
 
     def shutdown(self, graceful: bool = True) -> None:
-        """End the group: the workers once no call is in flight, or, if not `graceful`, at once. Again does nothing."""
+        """End the group. Again does nothing.
+
+        Args:
+            graceful: wait until no call is in flight; else end the workers at once.
+        """
         if self._closed:
             return
         self._closed = True

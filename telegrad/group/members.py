@@ -85,7 +85,13 @@ class _NameAndId(NamedTuple):
 
 
 class WorkerInfo(_NameAndId):
-    """Names a worker of the group; from `get_worker_info`, to be given to calls. A pair, which has a `role`, too."""
+    """Names a worker of the group; from `get_worker_info`, to be given to calls. A pair, which has a `role`, too.
+
+    Example:
+        >>> name, rank = rpc.get_worker_info("worker1")
+        >>> name, rank
+        ('worker1', 2)
+    """
 
     role: str = ""
 

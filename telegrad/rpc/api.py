@@ -32,11 +32,43 @@ def rpc_sync(
 ) -> Any:
     """Run `func(*args, **kwargs)` on the worker `to` and return its value.
 
-    With `wait_for_worker` the call waits while no worker of that name can be called, up to its timeout. With
-    `idempotent` it is made once more where it may have run: a worker that has begun it gives the same answer again, and
-    one that came back runs it anew. Left out, `wait_for_worker` is what the options say.
+    The function goes by its name where the worker can import it, else by value. Tensors, references (`RRef`) and what
+    can be pickled may be anywhere in the arguments and in the result. What is called sees copies.
 
-    Raises what the function raised there; a subclass of `TelegradError` where the call itself failed.
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`; this worker, too, can be called.
+        func: any function, class or builtin; an `async def` is awaited there.
+        args: positional arguments, a tuple; none if left out.
+        kwargs: arguments by name, a dict.
+        timeout: seconds until `CallTimeout`; 0 for no limit. Left out, it is the `rpc_timeout` of the options.
+        wait_for_worker: wait, up to the timeout, while no worker of that name can be called. Left out, it is what the
+            options say.
+        idempotent: make the call once more where it may have run. A worker that has begun it gives the same answer
+            again; one that came back runs it anew.
+
+    Returns:
+        What the function returned, its tensors on this worker.
+
+    Raises:
+        Exception: what the function raised there, with its remote traceback.
+        CallTimeout: there was no answer in time; the function may still run.
+        PeerUnreachable: the worker cannot be reached; the function has not run.
+        PeerLost: the worker died, or the connection broke; the function may have run.
+        UnknownWorker: there is no worker `to`.
+        InvalidArgument: `func` cannot be called, `args` is no tuple, or `timeout` is below zero.
+        CannotEncode: an argument or the result cannot be pickled.
+        FunctionNotFound: the worker does not have the function.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
+        tensor([2., 2.])
+        >>> rpc.rpc_sync("worker1", sorted, ([3, 1, 2],), {"reverse": True}, timeout=5)
+        [3, 2, 1]
+        >>> rpc.rpc_sync("worker1", lambda: 1 / 0)
+        Traceback (most recent call last):
+            ...
+        ZeroDivisionError: ...
     """
     call = convert(func, args, kwargs)
     begin: Callable[..., Any] = call_sync
@@ -60,8 +92,28 @@ def rpc_async(
 ) -> Future[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`; a future of its value.
 
-    The tensors among the arguments must not be written to until the future is done. `wait_for_worker` and `idempotent`
-    are as for `rpc_sync`, and hold nobody up here.
+    The tensors among the arguments must not be written to until the future is done.
+
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`.
+        func: any function, class or builtin.
+        args: positional arguments, a tuple.
+        kwargs: arguments by name, a dict.
+        timeout: seconds until the future fails with `CallTimeout`; 0 for no limit, left out that of the options.
+        wait_for_worker: as for `rpc_sync`; nobody is held up here.
+        idempotent: as for `rpc_sync`.
+
+    Returns:
+        A `Future`: `wait()` gives the value or raises as `rpc_sync` does, `await` does so in asyncio, `cancel()` ends
+        it.
+
+    Raises:
+        InvalidArgument: the call makes no sense, and nothing was sent; likewise `UnknownWorker` and `CannotEncode`.
+
+    Example:
+        >>> futures = [rpc.rpc_async(name, pow, (number, 2)) for number, name in enumerate(["worker0", "worker1"])]
+        >>> [future.wait() for future in futures]
+        [0, 1]
     """
     call = convert(func, args, kwargs)
     begin: Callable[..., Future[Any]] = call_async
@@ -85,12 +137,30 @@ def remote(
 ) -> RRef[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`, where its value stays; a reference to that.
 
-    Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that. With
-    `wait_for_worker`, it is first waited here until a worker of that name can be called, up to the timeout.
+    Returns at once. Where the function fails, or does not end within `timeout`, uses of the reference raise that.
 
-    With `restore`, the value comes back with its owner: where that was lost, the next use of the reference waits for a
-    worker of the same name, and has the value made anew there by the same call, and `restore(value)` called, which
-    brings it to the state of a checkpoint, say. `restore=True` leaves it as it was made.
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`.
+        func: a class to make an object there, or any function.
+        args: positional arguments, a tuple.
+        kwargs: arguments by name, a dict.
+        timeout: seconds that the function may take; 0 for no limit, left out that of the options.
+        wait_for_worker: wait here, up to the timeout, until a worker of that name can be called.
+        restore: have the value come back with its owner. Where that was lost, the next use waits for a worker of the
+            same name, has the value made anew there by the same call, and `restore(value)` called, which brings it to
+            the state of a checkpoint, say; `True` leaves it as it was made.
+
+    Returns:
+        An `RRef`; the value lives as long as any reference to it.
+
+    Raises:
+        UnknownWorker: there is no worker `to`; likewise `InvalidArgument` and `CannotEncode`, as for `rpc_sync`.
+
+    Example:
+        >>> from collections import Counter
+        >>> counter = rpc.remote("worker1", Counter, ("abba",))
+        >>> counter.rpc_sync().most_common(1)
+        [('a', 2)]
     """
     call = convert(func, args, kwargs)
     check_restore(restore)
@@ -116,9 +186,27 @@ def rpc_stream(
 ) -> Stream[Any]:
     """Begin to run `func(*args, **kwargs)` on the worker `to`; what it yields, item by item, as a `Stream`.
 
-    `func` is a generator function, also an `async def`, or returns anything that can be iterated over. It runs at most
-    `window` items and 64 MB ahead of its reader. `timeout` is for each item that is waited for; with `wait_for_worker`,
-    also for the worker, for which it is first waited here.
+    The function runs at most `window` items and 64 MB ahead of its reader.
+
+    Args:
+        to: the worker's name, its rank, or its `WorkerInfo`.
+        func: a generator function, also an `async def`, or one that returns anything that can be iterated over.
+        args: positional arguments, a tuple.
+        kwargs: arguments by name, a dict.
+        timeout: seconds for each item that is waited for; 0 for no limit, left out that of the options.
+        window: how many items the function may be ahead.
+        wait_for_worker: wait here, up to the timeout, until a worker of that name can be called.
+
+    Returns:
+        A `Stream`, to be read with `for` or `async for`.
+
+    Raises:
+        InvalidArgument: the call or the window makes no sense; likewise `UnknownWorker`, as for `rpc_sync`.
+
+    Example:
+        >>> with rpc.rpc_stream("worker1", range, (3,)) as items:
+        ...     print(list(items))
+        [0, 1, 2]
     """
     call = convert(func, args, kwargs)
     if wait_for_worker or persistence.by_default:
@@ -167,7 +255,22 @@ def _name(to: str | int | WorkerInfo) -> str | int:
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """The worker of that name, or this one."""
+    """The worker of that name, or this one.
+
+    Args:
+        worker_name: a worker's name; left out, this worker.
+
+    Returns:
+        Its `WorkerInfo`, which calls take in the place of a name.
+
+    Raises:
+        UnknownWorker: there is none of that name.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.get_worker_info("worker1")
+        WorkerInfo(name='worker1', id=2)
+    """
     agent = current.agent()
     member = agent.me if worker_name is None else agent.find(worker_name)
     return info(member)
@@ -179,12 +282,20 @@ def debug_info() -> dict[str, int]:
     `owners` are those whose values live here (`shared_owners`: held by others, in so many `forks`), `users` those of
     other workers' values. Pending are users that their owner does not know yet, forks sent on that have not settled,
     users that end as soon as they may, creating calls without an answer, and letters without a receipt.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> mine = rpc.RRef(5)
+        >>> rpc.debug_info()["owners"]
+        1
     """
     return current.references().counts()
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """The same, as far as `torch.distributed.rpc` tells of it, under its names."""
+    """The same as `debug_info`, as far as `torch.distributed.rpc` tells of it, under its names."""
     counts = debug_info()
     return {
         "num_owner_rrefs": str(counts["shared_owners"]),

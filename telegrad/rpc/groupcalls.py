@@ -140,6 +140,15 @@ class GroupFuture(Future[Any]):
 
     `workers` are the names of those that are called, as they were in that `version` of their group. Where some fail,
     `wait` raises a GroupError once all have ended.
+
+    Example:
+        >>> future = rpc.group(["worker0", "worker1"]).rpc_async(pow, (2, 3))
+        >>> for name, value in sorted(future.as_completed()):
+        ...     print(name, value)
+        worker0 8
+        worker1 8
+        >>> future.wait()
+        [8, 8]
     """
 
     def __init__(self, agent: Agent, version: int, workers: Sequence[str], keys: Sequence[Key], about: str) -> None:
@@ -193,7 +202,13 @@ class GroupFuture(Future[Any]):
         return Completed(self)
 
     def first(self, n: int = 1) -> dict[Key, Any]:
-        """Wait for the first `n` values; by worker, in the order in which they came. The other calls go on.
+        """Wait for the first values. The other calls go on.
+
+        Args:
+            n: how many.
+
+        Returns:
+            The values by worker, in the order in which they came.
 
         Raises:
             GroupError: so many have failed that there are not `n` values.

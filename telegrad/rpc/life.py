@@ -44,22 +44,37 @@ def init_rpc(
 ) -> None:
     """Join the group under `name`; returns once every worker of it can be called.
 
-    Workers of one `role` are a group of their own: `group("actor")`. Who gives a role and no name is named after it:
-    actor0, actor1, ... by rank in a group of fixed size, else with the lowest number that is free.
+    There are groups of three kinds. With `world_size` it is of fixed size. Without, it is dynamic: workers join and
+    leave at any time and are found by name. With `min_workers` or `max_workers` it is elastic: of a size within these,
+    which changes with `rendezvous_again`.
 
     Where neither `rank`, `world_size` nor an `init_method` is given, the launcher is asked: torchrun, mpirun, srun and
-    others tell the rank, the size and the place by variables.
+    others tell the rank, the size and the place by variables. A worker that `telegrad run` has started needs no
+    argument.
 
-    Else without `world_size` the group is dynamic: workers join and leave at any time and are found by name. With
-    `min_workers` or `max_workers` it is elastic: of a size within these, which changes with `rendezvous_again`.
-
-    A worker that `telegrad run` has started needs no argument: its environment has its name and its role.
+    Args:
+        name: this worker's name, unique in the group: letters, digits, `_`, `:` and `-`. May be left out with a role.
+        backend: accepted for programs that give it; there is one, `BackendType.TENSORPIPE`.
+        rank: this worker's number in a group of fixed size, from 0 on; 0 serves the store where they meet.
+        world_size: the number of workers; left out in a dynamic or elastic group.
+        rpc_backend_options: `TelegradOptions`, where the defaults do not do.
+        role: workers of one role are a group of their own, `group("actor")`. Who gives a role and no name is named
+            after it: actor0, actor1, ... by rank in a group of fixed size, else with the lowest number that is free.
+        min_workers: the least size of an elastic group.
+        max_workers: the largest size of an elastic group.
 
     Raises:
         UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
         AlreadyInitialized: this process is in a group already.
         InvalidName: `name` or `role` has forbidden characters or is too long.
         RendezvousError: the group could not be formed; its subclasses say why.
+
+    Example:
+        >>> options = rpc.TelegradOptions(init_method="env://")  # MASTER_ADDR and MASTER_PORT say where they meet
+        >>> rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
+        >>> rpc.workers()
+        [WorkerInfo(name='trainer', id=0)]
+        >>> rpc.shutdown()
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
@@ -132,15 +147,23 @@ def shutdown(
 ) -> None:
     """Leave the group.
 
-    Graceful: wait until every worker has called it and no call is in flight anywhere (at most `timeout` seconds; 0 for
-    no limit). Else leave at once; the calls of others to this worker fail. Workers that died are not waited for;
-    where one of those in `require` did (True stands for all), or left early, that is an error in the end.
+    Workers that died are not waited for.
+
+    Args:
+        graceful: wait until every worker has called this and no call is in flight anywhere. Else leave at once; the
+            calls of others to this worker fail.
+        timeout: seconds that this may take; 0 for no limit.
+        require: workers whose death, or leaving early, is an error in the end; `True` stands for all.
 
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
         CallTimeout: the others did not come in time; this worker has left all the same.
         PeerLost: a required worker died, or left without the others; this worker has left all the same.
+
+    Example:
+        >>> rpc.init_rpc("trainer", rank=0, world_size=1)
+        >>> rpc.shutdown(timeout=60, require=True)
     """
     worker = current.joined()
     if graceful:
@@ -167,11 +190,9 @@ def check_may_wait(worker: Worker, what: str) -> None:
 
 
 def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[str | int]:
-    return (
-        workers
-        if isinstance(workers, bool)
-        else [each.name if isinstance(each, WorkerInfo) else each for each in workers]
-    )
+    if isinstance(workers, bool):
+        return workers
+    return [worker.name if isinstance(worker, WorkerInfo) else worker for worker in workers]
 
 
 def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
@@ -181,12 +202,18 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
     serve when rank 0, or the worker that began it, leaves in order; `stop_serving` ends it for one worker. Ctrl-C
     leaves at once.
 
+    Args:
+        require: workers without whom this one shall not go on; `True` stands for all of a group of fixed size.
+
     Raises:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
         UnknownWorker: a worker in `require` is not there.
-        PeerLost: a worker that is in `require` died, or left a group of fixed size early. True stands for all of such a
-            group; in a dynamic one only those count that are named.
+        PeerLost: a worker that is in `require` died, or left a group of fixed size early.
+
+    Example:
+        >>> rpc.init_rpc("worker", rank=0, world_size=1)
+        >>> rpc.serve()  # others would call it meanwhile; alone in its group, it ends at once
     """
     worker = current.joined()
     check_may_wait(worker, "serve")
@@ -206,6 +233,12 @@ def stop_serving() -> None:
 
     Raises:
         UsageError: the group is of fixed size, whose workers leave together.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.init_rpc("worker")  # without a size: a dynamic group
+        >>> rpc.rpc_sync("worker", rpc.stop_serving)
+        >>> rpc.serve()  # ends at once
     """
     current.joined().stop_serving()
 
