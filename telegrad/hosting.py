@@ -35,7 +35,7 @@ class LocalGroup:
 
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
         roles = _roles(workers, driver)
-        self.names = list(roles)
+        self.names: list[str] = list(roles)
         self.driver = driver
         self._lock = threading.Lock()  # guards _called_off, _store and _formed
         self._called_off = ""

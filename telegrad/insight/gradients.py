@@ -40,8 +40,10 @@ class GradientGraph:
 
     def __init__(self, context_id: int, parts: Mapping[str, Part], silent: Mapping[str, str]) -> None:
         self.context_id = context_id
+        self.parts: dict[str, Part]
+        self.messages: list[graphs.Message]
         self.parts, self.messages = graphs.completed(parts)
-        self.silent = dict(silent)  # workers that did not answer, and why
+        self.silent: dict[str, str] = dict(silent)  # workers that did not answer, and why
 
     def __str__(self) -> str:
         nodes = sum(len(part.nodes) for part in self.parts.values())

@@ -90,7 +90,7 @@ class Pipeline(nn.Module):
             raise UsageError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}")
         self.chunks = chunks
         self.schedule = schedule
-        self.stages = nn.ModuleList(map(_as_module, stages))
+        self.stages: nn.ModuleList = nn.ModuleList(map(_as_module, stages))
         self._ties = [tie for names in tied for tie in parse_ties(names, len(self.stages))]
         self._numbers = Numbers()
         self._crew: Crew | None = None

@@ -75,6 +75,10 @@ class RemoteModule(nn.Module):
     """
 
     module_rref: RRef[nn.Module]
+    on: str  # the worker where it lives
+    device: str  # its device there
+    is_device_map_set: bool  # this worker's maps lead to it
+    training: bool
     _signature: inspect.Signature | None = None
     _hints = True  # says so where gradients are lost
     _trains = True  # the module has parameters that require gradients

@@ -82,7 +82,7 @@ class DistributedOptimizer(Optimizer):
         self._members: list[list[Branch]] = []  # of each group
         self._model: Model | None = None  # whose branches the first group has
         super().__init__(_checked(params_rref), {})
-        self.defaults = {**self._sent[0]}
+        self.defaults: dict[str, Any] = {**self._sent[0]}
 
     @classmethod
     def for_module(

@@ -117,11 +117,11 @@ class TelegradOptions(RpcBackendOptions):
         self.set_devices(devices or ())
         self.transport = transport
         self.address = address
-        self.key = key.encode() if isinstance(key, str) else key
+        self.key: bytes | None = key.encode() if isinstance(key, str) else key
         self.tls = tls
         self.shared_memory = shared_memory
-        self.silence = _seconds("silence", silence)
-        self.heartbeat = _seconds("heartbeat", heartbeat)
+        self.silence: float = _seconds("silence", silence)
+        self.heartbeat: float = _seconds("heartbeat", heartbeat)
         self.pass_deadlines = pass_deadlines
         self.wait_for_worker = wait_for_worker
         self.dashboard = dashboard
@@ -150,7 +150,7 @@ class TelegradOptions(RpcBackendOptions):
         Args:
             devices: indexes of accelerators, names, or devices of torch.
         """
-        self.devices = [as_device(device) for device in devices]
+        self.devices: list[torch.device] = [as_device(device) for device in devices]
 
     def published(self) -> Devices:
         """What the other workers must know of this one's devices."""

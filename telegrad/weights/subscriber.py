@@ -54,7 +54,7 @@ class Subscriber:
         self.name = name
         self._agent = here.agent
         to = self._agent.identify(worker.name if isinstance(worker, WorkerInfo) else worker)
-        self.worker = to.name
+        self.worker: str = to.name
         desk = here.attached(Desk)
         limit = self._limit(timeout)
         with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
