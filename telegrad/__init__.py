@@ -1,4 +1,13 @@
-"""Distributed model parallelism for PyTorch: remote calls, remote references, autograd, modules, optimizers."""
+"""Distributed model parallelism for PyTorch: remote calls, remote references, autograd, modules, optimizers.
+
+Examples in these texts run in a group of three, which one line makes: `with telegrad.local(2):`. This process is
+"driver" in it, the others are "worker0" and "worker1". They take `rpc`, `functions` and `nn` as imported:
+
+    import telegrad, torch
+    from telegrad import rpc
+    from telegrad.rpc import functions
+    from torch import nn
+"""
 
 from __future__ import annotations
 

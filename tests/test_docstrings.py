@@ -22,6 +22,14 @@ from tests.cluster import free_port, processes
 SECTIONS = ("Args", "Returns", "Raises", "Example")
 # What users are given, and a name for a type: there is nothing to try.
 WITHOUT_EXAMPLE = {"BackendType", "Generation", "RpcBackendOptions", "_rref_context_get_debug_info"}
+# In modules that need other libraries.
+OPTIONAL = (
+    ("telegrad.insight.prometheus", "register"),
+    ("telegrad.insight.prometheus", "serve_metrics"),
+    ("telegrad.insight.opentelemetry", "instrument"),
+    ("telegrad.insight.opentelemetry", "uninstrument"),
+    ("telegrad.weights.torchrl", "TelegradWeightSyncScheme"),
+)
 # Those that begin or end a group: each in a process of its own, which is no worker.
 ALONE = {"local", "init_rpc", "shutdown", "serve", "TelegradOptions", "TensorPipeRpcBackendOptions", "TlsFiles"}
 ALONE |= {"rendezvous_again", "generation", "stop_serving", "install", "uninstall", "installed"}
@@ -57,13 +65,15 @@ def names() -> Iterator[Public]:
     seen = set()
     levels = surface.Levels.read(surface.PROMISES.read_text())
     places = [(module, name) for module in surface.MODULES for name in surface.exported(module)]
-    for module, name in [*places, *surface.HANDED_OUT]:
+    for module, name in [*places, *surface.HANDED_OUT, *OPTIONAL]:
         found = surface.definition(module, name)
         if found is None or not isinstance(found.node, surface.Function | ast.ClassDef) or found in seen:
             continue
         seen.add(found)
         yield Public(module, name, found.node)
-        for member in found.node.body if isinstance(found.node, ast.ClassDef) else ():
+        for member in (
+            found.node.body if isinstance(found.node, ast.ClassDef) and (module, name) not in OPTIONAL else ()
+        ):
             if not isinstance(member, surface.Function) or member.name.startswith("_") or _is_overload(member):
                 continue
             if levels.of(module, f"{name}.{member.name}") != surface.INTERNAL:
@@ -130,8 +140,8 @@ def test_its_parameters_are_told(public: Public) -> None:
 
 @pytest.mark.parametrize("public", [each for each in TOLD if not each.owner], ids=label)
 def test_it_has_an_example(public: Public) -> None:
-    handed_out = any(public[:2] == each for each in surface.HANDED_OUT)
-    assert handed_out or public.name in WITHOUT_EXAMPLE or "Example" in sections(public.doc)
+    exempt = any(public[:2] == each for each in (*surface.HANDED_OUT, *OPTIONAL))
+    assert exempt or public.name in WITHOUT_EXAMPLE or "Example" in sections(public.doc)
 
 
 def test_help_teaches() -> None:

@@ -1,4 +1,7 @@
-"""Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results."""
+"""Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results.
+
+To try what stands here: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
+"""
 
 from telegrad.agent.cancelling import cancelled
 from telegrad.agent.futures import Future

@@ -288,8 +288,8 @@ def debug_info() -> dict[str, int]:
 
     Example:
         >>> mine = rpc.RRef(5)
-        >>> rpc.debug_info()["owners"]
-        1
+        >>> rpc.debug_info()["owners"] > 0
+        True
     """
     return current.references().counts()
 
