@@ -152,7 +152,7 @@ class _Static:
         """Whether workers of one group contradicted each other, and the one of this rank was not told yet."""
         if verdict in (OPENED, VOID):
             return False
-        kind, _, since = json.loads(verdict)
+        kind, _, since, *_ = json.loads(verdict)
         return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self._me.id}")
 
     def _meet(self, key: bytes | None) -> Roster:
@@ -223,7 +223,7 @@ class _Static:
         if found == VOID:
             raise _Past
         if found != OPENED:
-            kind, text, _ = json.loads(found)
+            kind, text, *_ = json.loads(found)
             raise _FAULTS[kind](text)
 
     def _doubt(self, members: Members, wait: Wait) -> Callable[[], None]:

@@ -1,8 +1,9 @@
 """What workers of this release say to each other, kept for later ones: `python -m tests.wire.recording` writes frames/.
 
 A folder has what workers of one version of the protocol said: each file is what crossed one TCP connection in one
-direction, behind the handshake, and what it means as text. It is written once, before that version is released, and
-never again: workers of that release go on saying this. What is defined here is named in it, and stays as well.
+direction, behind the handshake, and what it means as text. Until that version is released, the folder is removed and
+written anew where something changes; after that never: workers of that release go on saying this. What is defined here
+is named in it, and stays as well.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -71,9 +71,18 @@ def test_an_older_store_is_understood(version: int) -> None:
     assert Formed.from_json(entries["formed"]).members == [member]
 
 
-def test_what_a_later_version_adds_to_a_member_is_left_alone() -> None:
-    entry = json.loads(recording.entries()["member"])
-    assert Member.of([*entry, "more"]) == Member.of(entry)
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        ("member", Member.from_json),
+        ("arrival", Arrival.from_json),
+        ("verdict", Verdict.from_json),
+        ("formed", Formed.from_json),
+    ],
+)
+def test_what_a_later_version_adds_to_an_entry_is_left_alone(kind: str, read: Callable[[str], object]) -> None:
+    entry = recording.entries()[kind]
+    assert read(json.dumps([*json.loads(entry), "more"])) == read(entry)
 
 
 @pytest.mark.parametrize(
