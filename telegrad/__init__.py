@@ -1,4 +1,13 @@
-"""Distributed model parallelism for PyTorch: remote calls, remote references, autograd, modules, optimizers."""
+"""Distributed model parallelism for PyTorch: remote calls, remote references, autograd, modules, optimizers.
+
+Examples in these texts run in a group of three, which one line makes: `with telegrad.local(2):`. This process is
+"driver" in it, the others are "worker0" and "worker1". They take `rpc`, `functions` and `nn` as imported:
+
+    import telegrad, torch
+    from telegrad import rpc
+    from telegrad.rpc import functions
+    from torch import nn
+"""
 
 from __future__ import annotations
 
@@ -47,14 +56,26 @@ def local(
 ) -> LocalGroup:
     """Start workers on this host, and join them as `driver`; in a `with` statement, or until `shutdown()`.
 
-    `workers` is their number (they are named worker0, worker1 ...), their names, or how many there are of each role:
-    `{"learner": 1, "actor": 4}` makes learner0 and actor0 to actor3. They can import what this process can, and run
-    what it defines in its main program or notebook. What they print comes out here. They end with this process, however
-    it ends; Ctrl-C does not reach them.
+    They can import what this process can, and run what it defines in its main program or notebook. What they print
+    comes out here. They end with this process, however it ends; Ctrl-C does not reach them.
+
+    Args:
+        workers: their number (they are named worker0, worker1 ...), their names, or how many there are of each role:
+            `{"learner": 1, "actor": 4}` makes learner0 and actor0 to actor3.
+        driver: the name of this process in the group.
+        rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
+
+    Returns:
+        The group: the names of its workers, and `shutdown()`.
 
     Raises:
         RendezvousError: a worker ended before all had met; the message has its last lines.
         AlreadyInitialized: this process is in a group already.
+
+    Example:
+        >>> with telegrad.local(1) as workers:
+        ...     rpc.rpc_sync(workers[0], pow, (2, 3))
+        8
     """
     from telegrad.hosting import LocalGroup
 
@@ -62,15 +83,31 @@ def local(
 
 
 def process_group(group: Group, backend: str = "gloo", timeout: float = -1.0) -> Any:
-    """A process group of `torch.distributed` of the workers of `group`, for its collectives: each of them calls this.
+    """A process group of `torch.distributed` of the workers of a group, for its collectives: each of them calls this.
 
-    Their ranks in it are their places in the group; it needs no default group. It ends as the worker leaves. `timeout`
-    is that of its forming and of its collectives, else the `rpc_timeout` of the options.
+    Their ranks in it are their places in the group; it needs no default group. It ends as the worker leaves.
+
+    Args:
+        group: the workers.
+        backend: as `torch.distributed` names it.
+        timeout: seconds for its forming and for its collectives; 0 for no limit, left out that of the options.
+
+    Returns:
+        The process group, to be given to collectives as `group=`.
 
     Raises:
         UsageError: this worker is not in the group.
         CallTimeout: not all came in time; it names those that did not.
         PeerLost: one of them died, or left, before it came.
+
+    Example:
+        >>> def total(number):
+        ...     import torch, telegrad
+        ...     value, both = torch.tensor(number), telegrad.rpc.group(["worker0", "worker1"])
+        ...     torch.distributed.all_reduce(value, group=telegrad.process_group(both))
+        ...     return value.item()
+        >>> rpc.group(["worker0", "worker1"]).map(total, [1, 2]).wait()
+        [3, 3]
     """
     from telegrad.rpc.process_groups import process_group as make
 
@@ -86,15 +123,25 @@ def recover(
 ) -> None:
     """Have all parts of a state be as they were in a checkpoint, those whose workers were lost included.
 
-    `state` is what `checkpoint.save` and `load` take. The lost parts of its models are made anew as their workers come
-    back, where they were made with `restore`; all optimizers begin anew on all owners, pipelines find their stages,
-    and the checkpoint is loaded. Where another worker is lost meanwhile, it begins once more. `after` is the error that
-    has ended a step: where it tells of anything but lost workers, it is raised again.
+    The lost parts of its models are made anew as their workers come back, where they were made with `restore`; all
+    optimizers begin anew on all owners, pipelines find their stages, and the checkpoint is loaded. Where another worker
+    is lost meanwhile, it begins once more.
+
+    Args:
+        state: what `checkpoint.save` and `load` take.
+        checkpoint_id: the path of a checkpoint, such as `checkpoint.latest(folder)`.
+        timeout: seconds for a lost worker to come back; 0 for no limit.
+        after: the error that has ended a step: where it tells of anything but lost workers, it is raised again.
 
     Raises:
         CannotRestore: a lost part was made without `restore`.
-        OwnerLost: its worker did not come back within `timeout` seconds (0 for no limit).
+        OwnerLost: its worker did not come back in time.
         UsageError: there is no complete checkpoint there, or one of something else.
+
+    Example:
+        >>> model = telegrad.nn.RemoteModule("worker1", nn.Linear, (2, 1), restore=True)
+        >>> saved = telegrad.checkpoint.save({"model": model}, "saved").wait()
+        >>> telegrad.recover({"model": model}, saved)
     """
     from telegrad.recovery import recover as recover_all
 

@@ -300,7 +300,7 @@ class WorkersFailed(TelegradError):
 
     def __init__(self, message: str, errors: dict[str, BaseException] | None = None) -> None:
         super().__init__(message)
-        self.errors = errors or {}
+        self.errors: dict[str, BaseException] = errors or {}
 
 
 class GroupError(WorkersFailed):
@@ -320,7 +320,7 @@ class GroupError(WorkersFailed):
         reduced: Any = None,
     ) -> None:
         super().__init__(message, errors)
-        self.results = results or {}
+        self.results: dict[Any, Any] = results or {}
         self.reduced = reduced
 
 

@@ -35,7 +35,7 @@ class LocalGroup:
 
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
         roles = _roles(workers, driver)
-        self.names = list(roles)
+        self.names: list[str] = list(roles)
         self.driver = driver
         self._lock = threading.Lock()  # guards _called_off, _store and _formed
         self._called_off = ""
@@ -70,7 +70,7 @@ class LocalGroup:
             from telegrad import rpc
             from telegrad.group.rendezvous import call_off
             from telegrad.group.stores import Meeting
-            from telegrad.rpc.api import enter_group
+            from telegrad.rpc.life import enter_group
 
         port = listener.getsockname()[1]
         served = os.dup(listener.fileno())  # the store closes it
@@ -106,7 +106,11 @@ class LocalGroup:
         log.warning("telegrad: the process of worker %r %s", worker.name, how)
 
     def shutdown(self, graceful: bool = True) -> None:
-        """End the group: the workers once no call is in flight, or, if not `graceful`, at once. Again does nothing."""
+        """End the group. Again does nothing.
+
+        Args:
+            graceful: wait until no call is in flight; else end the workers at once.
+        """
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,8 @@
-"""What users may import, with signatures, as the source says it: `python -m tests.surface` writes it to surface.txt.
+"""What users may import, with signatures and how stable it is: `python -m tests.surface` writes it to surface.txt.
 
 It is read from the source and not from what is imported, so that it needs no torch and is the same on every Python.
+How stable a name is, is read from docs/stability.md. Where something stable would break, nothing is written, unless
+`--breaking` says that this is meant.
 """
 
 from __future__ import annotations
@@ -8,11 +10,15 @@ from __future__ import annotations
 import ast
 import copy
 import pathlib
+import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 FILE = pathlib.Path(__file__).with_suffix(".txt")
 PACKAGE = pathlib.Path(__file__).parents[1]
+PROMISES = PACKAGE / "docs" / "stability.md"
+STABLE, PROVISIONAL, INTERNAL = "stable", "provisional", "internal"
 MODULES = (
     "telegrad",
     "telegrad.rpc",
@@ -38,11 +44,90 @@ class Definition(NamedTuple):
     node: ast.stmt | None
 
 
+class Levels(NamedTuple):
+    """The names that are not stable, by module: `name`, or `Class.member`. "all" stands for each name of a module."""
+
+    provisional: dict[str, set[str]]
+    internal: dict[str, set[str]]
+
+    @classmethod
+    def read(cls, page: str) -> Levels:
+        rows = re.findall(r"^\| `(telegrad[\w.]*)` \|([^|]*)\|([^|]*)\|$", page, re.MULTILINE)
+        columns = ({row[0]: set(re.findall(r"\ball\b|[\w.]+(?=`)", row[at])) for row in rows} for at in (1, 2))
+        return cls(*columns)
+
+    def of(self, module: str, name: str) -> str:
+        """Of a name of a module, or of a member of a class of it."""
+        if name in self.internal.get(module, ()):
+            return INTERNAL
+        return PROVISIONAL if {name, "all"} & self.provisional.get(module, set()) else STABLE
+
+
 def text() -> str:
     """The whole surface."""
     public = {definition(module, name) for module in MODULES for name in exported(module)}
     blocks = [_block(module, [(module, name) for name in exported(module)], public) for module in MODULES]
     return "\n".join([*blocks, _block("given by these, and not imported", HANDED_OUT, public)])
+
+
+def broken(before: str, now: str) -> list[str]:
+    """The lines of a surface that were stable, and do not hold any more."""
+    kept = _lines(now)
+    return [
+        " ".join([*place, line])
+        for place, lines in _lines(before).items()
+        for line in lines
+        if line not in kept.get(place, ()) and not any(_serves(other, line) for other in kept.get(place, ()))
+    ]
+
+
+def _lines(surface: str) -> dict[tuple[str, ...], list[str]]:
+    """What is stable in it, by module and class."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    module = name = ""
+    for line in surface.splitlines():
+        level, _, rest = line.strip().partition(" ")
+        if line[:1].strip():
+            module = line
+        elif line[4:5].strip():
+            name = rest if level == STABLE else ""
+            if name:
+                found.setdefault((module,), []).append(name)
+        elif line and level != INTERNAL and name:
+            found.setdefault((module, name), []).append(line.strip())
+    return found
+
+
+def _serves(now: str, before: str) -> bool:
+    """Whether a function takes every call that it took before: parameters were added, which have defaults."""
+    new, old = _parsed(now), _parsed(before)
+    if new is None or old is None or ast.dump(_bare(new)) != ast.dump(_bare(old)):
+        return False
+    had, has = ([ast.unparse(arg) for arg in each.args.args] for each in (old, new))
+    still = {argument.arg for argument in old.args.kwonlyargs}
+    named = dict(zip([argument.arg for argument in new.args.kwonlyargs], new.args.kw_defaults, strict=True))
+    return (
+        has[: len(had)] == had
+        and len(has) - len(new.args.defaults) <= len(had) - len(old.args.defaults)
+        and still <= named.keys()
+        and all(default for name, default in named.items() if name not in still)
+    )
+
+
+def _parsed(line: str) -> Function | None:
+    """None for what is no function."""
+    try:
+        node = ast.parse(f"{line.removeprefix('classmethod ').removeprefix('staticmethod ')}: ...").body[0]
+    except SyntaxError:
+        return None
+    return node if isinstance(node, Function) else None
+
+
+def _bare(function: Function) -> Function:
+    """All of it that must stay: its name, what it returns, and whether it takes any number of arguments."""
+    bare = copy.deepcopy(function)
+    bare.args.args, bare.args.defaults, bare.args.kwonlyargs, bare.args.kw_defaults = [], [], [], []
+    return bare
 
 
 def exported(module: str) -> list[str]:
@@ -74,8 +159,21 @@ def _imported(module: str, name: str) -> Definition | None:
 
 
 def _block(title: str, names: Iterable[tuple[str, str]], public: set[Definition | None]) -> str:
-    lines = [line for module, name in sorted(names) for line in _rendered(name, definition(module, name), public)]
+    levels = Levels.read(PROMISES.read_text())
+    lines = [line for module, name in sorted(names) for line in _marked(levels, module, name, public)]
     return "\n".join([title, *(f"    {line}" for line in lines), ""])
+
+
+def _marked(levels: Levels, module: str, name: str, public: set[Definition | None]) -> Iterator[str]:
+    """With the level of the name before it, and of those members that are internal."""
+    first, *members = _rendered(name, definition(module, name), public)
+    yield f"{levels.of(module, name)} {first}"
+    for line in members:
+        member = re.sub(
+            r"\W.*", "", re.sub(r"^ *(async |classmethod |staticmethod )?(def |property |constant )?", "", line)
+        )
+        hidden = levels.of(module, f"{name}.{member}") == INTERNAL
+        yield line.replace("    ", f"    {INTERNAL} ", 1) if hidden else line
 
 
 def _rendered(name: str, found: Definition | None, public: set[Definition | None]) -> Iterator[str]:
@@ -192,4 +290,7 @@ def path_of(module: str) -> pathlib.Path:
 
 
 if __name__ == "__main__":
+    lost = broken(FILE.read_text(), text())
+    if lost and sys.argv[1:] != ["--breaking"]:
+        sys.exit("\n    ".join(["stable, and so to be deprecated first (docs/stability.md), or --breaking:", *lost]))
     FILE.write_text(text())

@@ -1,4 +1,4 @@
-"""What users may import changes only on purpose, and docs/api.md lists it."""
+"""What users may import changes only on purpose; docs/api.md lists it, docs/stability.md what may be relied on."""
 
 from __future__ import annotations
 
@@ -36,16 +36,82 @@ def test_the_source_exports_what_the_module_has(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("module", "before", "after"),
     [
-        ("def stop_serving() -> None", "def stop_serving(name: str) -> None"),
-        ("def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
-        ("graceful: bool = True", "graceful: bool = False"),
+        ("telegrad.rpc.life", "def stop_serving() -> None", "def stop_serving(name: str) -> None"),
+        ("telegrad.rpc.api", "def rpc_sync(\n    to: str | int", "def rpc_sync(\n    to: int"),
+        ("telegrad.rpc.life", "graceful: bool = True", "graceful: bool = False"),
     ],
 )
-def test_changes_are_seen(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "telegrad.rpc.api"
+def test_changes_are_seen(module: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = surface.path_of(module).read_text()
     assert before in source
     monkeypatch.setitem(surface.trees, module, ast.parse(source.replace(before, after, 1)))
     assert surface.text() != surface.FILE.read_text()
+
+
+def test_levels_are_given_to_names_that_there_are() -> None:
+    levels = surface.Levels.read(surface.PROMISES.read_text())
+    text = surface.text()
+    for of_module in levels.provisional.values():
+        for name in of_module - {"all"}:
+            assert re.search(rf"^    provisional (\w+ )*{name}\b", text, re.MULTILINE), name
+    for of_module in levels.internal.values():
+        for name in of_module:
+            owner, _, member = name.partition(".")
+            found = re.search(
+                rf"^    \w+ class {owner}\b.*\n(        .*\n)*        internal (\w+ )*{member}\b", text, re.MULTILINE
+            )
+            assert found, name
+
+
+SURFACE = """\
+telegrad.rpc
+    stable class Future(Base)
+        internal about: str
+        number: int
+        def wait(self, timeout: float=60.0) -> T
+    provisional class Group
+        def __len__(self) -> int
+    stable def call(to: str, *, again: bool) -> None
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("        internal about: str\n", ""),
+        ("    provisional class Group\n        def __len__(self) -> int\n", ""),
+        ("def __len__(self) -> int", "def __len__(self, of: str) -> int"),
+        ("timeout: float=60.0)", "timeout: float=30.0)"),
+        ("timeout: float=60.0)", "timeout: float=60.0, more: int=1, *, last: bool=True)"),
+        ("*, again: bool)", "*, again: bool=False)"),
+        ("provisional class Group", "stable class Group"),
+        ("telegrad.rpc\n", "telegrad.more\n    stable def more() -> None\ntelegrad.rpc\n"),
+    ],
+)
+def test_what_is_stable_may_grow(before: str, after: str) -> None:
+    assert before in SURFACE
+    assert not surface.broken(SURFACE, SURFACE.replace(before, after, 1))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("    stable def call(to: str, *, again: bool) -> None\n", "", "call"),
+        ("stable def call", "provisional def call", "call"),
+        ("to: str", "to: str, func: str", "call"),
+        ("to: str", "whom: str", "call"),
+        ("again: bool", "again: bool, more: int", "call"),
+        ("again: bool", "more: bool", "call"),
+        (") -> None", ") -> int", "call"),
+        ("=60.0", "", "Future"),
+        ("number: int", "number: str", "Future"),
+        ("(Base)", "", "Future"),
+    ],
+)
+def test_what_is_stable_may_not_break(before: str, after: str, named: str) -> None:
+    assert before in SURFACE
+    lost = surface.broken(SURFACE, SURFACE.replace(before, after, 1))
+    assert lost
+    assert all(named in line for line in lost)

@@ -109,7 +109,19 @@ serving: ContextVar[Served | None] = ContextVar("telegrad_serving", default=None
 
 
 def cancelled() -> bool:
-    """Whether the call that this code serves is not wanted any more; False where it serves none."""
+    """Whether the call that this code serves is not wanted any more; False where it serves none.
+
+    For long functions, which look at it now and then. What is marked with `functions.must_finish` need not.
+
+    Example:
+        >>> def search(steps):
+        ...     for step in range(steps):
+        ...         if rpc.cancelled():
+        ...             return "given up"
+        ...     return "done"
+        >>> rpc.rpc_sync("worker1", search, (5,))
+        'done'
+    """
     call = serving.get()
     return call is not None and call.cancelled
 

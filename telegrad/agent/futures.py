@@ -61,6 +61,19 @@ class Future(torch.futures.Future[T]):
     """A `torch.futures.Future` whose `wait` may be interrupted by Ctrl-C, and that asyncio can await.
 
     One that fails, and is dropped before anybody has waited for it or asked to be told, leaves an error in the log.
+
+    Args:
+        devices: for a future of one's own: on which devices its value may lie.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", pow, (2, 5))
+        >>> future.wait()
+        32
+        >>> import asyncio
+        >>> async def ask():
+        ...     return await rpc.rpc_async("worker1", pow, (2, 6))
+        >>> asyncio.run(ask())
+        64
     """
 
     # In a dictionary they would be one more object for the garbage collector to visit. All but `call` are set where
@@ -89,7 +102,11 @@ class Future(torch.futures.Future[T]):
 
     @not_compiled
     def wait(self) -> T:
-        """Wait for the value; raises the call's error."""
+        """Wait for the value.
+
+        Raises:
+            Exception: what the call has failed with.
+        """
         if not self.done():
             call = self.call  # loaded once: another thread may end it
             if call is not None:
@@ -109,7 +126,11 @@ class Future(torch.futures.Future[T]):
         return cause is not None and cause.cancel()
 
     def set_result(self, result: T) -> None:
-        """End with a value. Where values may lie on devices, torch looks for its tensors, by pickling it."""
+        """End with a value. Where values may lie on devices, torch looks for its tensors, by pickling it.
+
+        Args:
+            result: the value; who waits gets it.
+        """
         if _devices and not isinstance(result, torch.Tensor) and not _can_be_searched(result):
             result = _Covered(result)  # type: ignore[assignment]
         torch._C.Future.set_result(self, result)
@@ -119,6 +140,9 @@ class Future(torch.futures.Future[T]):
 
         torch holds it where the garbage collector cannot look: with frames in it that hold the future, none of them
         would ever be collected. So those where it was raised stay as text.
+
+        Args:
+            result: an exception.
         """
         assert isinstance(result, BaseException)
         failure = self.failure = Unseen(getattr(self, "about", "what a future stands for"), result)
@@ -133,7 +157,14 @@ class Future(torch.futures.Future[T]):
 
     @not_compiled
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
-        """A future of what `callback` returns when it is given this one, done."""
+        """Go on with the value.
+
+        Args:
+            callback: a function of this future, done, which is called then.
+
+        Returns:
+            A future of what `callback` returns; it fails with what that raises.
+        """
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments. {callback!r} is no function of the future")
         child: Future[S] = self._another()
@@ -155,7 +186,11 @@ class Future(torch.futures.Future[T]):
 
     @not_compiled
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Have `callback` called with this future once it is done, in the context variables of this moment."""
+        """Have a function called once this is done, in the context variables of this moment.
+
+        Args:
+            callback: a function of this future.
+        """
         self.heed()
         context = copy_context()
         super().add_done_callback(lambda future: context.run(callback, future))

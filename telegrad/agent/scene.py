@@ -129,7 +129,14 @@ def within(limit: float, call: Described) -> float:
 
 
 def time_left() -> float | None:
-    """Seconds that this code has by the limits of those who wait for it; None where none was told."""
+    """Seconds that this code has by the limits of those who wait for it; None where none was told.
+
+    Callers tell it where their options have `pass_deadlines=True`.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", rpc.time_left) is None
+        True
+    """
     here = _current.get()
     return None if here is None or here.until == inf else max(0.0, here.until - monotonic())
 

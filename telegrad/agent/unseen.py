@@ -25,11 +25,11 @@ class Unseen:
 
     def __init__(self, about: str, error: BaseException) -> None:
         """`about` is what has failed, as users know it."""
-        self.seen = isinstance(error, ShutDown | CallCancelled)  # which this program has asked for
+        self.seen: bool = isinstance(error, ShutDown | CallCancelled)  # which this program has asked for
         self._about = about
-        self.kind = type(error).__name__
+        self.kind: str = type(error).__name__
         try:
-            self.text = str(error)
+            self.text: str = str(error)
         except Exception:
             self.text = "(its text could not be made)"
 

@@ -66,6 +66,16 @@ class context:  # noqa: N801 - used like a function
 
     Raises:
         UsageError: this code runs inside of another context.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> from telegrad import autograd
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, (weight, 3)).sum()
+        ...     autograd.backward(context_id, loss)
+        ...     print(autograd.get_gradients(context_id)[weight])
+        tensor([3., 3.])
     """
 
     _now: tuple[Contexts, AutogradContext, Inside] | None = None  # while inside of it
@@ -105,19 +115,32 @@ def backward(
 ) -> None:
     """Run the backward pass from `roots` across all workers; returns when it has ended everywhere.
 
-    The gradients of leaves are added up in the context, on the workers where the leaves are: see `get_gradients`.
-    Roots are tensors of one element or references to such. With `mode="fast"` the program states that every tensor
-    that was sent in the context takes part. `timeout` is in seconds: None for the worker's `rpc_timeout`, 0 for none.
+    The gradients of leaves are added up in the context, on the workers where the leaves are: see `get_gradients`. They
+    are not in `.grad`.
 
-    With `step=optimizer` the optimizer steps, too, as `optimizer.step(context_id)` would after the pass: but each owner
-    does so by itself, as soon as it has its last gradient. Should the pass fail, some may have stepped.
+    Args:
+        context_id: what `with context() as context_id` gives.
+        roots: tensors of one element or references to such; one, or a list.
+        retain_graph: keep the graph for another pass.
+        mode: "smart", or "fast": the program states that every tensor that was sent in the context takes part.
+        timeout: seconds; 0 for no limit, None for that of the options.
+        create_graph: record the pass itself, for gradients of gradients.
+        step: an optimizer that steps, too, as `optimizer.step(context_id)` would after the pass: but each owner does so
+            by itself, as soon as it has its last gradient. Should the pass fail, some may have stepped.
 
     Raises:
         ContextEnded: there is no such context.
         UnusedSends: in fast mode, something that was sent did not take part.
         CallTimeout: the pass did not end in its time.
         PeerLost: a worker died that took part.
-        What was raised in the backward of a function, on whatever worker; what the step raised.
+        UsageError: a root is no tensor of one element that needs a gradient.
+        Exception: what was raised in the backward of a function, on whatever worker, or by the step.
+
+    Example:
+        >>> from telegrad import autograd
+        >>> with autograd.context() as context_id:
+        ...     there = rpc.remote("worker1", torch.ones, (2,), dict(requires_grad=True))
+        ...     autograd.backward(context_id, (there * 2).sum())  # all of it on worker1
     """
     conductor = _find()
 
@@ -144,7 +167,30 @@ def backward_async(
     create_graph: bool = False,
     step: Step | None = None,
 ) -> Future[None]:
-    """As `backward`, but gives a future that is done when the pass has ended, and the step with it."""
+    """As `backward`, but gives a future that is done when the pass has ended, and the step with it.
+
+    Args:
+        context_id: as for `backward`, like all that follow.
+        roots: tensors of one element or references to such.
+        retain_graph: keep the graph for another pass.
+        mode: "smart" or "fast".
+        timeout: seconds; 0 for no limit, None for that of the options.
+        create_graph: record the pass itself.
+        step: an optimizer that steps with it.
+
+    Returns:
+        A `Future` of None; it fails with what `backward` raises.
+
+    Raises:
+        ContextEnded: there is no such context; likewise `UsageError`, as for `backward`.
+
+    Example:
+        >>> from telegrad import autograd
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, (weight, 3)).sum()
+        ...     autograd.backward_async(context_id, loss).wait()
+    """
     conductor, passed = _find(), Future[None]()
     passed.about = "backward_async"
     driven, ride = _begin(conductor, context_id, roots, retain_graph, mode, timeout, create_graph, step, passed)
@@ -170,8 +216,22 @@ def backward_async(
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients of this worker's leaves that were added up in a context.
 
+    Args:
+        context_id: what `with context() as context_id` gives.
+
+    Returns:
+        The gradients by their tensors.
+
     Raises:
         ContextEnded: there is no such context here.
+
+    Example:
+        >>> from telegrad import autograd
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, (weight * 2).sum())
+        ...     autograd.get_gradients(context_id)[weight]
+        tensor([2., 2.])
     """
     return _find().gradients(context_id)
 

@@ -37,9 +37,21 @@ class Files(FileSystem):
 
 
 def latest(folder: Path) -> str | None:
-    """The newest complete checkpoint in a folder: that one itself, or one of those in it; None where there is none.
+    """The newest complete checkpoint in a folder: that one itself, or one of those in it.
 
     It needs no group. Of several saves it is the one that was completed last.
+
+    Args:
+        folder: a path.
+
+    Returns:
+        The path of the checkpoint; None where there is none.
+
+    Example:
+        >>> from telegrad import checkpoint
+        >>> saved = checkpoint.save({"epoch": 3}, "runs/3").wait()
+        >>> checkpoint.latest("runs")
+        'runs/3'
     """
     path = os.fspath(folder)
     found = _dated(path)

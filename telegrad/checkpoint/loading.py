@@ -23,11 +23,23 @@ from telegrad.rpc.together import together
 def load(state: dict[str, Any], checkpoint_id: Path) -> None:
     """Read a checkpoint that `save` wrote into a state of the same form, wherever its parts are now.
 
-    Models, optimizers and what has a `load_state_dict` are changed in place; plain values are replaced in `state`.
+    Args:
+        state: models, optimizers and what has a `load_state_dict` are changed in place; plain values are replaced in
+            it.
+        checkpoint_id: the folder, which all workers must see under that path.
 
     Raises:
         UsageError: there is no complete checkpoint there, or one of something else.
         WorkersFailed: several workers could not read it.
+
+    Example:
+        >>> from telegrad import checkpoint
+        >>> layer = telegrad.nn.RemoteModule("worker1", nn.Linear, (4, 1))
+        >>> saved = checkpoint.save({"model": layer, "epoch": 3}, "saved").wait()
+        >>> state = {"model": layer, "epoch": 0}
+        >>> checkpoint.load(state, saved)
+        >>> state["epoch"]
+        3
     """
     path = folder_of("load", state, checkpoint_id)
     _contents(path)

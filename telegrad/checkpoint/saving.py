@@ -24,23 +24,34 @@ Begun = dict[str, tuple[RRef[Saver], SavePlan]]  # by worker
 
 
 def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, keep: int | None = None) -> Future[str]:
-    """Write a checkpoint into the folder `checkpoint_id`, which all workers must see under that path; a future of it.
+    """Write a checkpoint into a folder.
 
-    The values of `state` are models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other
-    things with a `state_dict` (such as schedulers), or plain values. An older checkpoint in the folder stays until this
-    one is complete, and takes its place in one step.
+    Models (modules, `RemoteModule`s, references to modules), `DistributedOptimizer`s, other things with a `state_dict`
+    (such as schedulers) and plain values can be saved. An older checkpoint in the folder stays until this one is
+    complete, and takes its place in one step.
 
-    It is complete when this returns. With `wait=False` this returns once all owners have copied what they have into the
-    memory of their hosts; it is written beside the program, and complete once the future is done, whose value is the
-    path. The next `save`, and `rpc.shutdown()`, wait for that.
+    Args:
+        state: what to save, by names.
+        checkpoint_id: the folder, which all workers must see under that path.
+        wait: return when it is complete. Else this returns once all owners have copied what they have into the memory
+            of their hosts; it is written beside the program. The next `save`, and `rpc.shutdown()`, wait for that.
+        keep: so many complete checkpoints stay in the folder where this one is, and older ones are removed: each
+            training needs a folder of its own for them. `latest(folder)` finds the newest.
 
-    With `keep`, so many complete checkpoints stay in the folder where this one is, and older ones are removed: each
-    training needs a folder of its own for them. `latest(folder)` finds the newest.
+    Returns:
+        A `Future` of the path, done when the checkpoint is complete.
 
     Raises:
         UsageError: `state` is no dictionary by names.
         WorkersFailed: several workers could not write; with `wait=False` the future raises it.
         CheckpointFailed: an earlier one, written beside the program, failed, and nobody has asked its future.
+
+    Example:
+        >>> from telegrad import checkpoint
+        >>> layer = telegrad.nn.RemoteModule("worker1", nn.Linear, (4, 1))
+        >>> future = checkpoint.save({"model": layer, "epoch": 3}, "runs/3", keep=2)
+        >>> future.wait()
+        'runs/3'
     """
     path = folder_of("save", state, checkpoint_id)
     if keep is not None and (not isinstance(keep, int) or keep < 1):

@@ -45,6 +45,14 @@ def install() -> None:
 
     Raises:
         UsageError: this process is a worker of a group, or torch was built without `torch.distributed`.
+
+    Example:
+        >>> from telegrad import compat
+        >>> compat.install()
+        >>> from torch.distributed.rpc import RRef
+        >>> issubclass(RRef, telegrad.rpc.RRef)
+        True
+        >>> compat.uninstall()
     """
     with _lock:
         was_on = _on
@@ -64,6 +72,13 @@ def uninstall() -> None:
 
     Raises:
         UsageError: this process is a worker of a group.
+
+    Example:
+        >>> from telegrad import compat
+        >>> compat.install()
+        >>> compat.uninstall()
+        >>> compat.installed()
+        False
     """
     global _on, _substitution
     with _lock:
@@ -76,7 +91,13 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether the compatibility mode is on in this process."""
+    """Whether the compatibility mode is on in this process.
+
+    Example:
+        >>> from telegrad import compat
+        >>> compat.installed()
+        False
+    """
     return _on
 
 

@@ -12,7 +12,7 @@ from telegrad.agent.agent import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.compat import scripted
 from telegrad.compat.missing import missing_from
-from telegrad.nn import remote_module
+from telegrad.nn import hosted, remote_module
 from telegrad.nn.place import parse_place
 from telegrad.rpc import RRef, WorkerInfo, rpc_async
 from telegrad.wire.reducers import REDUCERS
@@ -113,7 +113,7 @@ def run(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwarg
 def run_async(module: RRef[nn.Module], device: str, has_map: bool, *args: Any, **kwargs: Any) -> Future[Any]:
     if device == "cpu":
         return module._call_async("", DEFAULT, args, kwargs, "RemoteModule.forward")
-    return rpc_async(module.owner(), remote_module.run_on_device, (module, device, has_map, args, kwargs))
+    return rpc_async(module.owner(), hosted.run_on_device, (module, device, has_map, args, kwargs))
 
 
 REDUCERS[RemoteModule] = REDUCERS[remote_module.RemoteModule]

@@ -90,7 +90,7 @@ class Directory:
 
     def _read_store(self, key: str) -> Seat | None:
         text = self.board.read(key)
-        return Seat(*json.loads(text)) if text else None
+        return Seat(*json.loads(text)[: len(Seat._fields)]) if text else None
 
     def note_served(self, store: Seat) -> None:
         self.board.write("served", json.dumps(store))

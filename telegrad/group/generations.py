@@ -54,7 +54,7 @@ class Formed(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Formed:
-        number, members, survivors = json.loads(text)
+        number, members, survivors, *_ = json.loads(text)
         return cls(number, [Member.of(each) for each in members], survivors)
 
 

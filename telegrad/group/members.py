@@ -64,8 +64,8 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, told: list[Any]) -> Member:
-        """As JSON gives it."""
-        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role = told
+        """As JSON gives it; a later version may tell more at the end."""
+        name, id_, incarnation, program, host, unix, (address, port), (count, maps, allowed), role, *_ = told
         devices = Devices(count, maps, tuple(allowed))
         return cls(name, id_, incarnation, program, host, unix, (address, port), devices, role)
 
@@ -86,7 +86,13 @@ class _NameAndId(NamedTuple):
 
 
 class WorkerInfo(_NameAndId):
-    """Names a worker of the group; from `get_worker_info`, to be given to calls. A pair, which has a `role`, too."""
+    """Names a worker of the group; from `get_worker_info`, to be given to calls. A pair, which has a `role`, too.
+
+    Example:
+        >>> name, rank = rpc.get_worker_info("worker1")
+        >>> name, rank
+        ('worker1', 2)
+    """
 
     role: str = ""
 

@@ -27,7 +27,7 @@ class Before(NamedTuple):
 
     @classmethod
     def of(cls, told: list[Any]) -> Before:
-        number, members, without, me = told
+        number, members, without, me, *_ = told
         return cls(number, tuple(map(Member.of, members)), tuple(without), me)
 
 
@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Arrival:
-        member, before = json.loads(text)
+        member, before, *_ = json.loads(text)
         return cls(Member.of(member), Before.of(before))
 
 
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Verdict:
-        number, places, survivors, refused = json.loads(text)
+        number, places, survivors, refused, *_ = json.loads(text)
         return cls(number, tuple(places), survivors, tuple((place, other) for place, other in refused))
 
 

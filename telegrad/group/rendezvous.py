@@ -152,7 +152,7 @@ class _Static:
         """Whether workers of one group contradicted each other, and the one of this rank was not told yet."""
         if verdict in (OPENED, VOID):
             return False
-        kind, _, since = json.loads(verdict)
+        kind, _, since, *_ = json.loads(verdict)
         return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self._me.id}")
 
     def _meet(self, key: bytes | None) -> Roster:
@@ -225,7 +225,7 @@ class _Static:
         if found == VOID:
             raise _Past
         if found != OPENED:
-            kind, text, _ = json.loads(found)
+            kind, text, *_ = json.loads(found)
             raise _FAULTS[kind](text)
 
     def _doubt(self, members: Members, wait: Wait) -> Callable[[], None]:
@@ -337,7 +337,7 @@ def agree(board: Board, me: Member, size: int | str, key: bytes | None) -> bytes
     """
     salt = secrets.token_hex(16)
     terms = [size, salt, _fingerprint(salt, key), "" if key else secrets.token_hex(32), me.to_json()]
-    theirs, salt, fingerprint, made, entry = json.loads(board.swap("terms", "", json.dumps(terms)))
+    theirs, salt, fingerprint, made, entry, *_ = json.loads(board.swap("terms", "", json.dumps(terms)))
     first = Member.from_json(entry)
     if theirs != size:
         same = "world_size" if isinstance(size, int) else "min_workers and max_workers"
@@ -363,7 +363,7 @@ def mixed(me: Member) -> RendezvousError:
 
 def first_of(board: Board) -> Member:
     """The worker whose terms hold."""
-    return Member.from_json(json.loads(board.read("terms"))[-1])
+    return Member.from_json(json.loads(board.read("terms"))[4])
 
 
 def _fingerprint(salt: str, key: bytes | None) -> str:

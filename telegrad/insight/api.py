@@ -11,10 +11,15 @@ from telegrad.rpc import current
 
 
 def group() -> OwnGroup:
-    """The group of this process, to be looked at.
+    """The group of this process, to be looked at: `look()` asks all workers, `events()` gives what they have recorded.
 
     Raises:
         NotInitialized: this process is in no group.
+
+    Example:
+        >>> accounts, silent = telegrad.insight.group().look()
+        >>> sorted(account["worker"] for account in accounts)
+        ['driver', 'worker0', 'worker1']
     """
     return own_group()
 
@@ -22,25 +27,52 @@ def group() -> OwnGroup:
 def why() -> str:
     """What keeps the group from going on, in words; asks all workers, also those that are stuck.
 
+    Returns:
+        A text of some lines: who waits for whom and what, and what to look at.
+
     Raises:
         NotInitialized: this process is in no group.
+
+    Example:
+        >>> text = telegrad.insight.why()
+        >>> "worker1" in text
+        True
     """
     return told(group().look())
 
 
 def dump() -> pathlib.Path | None:
-    """Write down what this worker is at, and what has happened lately; the file, None where none are wanted.
+    """Write down what this worker is at, and what has happened lately.
+
+    Returns:
+        The file; None where none are wanted (`TELEGRAD_DUMPS`).
 
     Raises:
         NotInitialized: this process is in no group.
+
+    Example:
+        >>> file = telegrad.insight.dump()
     """
     return current.here().witness.dump()
 
 
 def dashboard(host: str = "127.0.0.1", port: int = 0) -> Dashboard:
-    """Serve a live view of the group for browsers; its `url` says where, `close()` ends it.
+    """Serve a live view of the group for browsers.
+
+    Args:
+        host: at which address of this host; who can reach it sees the group.
+        port: at which port; 0 for a free one.
+
+    Returns:
+        What has the address, `url`, and `close()`.
 
     Raises:
         NotInitialized: this process is in no group.
+
+    Example:
+        >>> shown = telegrad.insight.dashboard()
+        >>> shown.url
+        'http://127.0.0.1:...'
+        >>> shown.close()
     """
     return Dashboard(group(), told, host, port)

@@ -182,11 +182,19 @@ OWN = frozenset(map(user_name, (clock_reading, begin_profile, end_profile)))  # 
 class tracing:  # noqa: N801 - used like a function
     """`with tracing(path):` writes what all workers do meanwhile to a file for Perfetto (ui.perfetto.dev).
 
-    With `profile` torch's profiler runs on all workers, and stands in the file, too. A path that ends with .gz is
-    packed. As a text it tells what was written, and how exact the clocks are.
+    As a text it tells what was written, and how exact the clocks are.
+
+    Args:
+        path: the file; one that ends with .gz is packed.
+        profile: have torch's profiler run on all workers, too; what it sees stands in the file.
+        source: another group than that of this process.
 
     Raises:
         NotInitialized: this process is in no group.
+
+    Example:
+        >>> with telegrad.insight.tracing("calls.json.gz") as written:
+        ...     total = rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
     """
 
     def __init__(self, path: str | os.PathLike[str], profile: bool = False, *, source: Source | None = None) -> None:
@@ -216,13 +224,23 @@ class tracing:  # noqa: N801 - used like a function
 def trace(
     path: str | os.PathLike[str], seconds: float | None = None, profile: bool = False, *, source: Source | None = None
 ) -> str:
-    """Write what all workers have recorded lately to a file for Perfetto, or what they do in the next `seconds`.
+    """Write what all workers have recorded lately to a file for Perfetto, or what they do in the next seconds.
 
-    With `profile`, which needs `seconds`, torch's profiler watches them meanwhile. Returns what was written, in words.
+    Args:
+        path: the file; one that ends with .gz is packed.
+        seconds: how long to watch; left out, what has been recorded until now is written.
+        profile: have torch's profiler watch, too, which needs `seconds`.
+        source: another group than that of this process.
+
+    Returns:
+        What was written, in words.
 
     Raises:
         NotInitialized: this process is in no group.
         UsageError: `profile` without `seconds`, or less than none.
+
+    Example:
+        >>> told = telegrad.insight.trace("group.json")
     """
     path = _place_for(path)
     if seconds is None:

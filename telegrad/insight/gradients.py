@@ -28,15 +28,22 @@ Root = Tensor | RRef[Any]
 
 
 class GradientGraph:
-    """What was recorded in a context: of each worker its nodes, and the messages between them.
+    """What was recorded in a context: of each worker its nodes, and the messages between them; from `graph`.
 
-    In a notebook it shows itself.
+    Printed, it tells of each worker in words; a notebook shows a picture.
+
+    Example:
+        >>> with telegrad.autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, (torch.ones(2, requires_grad=True), 3)).sum()
+        ...     telegrad.insight.graph(context_id, loss).save("graph.svg")
     """
 
     def __init__(self, context_id: int, parts: Mapping[str, Part], silent: Mapping[str, str]) -> None:
         self.context_id = context_id
+        self.parts: dict[str, Part]
+        self.messages: list[graphs.Message]
         self.parts, self.messages = graphs.completed(parts)
-        self.silent = dict(silent)  # workers that did not answer, and why
+        self.silent: dict[str, str] = dict(silent)  # workers that did not answer, and why
 
     def __str__(self) -> str:
         nodes = sum(len(part.nodes) for part in self.parts.values())
@@ -61,7 +68,10 @@ class GradientGraph:
         return self.svg()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, as its suffix says: .svg or .dot.
+        """Write it to a file.
+
+        Args:
+            path: its suffix says as what: .svg or .dot.
 
         Raises:
             UsageError: it has another suffix.
@@ -84,12 +94,24 @@ def _in_words(part: Part) -> str:
 def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
     """The autograd graph of a context, across all workers that take part in it.
 
-    It is what led to the tensors that were sent, and to `roots`: tensors of this worker, or references to others.
     A worker with more than 2,000 nodes folds chains of operations, then leaves out what is farthest.
+
+    Args:
+        context_id: what `with context() as context_id` gives.
+        roots: tensors of this worker, or references to others, whose past is wanted, besides that of what was sent.
+
+    Returns:
+        A `GradientGraph`.
 
     Raises:
         ContextEnded: there is no such context here.
         UsageError: a root is neither a tensor nor a reference.
+
+    Example:
+        >>> with telegrad.autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, (torch.ones(2, requires_grad=True), 3)).sum()
+        ...     print(telegrad.insight.graph(context_id, loss).dot()[:7])
+        digraph
     """
     here = current.here()
     here.conductor.contexts.find(context_id)

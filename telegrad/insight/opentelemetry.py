@@ -41,9 +41,13 @@ BOUNDS = (0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 
 
 
 def instrument(tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
-    """From now on, make spans and metrics of this process's calls, by the providers given or that the program has set.
+    """From now on, make spans and metrics of this process's calls.
 
     It may come before or after `init_rpc`. Workers that are not instrumented pass on what they get.
+
+    Args:
+        tracer_provider: what makes the spans; left out, the one that the program has set.
+        meter_provider: what makes the metrics; left out, the one that the program has set.
     """
     profiling.follow(Tracing(tracer_provider, meter_provider))
 

@@ -176,7 +176,18 @@ class Registered:
 
 
 def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Account] = own_account) -> Registered:
-    """Have a registry, which the program serves by itself, give this worker's metrics, too."""
+    """Have a registry, which the program serves by itself, give this worker's metrics, too.
+
+    Args:
+        registry: one of `prometheus_client`; left out, its default.
+        account: what tells of this worker.
+
+    Returns:
+        What has `close()`, which takes them out again.
+
+    Raises:
+        UsageError: this registry has these metrics already.
+    """
     return Registered(account, registry)
 
 
@@ -217,7 +228,16 @@ def serve_metrics(
 ) -> Served:
     """Serve this worker's metrics and all others of the registry at `http://host:port/metrics`, on a thread of its own.
 
-    With port 0 a free one, which is `port` of what is returned. It may begin before `init_rpc`, and outlasts the group.
+    It may begin before `init_rpc`, and outlasts the group.
+
+    Args:
+        port: at which port; 0 for a free one, which is `port` of what is returned.
+        host: at which address of this host.
+        registry: one of `prometheus_client`; left out, its default.
+        account: what tells of this worker.
+
+    Returns:
+        What has the address, `host` and `port`, and `close()`.
 
     Raises:
         UsageError: the port is taken, or this registry has these metrics already.

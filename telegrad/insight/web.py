@@ -58,11 +58,12 @@ class Dashboard:
         port: int = 0,
         token: str | None = None,
     ) -> None:
-        self.token = token or secrets.token_urlsafe(24)
-        self.watch = Watch(source)
+        self.token: str = token or secrets.token_urlsafe(24)
+        self.watch: Watch = Watch(source)
         self.why = why
         digest = hashlib.sha256(f"cookie {self.token}".encode()).hexdigest()
-        self.cookie = (f"telegrad-{digest[:12]}", digest)  # browsers do not tell apart the ports of a host
+        # browsers do not tell apart the ports of a host
+        self.cookie: tuple[str, str] = (f"telegrad-{digest[:12]}", digest)
         self._host = host
         try:
             self._server = _Server(self, host, port)

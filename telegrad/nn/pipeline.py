@@ -40,21 +40,36 @@ if TYPE_CHECKING:
 class Pipeline(nn.Module):
     """A model whose stages, one after the other, live on several workers.
 
-    A stage is a `RemoteModule`, a reference to a module, or a module of this worker; it takes what the one before it
-    gives. A batch is split along its first dimension into `chunks` micro-batches, so that all stages work at once.
-    What passes between two stages goes straight from worker to worker; between stages on accelerators along the device
-    map of the one for the other. There, what did not arrive on the device of a stage is moved to it.
+    A batch is split along its first dimension into micro-batches, so that all stages work at once. What passes between
+    two stages goes straight from worker to worker; between stages on accelerators along the device map of the one for
+    the other. There, what did not arrive on the device of a stage is moved to it.
 
     `pipeline(inputs)` gives the outputs, for a loss and a backward pass of one's own. `forward_backward` does all of a
-    training step but the optimizer's, in the order of `schedule`: "1f1b", which keeps the activations of as many
-    micro-batches as there are stages; "gpipe", which keeps those of all; "interleaved", for several stages on each
-    worker, in turn; or "zero-bubble", in which workers that would be idle compute the gradients of weights.
-
-    `tied` names parameters that are one, by stages and names: `[("0.embedding.weight", "2.head.weight")]`. The first of
-    them is trained; the others get its value before each batch, and their gradients are added to its own.
+    training step but the optimizer's, in the order of `schedule`.
 
     The numbers are those of the model in one piece, but for modules that look across the batch: batch normalisation
     sees one micro-batch at a time.
+
+    Args:
+        stages: each a `RemoteModule`, a reference to a module, or a module of this worker; it takes what the one before
+            it gives.
+        chunks: into how many micro-batches a batch is split.
+        schedule: "1f1b", which keeps the activations of as many micro-batches as there are stages; "gpipe", which keeps
+            those of all; "interleaved", for several stages on each worker, in turn; or "zero-bubble", in which workers
+            that would be idle compute the gradients of weights.
+        tied: parameters that are one, by stages and names: `[("0.embedding.weight", "2.head.weight")]`. The first of
+            them is trained; the others get its value before each batch, and their gradients are added to its own.
+
+    Raises:
+        UsageError: there is no stage, or something else makes no sense.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pipeline = telegrad.nn.Pipeline.split(model, ["worker0", "worker1"], chunks=2)
+        >>> with telegrad.autograd.context() as context_id:
+        ...     loss = pipeline.forward_backward(context_id, torch.ones(6, 4), torch.ones(6, 2), nn.MSELoss())
+        >>> loss.shape
+        torch.Size([])
     """
 
     def __init__(
@@ -75,7 +90,7 @@ class Pipeline(nn.Module):
             raise UsageError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}")
         self.chunks = chunks
         self.schedule = schedule
-        self.stages = nn.ModuleList(map(_as_module, stages))
+        self.stages: nn.ModuleList = nn.ModuleList(map(_as_module, stages))
         self._ties = [tie for names in tied for tie in parse_ties(names, len(self.stages))]
         self._numbers = Numbers()
         self._crew: Crew | None = None
@@ -97,6 +112,13 @@ class Pipeline(nn.Module):
         """Put another module in the place of a stage, as after a worker has died; from the next batch on.
 
         Optimizers have parameters of the old one: make them anew, and load what a checkpoint has of both.
+
+        Args:
+            stage: its number, from 0 on.
+            module: what a stage may be.
+
+        Raises:
+            UsageError: there is no such stage.
         """
         if not (isinstance(stage, int) and 0 <= stage < len(self.stages)):
             raise UsageError(f"this pipeline has the stages 0 to {len(self.stages) - 1}, and no stage {stage!r}")
@@ -111,9 +133,12 @@ class Pipeline(nn.Module):
 
         They have the parameters with which they were made: load those of a checkpoint, as `telegrad.recover` does.
 
+        Args:
+            timeout: seconds for each; 0 for no limit, left out that of the options.
+
         Raises:
             CannotRestore: a lost stage was made without `restore`; `replace` puts another in its place.
-            OwnerLost: its worker did not come back within `timeout` seconds.
+            OwnerLost: its worker did not come back in time.
         """
         for stage in self.stages:
             if isinstance(stage, RemoteModule):
@@ -146,12 +171,9 @@ class Pipeline(nn.Module):
         *,
         restore: Restore = False,
     ) -> Self:
-        """A pipeline of copies of the parts of `model`, one stage on each of `workers`.
+        """A pipeline of copies of the parts of a model, one stage on each worker.
 
-        A worker is written as for a `RemoteModule`: "w1", "w1/cuda:0". Who is named several times gets several stages.
-        `at` names the modules with which the stages begin, but for the first: at=["layers.4", "layers.8"] makes three
-        stages. `balance` says how many of the children of an `nn.Sequential` each stage gets. Without either, stages
-        get about as many parameters each.
+        Without `at` and `balance`, stages get about as many parameters each.
 
         Only the modules inside of which a stage begins are taken apart. They may be `nn.Sequential`s; of any others
         the forward pass is recorded as it runs now, without choices that depend on tensors: training mode and the
@@ -159,11 +181,22 @@ class Pipeline(nn.Module):
         `eval`. A model with one argument takes the inputs as they are; to others they are given as a tuple, or as
         a dictionary by the arguments' names.
 
-        With `restore` the stages can be recovered, as a `RemoteModule` that is made with it: this worker keeps the
-        parts of the model as they are, and sends them anew.
-
         Its state, optimizers and checkpoints have the names of the model:
         `pipeline.load_state_dict(model.state_dict())`, and the other way.
+
+        Args:
+            model: a module of this worker.
+            workers: written as for a `RemoteModule`: "w1", "w1/cuda:0". Who is named several times gets several stages.
+            at: the names of the modules with which the stages begin, but for the first: `["layers.4", "layers.8"]`
+                makes three.
+            balance: how many of the children of an `nn.Sequential` each stage gets.
+            chunks: as for `Pipeline`.
+            schedule: as for `Pipeline`.
+            restore: the stages can be recovered, as a `RemoteModule` that is made with it: this worker keeps the parts
+                of the model as they are, and sends them anew.
+
+        Returns:
+            The pipeline.
 
         Raises:
             UsageError: the model cannot be cut so; it says why, and what can be done.
@@ -207,18 +240,24 @@ class Pipeline(nn.Module):
         *,
         step: Step | None = None,
     ) -> Tensor:
-        """Forward and backward for a batch; the gradients are in the context. What the loss was.
+        """Forward and backward for a batch; the gradients are in the context.
 
-        `loss(outputs, targets)` gives a scalar; it runs on the worker of the last stage. `reduction` says whether that
-        is the "mean" over the samples that it gets, or their "sum"; without it, torch's own losses are asked, and
-        all others are taken for means.
+        Args:
+            context_id: what `with context() as context_id` gives.
+            inputs: what the first stage takes, for the whole batch.
+            targets: what the loss takes besides the outputs, for the whole batch.
+            loss: `loss(outputs, targets)` gives a scalar; it runs on the worker of the last stage.
+            reduction: whether that is the "mean" over the samples that it gets, or their "sum"; without it, torch's own
+                losses are asked, and all others are taken for means.
+            step: an optimizer that steps, too, as `optimizer.step(context_id)` would behind this; but each worker does
+                so by itself, as soon as its stages are through. Should the batch fail, some may have stepped.
 
-        With `step=optimizer` the optimizer steps, too, as `optimizer.step(context_id)` would behind this; but each
-        worker does so by itself, as soon as its stages are through. Should the batch fail, some may have stepped.
+        Returns:
+            What the loss of the whole batch was.
 
         Raises:
             UsageError: inputs and targets do not fit each other; the loss is no scalar, or not what `reduction` says.
-            What a stage or the loss raised, with the worker's name.
+            Exception: what a stage or the loss raised, with the worker's name.
         """
         check_context_id(context_id, "forward_backward")
         check_step(step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future
-from telegrad.agent.naming import known_as, runs_as
 from telegrad.errors import UsageError
+from telegrad.nn import hosted
 from telegrad.nn.checks import check_maker, gradients_are_lost, hint_at_context
 from telegrad.nn.place import parse_place
 from telegrad.progress import Wait, attended
@@ -46,27 +44,41 @@ def apart() -> Iterator[None]:
 class RemoteModule(nn.Module):
     """A handle of a module on another worker: its `forward` runs there, and gradients find their way back to it.
 
-    `remote_device` is a worker, with a device or without: `"trainer0"`, `"trainer0/cpu"`, `"ps0/cuda:0"`,
-    `"rank:1/cpu"`; or a `WorkerInfo`. The module is made there by `module_cls(*args, **kwargs)`. The handle can be sent
-    to other workers.
+    The module is made there by `module_cls(*args, **kwargs)`. The handle can be sent to other workers.
 
     To a module on an accelerator, arguments on accelerators travel along the device map; what did not arrive on its
     device is moved there. Results and state come back along the map or, without a map to that worker, on the CPU.
 
-    With `restore`, the module comes back with its worker: where that was lost, the next use of the handle, or
-    `recover()`, waits for a worker of the same name, and has the module made there anew and `restore(module)` called.
-    `restore=True` leaves it as it was made.
-
     What is done to the handle as a whole is done to the module: `train`, `eval`, `to` and its like, `apply`,
     `requires_grad_`, `zero_grad`, `state_dict`, `load_state_dict`. Hooks of the handle run on the worker that calls it.
+
+    Args:
+        remote_device: a worker, with a device or without: `"trainer0"`, `"trainer0/cpu"`, `"ps0/cuda:0"`,
+            `"rank:1/cpu"`; or a `WorkerInfo`.
+        module_cls: a class of modules, or a function that makes one.
+        args: its positional arguments.
+        kwargs: its arguments by name.
+        restore: have the module come back with its worker: where that was lost, the next use of the handle, or
+            `recover()`, waits for a worker of the same name, has the module made there anew and `restore(module)`
+            called. `True` leaves it as it was made.
 
     Raises:
         UsageError: `remote_device` is no place for a module; `module_cls`, `args` or `kwargs` are of another kind.
         ValueError: `module_cls` does not make a module.
-        What making it raised there.
+        Exception: what making it raised there.
+
+    Example:
+        >>> layer = telegrad.nn.RemoteModule("worker1", nn.Linear, (4, 2))
+        >>> with torch.no_grad():
+        ...     layer(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     module_rref: RRef[nn.Module]
+    on: str  # the worker where it lives
+    device: str  # its device there
+    is_device_map_set: bool  # this worker's maps lead to it
+    training: bool
     _signature: inspect.Signature | None = None
     _hints = True  # says so where gradients are lost
     _trains = True  # the module has parameters that require gradients
@@ -90,21 +102,32 @@ class RemoteModule(nn.Module):
         owner = f"rank {worker}" if isinstance(worker, int) else worker
         kind = getattr(module_cls, "__qualname__", module_cls)
         with attended(Wait("RemoteModule", lambda: f"RemoteModule: {owner!r} makes a {kind}", lambda: [owner])):
-            self._represent(*rpc_sync(worker, _make, given))
+            self._represent(*rpc_sync(worker, hosted.make, given))
         if restore is not False:
-            self.module_rref = with_recipe(self.module_rref, _make_again, given, {}, restore)
+            self.module_rref = with_recipe(self.module_rref, hosted.make_again, given, {}, restore)
         self._signature = _signature_of(module_cls)
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str | WorkerInfo, module_rref: RRef[nn.Module]) -> Self:
-        """A handle of a module that exists already; where `remote_device` names a device, it is moved there."""
+        """A handle of a module that exists already.
+
+        Args:
+            remote_device: the worker where it is; where this names a device, too, it is moved there.
+            module_rref: a reference to the module.
+
+        Returns:
+            The handle.
+
+        Raises:
+            UsageError: the module is on another worker.
+        """
         worker, device = parse_place(remote_device)
         owner = module_rref.owner()
         if worker not in owner:
             raise UsageError(f"{module_rref!r} is not on worker {worker!r}, but on {owner.name!r}: say so")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._represent(module_rref, *rpc_sync(owner, _adopt, (module_rref, device)))
+        made._represent(module_rref, *rpc_sync(owner, hosted.adopt, (module_rref, device)))
         return made
 
     def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
@@ -122,15 +145,18 @@ class RemoteModule(nn.Module):
 
         It has its device and the mode of this handle then, and the parameters that `restore` gave it.
 
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
         Raises:
             CannotRestore: it was made without `restore`.
-            OwnerLost: its worker did not come back within `timeout` seconds.
+            OwnerLost: its worker did not come back in time.
         """
         revive(self.module_rref, timeout)
         if self._represented != self.module_rref._handle.id:  # it has come back, now or as it was used before
             mode = self.training
             there = self.module_rref, torch.device(self.device)
-            self._represent(self.module_rref, *rpc_sync(self.on, _adopt, there))
+            self._represent(self.module_rref, *rpc_sync(self.on, hosted.adopt, there))
             self.train(mode)
 
     # Using it
@@ -163,7 +189,9 @@ class RemoteModule(nn.Module):
         return self._run_moving_async(*args, **kwargs).wait()
 
     def _run_moving_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        return rpc_async(self.on, run_on_device, (self.module_rref, self.device, self.is_device_map_set, args, kwargs))
+        return rpc_async(
+            self.on, hosted.run_on_device, (self.module_rref, self.device, self.is_device_map_set, args, kwargs)
+        )
 
     def _signed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -180,34 +208,45 @@ class RemoteModule(nn.Module):
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters, as `DistributedOptimizer` takes them."""
-        parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, _parameters_of, (self.module_rref, recurse))
+        """References to the module's parameters, as `DistributedOptimizer` takes them.
+
+        Args:
+            recurse: those of its parts, too.
+
+        Returns:
+            One reference for each.
+        """
+        parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, hosted.parameters_of, (self.module_rref, recurse))
         return parameters
 
     # What is done to the module as a whole
 
     def train(self, mode: bool = True) -> Self:
+        """Have the module in training mode, or not."""
         self.training = mode
         return self._have("train", mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda`, `double` and the like of this handle, or of a module that has it inside, come down to."""
-        self.device = rpc_sync(self.on, _apply_to_tensors, (self.module_rref, fn, recurse))
+        self.device = rpc_sync(self.on, hosted.apply_to_tensors, (self.module_rref, fn, recurse))
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Have `fn` called there with each part of the module."""
         return self._have("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Have its parameters record gradients, or not."""
         self._trains = requires_grad
         return self._have("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the `.grad` of its parameters; contexts have gradients of their own."""
         self._have("zero_grad", set_to_none)
 
     def _have(self, method: str, *args: Any) -> Self:
         """Have a method of the module called where it lives."""
-        rpc_sync(self.on, _call, (self.module_rref, method, args))
+        rpc_sync(self.on, hosted.call, (self.module_rref, method, args))
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -216,7 +255,7 @@ class RemoteModule(nn.Module):
             raise UsageError("the state of a RemoteModule is a copy: there are no variables of this worker to keep")
         if destination is not None and _apart.get():
             return destination
-        state = rpc_sync(self.on, _state_of, (self.module_rref, prefix, self.is_device_map_set))
+        state = rpc_sync(self.on, hosted.state_of, (self.module_rref, prefix, self.is_device_map_set))
         if destination is None:
             return state
         destination.update(state)
@@ -238,7 +277,7 @@ class RemoteModule(nn.Module):
             return
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, error = rpc_sync(self.on, _load, (self.module_rref, own, assign))
+        missing, unexpected, error = rpc_sync(self.on, hosted.load, (self.module_rref, own, assign))
         missing_keys.extend(prefix + name for name in missing)
         if strict:
             unexpected_keys.extend(prefix + name for name in unexpected)
@@ -248,24 +287,31 @@ class RemoteModule(nn.Module):
     # What it is not
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Not supported: see `remote_parameters`."""
         self._refuse("parameters", "Please use ``remote_parameters`` instead, or DistributedOptimizer.for_module")
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Not supported: see `remote_parameters` and `state_dict`."""
         self._refuse("named_parameters", "Use ``remote_parameters``, or ``state_dict`` for copies with their names")
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Not supported: see `state_dict`."""
         self._refuse("buffers", "Use ``state_dict`` for copies")
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        """Not supported: see `state_dict`."""
         self._refuse("named_buffers", "Use ``state_dict`` for copies")
 
     def register_buffer(self, name: str, *_: Any, **__: Any) -> None:
+        """Not supported: do it in the module's constructor."""
         self._refuse("register_buffer", self._there("register_buffer"))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Not supported: do it in the module's constructor."""
         self._refuse("register_parameter", self._there("register_parameter"))
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Not supported: do it in the module's constructor."""
         self._refuse("add_module", self._there("add_module"))
 
     def _refuse(self, method: str, instead: str) -> NoReturn:
@@ -290,12 +336,13 @@ class RemoteModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """What the module is, and where."""
         return f"{self._kind} on {self.on}/{self.device}"
 
 
 def _reduce(pickler: Any, module: RemoteModule) -> Any:
-    about = (module.module_rref, module._kind, module.device, module.training, module._trains)
-    return _arrive, (type(module), about)
+    told = (module.module_rref, module._kind, module.device, module.training, module._trains)
+    return _arrive, (type(module), told)
 
 
 def _arrive(kind: type[RemoteModule], about: tuple[Any, ...]) -> RemoteModule:
@@ -315,106 +362,3 @@ def _signature_of(module_cls: Any) -> inspect.Signature | None:
     except (AttributeError, TypeError, ValueError):
         return None
     return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-# What runs at the owner
-
-
-@known_as("RemoteModule()")
-def _make(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    module = _make_again(module_cls, device, args, kwargs)
-    return RRef(module), *_about(module, str(device))
-
-
-@known_as("RemoteModule()")
-def _make_again(module_cls: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> nn.Module:
-    module = module_cls(*args, **kwargs)
-    if not isinstance(module, nn.Module):
-        raise ValueError(
-            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an instance "
-            f"of {type(module)}"
-        )
-    return module.to(device)
-
-
-@known_as("RemoteModule.init_from_module_rref")
-def _adopt(reference: RRef[nn.Module], device: torch.device | None) -> tuple[Any, ...]:
-    module = reference.local_value()
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"{reference!r} is a reference to an instance of {type(module)}, not of <class nn.Module>")
-    if device is not None:
-        module.to(device)
-    return _about(module, str(device or device_of(module) or "cpu"))
-
-
-for _maker in (_make, _make_again):
-    runs_as(_maker, lambda module_cls, *_: f"RemoteModule({getattr(module_cls, '__qualname__', module_cls)})")
-
-
-def _about(module: nn.Module, device: str) -> tuple[Any, ...]:
-    """What `RemoteModule._represent` takes behind the reference."""
-    trains = any(parameter.requires_grad for parameter in module.parameters())
-    return type(module).__name__, device, module.training, trains
-
-
-def device_of(module: nn.Module) -> torch.device | None:
-    """Where its tensors are, if it has any."""
-    held = next(itertools.chain(module.parameters(), module.buffers()), None)
-    return None if held is None else held.device
-
-
-@known_as("RemoteModule.forward")
-def run_on_device(module: RRef[nn.Module], device: str, has_map: bool, args: Any, kwargs: Any) -> Any:
-    """Run a module on an accelerator for a caller who has a device map to this worker, or has none."""
-    args, kwargs = moved(device, (args, kwargs))
-    result = module.local_value()(*args, **kwargs)
-    return result if has_map else on_host(result)
-
-
-def moved(device: str | torch.device, value: Any) -> Any:
-    """A value with its tensors on a device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
-
-def on_host(value: Any) -> Any:
-    """A value with copies on the CPU of its tensors that lie on accelerators."""
-    return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.cpu(), value)
-
-
-@known_as("RemoteModule.state_dict")
-def _state_of(module: RRef[nn.Module], prefix: str, has_map: bool) -> dict[str, Any]:
-    state: dict[str, Any] = module.local_value().state_dict(prefix=prefix)
-    if not has_map:
-        for name, value in state.items():
-            state[name] = on_host(value)
-    return state
-
-
-@known_as("RemoteModule.remote_parameters")
-def _parameters_of(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
-    return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
-
-
-@known_as("RemoteModule.to")
-def _apply_to_tensors(module: RRef[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> str:
-    there = module.local_value()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-    return str(device_of(there) or fn(torch.empty(0)).device)
-
-
-@known_as("a method of a RemoteModule")
-def _call(module: RRef[nn.Module], method: str, args: Any) -> None:
-    """What the method returns is the module itself, which shall not travel."""
-    getattr(module.local_value(), method)(*args)
-
-
-runs_as(_call, lambda module, method, _: f"{type(module.local_value()).__qualname__}.{method}")
-
-
-@known_as("RemoteModule.load_state_dict")
-def _load(module: RRef[nn.Module], state: dict[str, Any], assign: bool) -> tuple[list[str], list[str], str]:
-    """Names that were missing, names that nobody expected, and what went wrong."""
-    try:
-        missing, unexpected = module.local_value().load_state_dict(state, strict=False, assign=assign)
-    except RuntimeError as error:  # a shape that does not fit
-        return [], [], str(error)
-    return missing, unexpected, ""

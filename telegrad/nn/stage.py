@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
-from telegrad.nn.remote_module import device_of, moved
+from telegrad.nn.hosted import device_of, moved
 from telegrad.rpc import RRef
 from telegrad.rpc.turns import Turns
 from telegrad.wire.pickling import decode, encode

@@ -23,13 +23,29 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of a context so that their norm, over all workers, is at most `max_norm`; what it was.
+    """Scale the gradients of a context so that their norm, over all workers, is at most `max_norm`.
 
-    `params` is an optimizer, for all of its parameters, or references to parameters and modules.
+    Args:
+        context_id: what `with context() as context_id` gives.
+        params: an optimizer, for all of its parameters, or references to parameters and modules.
+        max_norm: the largest norm.
+        norm_type: which norm; 2 is the Euclidean one.
+        error_if_nonfinite: raise where the norm is infinite or not a number.
+
+    Returns:
+        The norm that they had.
 
     Raises:
         ContextEnded: there is no such context.
         RuntimeError: with `error_if_nonfinite`, where the norm is infinite or not a number; nothing is scaled.
+
+    Example:
+        >>> from telegrad import autograd, optim
+        >>> layer = telegrad.nn.RemoteModule("worker1", nn.Linear, (4, 1))
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, layer(torch.ones(1, 4)).sum())
+        ...     optim.clip_grad_norm_(context_id, layer.remote_parameters(), max_norm=1.0)
+        tensor(2.2361)
     """
     by_worker: dict[str, list[RRef[Any]]] = {}
     for reference in _references(params):

@@ -17,7 +17,7 @@ from telegrad.agent.futures import Future
 from telegrad.autograd.gradients import Gradients, total
 from telegrad.autograd.record import AutogradContext
 from telegrad.errors import UsageError
-from telegrad.nn.remote_module import on_host
+from telegrad.nn.hosted import on_host
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim import untraced
 from telegrad.optim.guards import guards_of, holding

@@ -35,20 +35,31 @@ if TYPE_CHECKING:
 class DistributedOptimizer(Optimizer):
     """Runs an optimizer on each worker that owns some of the parameters, with the gradients of an autograd context.
 
-    `params_rref` are references to parameters, or to modules for all of theirs; or parameter groups, dictionaries with
-    such under `"params"`. `optimizer_class` is called on each owner with its parameters, `args` and `kwargs`: any
-    optimizer that needs no closure.
-
     It is a `torch.optim.Optimizer` itself: schedulers of `torch.optim.lr_scheduler` work on it, and changes to
     `param_groups` reach the owners with the next `step`. Several may share parameters: their steps take turns.
 
-    With `hogwild=True` a step does not spoil the backward passes of other contexts that have used the parameters
-    already; they go on with the parameters as they are then, as asynchronous training does. Without, they fail, as
-    local autograd does when a tensor that it needs was changed.
+    Args:
+        optimizer_class: any optimizer that needs no closure; called on each owner with its parameters, `args` and
+            `kwargs`.
+        params_rref: references to parameters, or to modules for all of theirs; or parameter groups, dictionaries with
+            such under `"params"`. `for_module` finds those of a model.
+        *args: for `optimizer_class`.
+        hogwild: a step does not spoil the backward passes of other contexts that have used the parameters already; they
+            go on with the parameters as they are then, as asynchronous training does. Without, they fail, as local
+            autograd does when a tensor that it needs was changed.
+        **kwargs: for `optimizer_class`.
 
     Raises:
         UsageError: `optimizer_class` needs a closure, or there is no parameter.
-        What `optimizer_class` raises on an owner; WorkersFailed where it does so on several.
+        Exception: what `optimizer_class` raises on an owner; WorkersFailed where it does so on several.
+
+    Example:
+        >>> from telegrad import autograd, optim
+        >>> layer = telegrad.nn.RemoteModule("worker1", nn.Linear, (4, 1))
+        >>> optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, layer, lr=0.1)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, layer(torch.ones(8, 4)).mean())
+        ...     optimizer.step(context_id)
     """
 
     def __init__(
@@ -71,7 +82,7 @@ class DistributedOptimizer(Optimizer):
         self._members: list[list[Branch]] = []  # of each group
         self._model: Model | None = None  # whose branches the first group has
         super().__init__(_checked(params_rref), {})
-        self.defaults = {**self._sent[0]}
+        self.defaults: dict[str, Any] = {**self._sent[0]}
 
     @classmethod
     def for_module(
@@ -84,8 +95,18 @@ class DistributedOptimizer(Optimizer):
     ) -> Self:
         """An optimizer of all parameters of a model: of its own modules, and of those on other workers.
 
-        `module` is an `nn.Module`, a `RemoteModule` or a reference to a module. What its modules hold as attributes
-        belongs to it, too: `RemoteModule`s and references to modules and parameters, from worker to worker.
+        What its modules hold as attributes belongs to it, too: `RemoteModule`s and references to modules and
+        parameters, from worker to worker.
+
+        Args:
+            optimizer_class: any optimizer that needs no closure.
+            module: an `nn.Module`, a `RemoteModule`, a `Pipeline` or a reference to a module.
+            *args: for `optimizer_class`.
+            hogwild: as for the class.
+            **kwargs: for `optimizer_class`.
+
+        Returns:
+            The optimizer.
         """
         group = {"params": [*branches(module)]}
         made = cls(optimizer_class, [group], *args, hogwild=hogwild, **kwargs)
@@ -135,6 +156,9 @@ class DistributedOptimizer(Optimizer):
         The model is to be recovered before, and the state loaded behind it: `telegrad.recover` does all of it. Steps
         that are still under way for what has failed change nothing any more.
 
+        Args:
+            timeout: seconds for each; 0 for no limit, left out that of the options.
+
         Raises:
             CannotRestore: a parameter is lost, and nothing says how to make it anew.
         """
@@ -175,9 +199,13 @@ class DistributedOptimizer(Optimizer):
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Have all owners apply the gradients of a context, all at once; parameters without one stay as they are.
 
+        Args:
+            context_id: what `with context() as context_id` gives.
+
         Raises:
             ContextEnded: there is no such context.
-            What the optimizer raised on a worker; WorkersFailed where it did so on several. The others have stepped.
+            Exception: what the optimizer raised on a worker; WorkersFailed where it did so on several. The others have
+                stepped.
         """
         done = self._done.get(context_id, Done())
         changes = self._sending(self._changes()) if done.changes is None else done.changes
@@ -212,13 +240,23 @@ class DistributedOptimizer(Optimizer):
     def clipped(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Clipped:
         """For `backward(..., step=optimizer.clipped(1.0))`: gradients are clipped first, as `clip_grad_norm_` does.
 
-        The norm that they had is the `norm` of what this gives, which can be used again and again.
+        Args:
+            max_norm: the largest norm over all workers.
+            norm_type: which norm.
+            error_if_nonfinite: raise where the norm is infinite or not a number.
+
+        Returns:
+            What `backward` takes, again and again; its `norm` is the one that the gradients had.
         """
         return Clipped(self._whole(), max_norm, norm_type, error_if_nonfinite)
 
     @not_compiled
     def accumulate(self, context_id: int) -> None:
-        """Keep the gradients of a context: they are added to those of the context of the next step or clipping."""
+        """Keep the gradients of a context: they are added to those of the context of the next step or clipping.
+
+        Args:
+            context_id: what `with context() as context_id` gives.
+        """
         self._keeps = True
         self._on_all("accumulate", context_id)
 
@@ -268,6 +306,7 @@ class DistributedOptimizer(Optimizer):
         return changes
 
     def zero_grad(self, set_to_none: bool = True) -> NoReturn:
+        """Not supported: gradients belong to the context and go with it."""
         raise UsageError(
             "DistributedOptimizer has no gradients to set to zero: they belong to the autograd context and go with it. "
             "Use a new context for each step"
@@ -302,7 +341,14 @@ class DistributedOptimizer(Optimizer):
         together(shares, lambda worker, own: ask(self.locals[worker], "load", own))
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take over the hyperparameters of a state; the owners hear of them with the next step."""
+        """Take over the hyperparameters of a state; the owners hear of them with the next step.
+
+        Args:
+            groups: the `"param_groups"` of a state.
+
+        Raises:
+            UsageError: it is of other parameters.
+        """
         if [set(group["params"]) for group in groups] != [set(group["param_names"]) for group in self.param_groups]:
             ours = {name for group in self.param_groups for name in group["param_names"]}
             theirs = {name for group in groups for name in group["params"]}

@@ -1,4 +1,7 @@
-"""Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results."""
+"""Remote procedure calls: run a function on another worker, by its name, with tensors as arguments and results.
+
+To try what stands here: `with telegrad.local(2):` makes a group of this process, "driver", and of worker0 and worker1.
+"""
 
 from telegrad.agent.cancelling import cancelled
 from telegrad.agent.futures import Future
@@ -11,19 +14,16 @@ from telegrad.rpc.api import (
     _rref_context_get_debug_info,
     debug_info,
     get_worker_info,
-    init_rpc,
     remote,
     rpc_async,
     rpc_stream,
     rpc_sync,
-    serve,
-    shutdown,
-    stop_serving,
 )
 from telegrad.rpc.elastic import Generation
 from telegrad.rpc.generations import generation, rendezvous_again
 from telegrad.rpc.groupcalls import GroupFuture
 from telegrad.rpc.groups import Group, group
+from telegrad.rpc.life import init_rpc, serve, shutdown, stop_serving
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad.rpc.presence import on_join, on_leave, on_lost, wait_for_workers, workers
 from telegrad.rpc.publishing import lookup, publish

@@ -43,6 +43,26 @@ def actor(cls: C) -> C:
     A method that yields (`rpc_stream`) has a turn for each item: others may run while it stands at a `yield`.
 
     A method must not wait for a call that comes back to its own object: that call is refused with a UsageError.
+
+    Args:
+        cls: the class; objects of it that nobody calls from elsewhere are as before.
+
+    Returns:
+        The same class.
+
+    Raises:
+        UsageError: it is no class.
+
+    Example:
+        >>> @rpc.actor
+        ... class Counter:
+        ...     value = 0
+        ...     def add(self, number):
+        ...         self.value += number
+        ...         return self.value
+        >>> counter = rpc.remote("worker1", Counter)
+        >>> [future.wait() for future in [counter.rpc_async().add(1) for _ in range(3)]]
+        [1, 2, 3]
     """
     if not isinstance(cls, type):
         raise UsageError(f"@rpc.actor marks a class, not {cls!r}: write it above `class {type(cls).__name__}:`")

@@ -103,16 +103,30 @@ def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
     """Collect concurrent calls of an async function, and run it once for all of them.
 
     The function gets a list in the place of each argument, and gives a sequence with the result for each call. It runs
-    once `max_size` calls are there, or `max_wait` seconds after the first. Meant for serving: it runs outside of the
-    autograd contexts of its callers, so no gradient goes through it.
+    once `max_size` calls are there, or `max_wait` seconds after the first. Meant for serving, as a method of an object
+    that others call by `policy_rref.rpc_sync().act(state)`: it runs outside of the autograd contexts of its callers, so
+    no gradient goes through it.
 
-        class Policy:
-            @functions.batch(max_size=16, max_wait=0.005)
-            async def act(self, states: list[Tensor]) -> list[Tensor]:
-                with torch.no_grad():
-                    return list(self.network(torch.stack(states)))
+    Args:
+        max_size: how many calls it takes at most.
+        max_wait: how many seconds the first call waits for others.
 
-        action = policy_rref.rpc_sync().act(state)
+    Returns:
+        A decorator of an `async def`, which may be a method; each object has batches of its own then.
+
+    Raises:
+        UsageError: the numbers make no sense; the function is no `async def`, or has arguments by name only.
+
+    Example:
+        >>> class Policy:
+        ...     @functions.batch(max_size=2, max_wait=0.05)
+        ...     async def act(self, states):
+        ...         return list(torch.stack(states) * 2)
+        >>> import asyncio
+        >>> async def both(policy):
+        ...     return await asyncio.gather(policy.act(torch.ones(1)), policy.act(torch.zeros(1)))
+        >>> asyncio.run(both(Policy()))
+        [tensor([2.]), tensor([0.])]
     """
     if max_size < 1 or max_wait < 0:
         raise UsageError(f"a batch needs max_size >= 1 and max_wait >= 0 seconds, not {max_size} and {max_wait}")

@@ -33,7 +33,7 @@ FIRST = Before()
 
 
 class Generation(NamedTuple):
-    """A generation of an elastic group, as one of its workers sees it."""
+    """A generation of an elastic group, as one of its workers sees it: its number and size, and this worker's rank."""
 
     number: int
     rank: int

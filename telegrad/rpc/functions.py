@@ -25,7 +25,21 @@ def async_execution(fn: F) -> F:
     """Mark a function that returns a `torch.futures.Future`: the caller gets its value once it is done.
 
     The callee's thread is free meanwhile. With `@staticmethod` or `@classmethod` this decorator is the inner one, with
-    `@torch.jit.script` the outer one.
+    `@torch.jit.script` the outer one. An `async def` needs no mark.
+
+    Args:
+        fn: a function that returns a future; else its caller gets a UsageError.
+
+    Returns:
+        The function, marked.
+
+    Example:
+        >>> @functions.async_execution
+        ... def add_elsewhere(x, y):
+        ...     from telegrad import rpc
+        ...     return rpc.rpc_async("worker0", pow, (x, y)).then(lambda future: future.wait() + 1)
+        >>> rpc.rpc_sync("worker1", add_elsewhere, (2, 3))
+        9
     """
 
     @functools.wraps(fn)
@@ -43,6 +57,19 @@ def must_finish(fn: F) -> F:
 
     It begins though its call was cancelled in the queue, is not interrupted where it is an `async def`, and what it
     calls is neither cancelled with it nor bound to its caller's time. With other decorators this one is the inner one.
+
+    Args:
+        fn: any function.
+
+    Returns:
+        The function, marked.
+
+    Example:
+        >>> @functions.must_finish
+        ... def settle(amount):
+        ...     return f"settled {amount}"
+        >>> rpc.rpc_sync("worker1", settle, (3,))
+        'settled 3'
     """
     return finishing(fn)
 
@@ -66,7 +93,20 @@ def by_value(fn: F) -> F:
 
     The functions of the same module that it uses go along; classes, and what is in other modules, still go by name.
 
-        rpc.rpc_sync("worker1", functions.by_value(step), args=(x,))
+    Args:
+        fn: a function made by `def` or `lambda`.
+
+    Returns:
+        The function as it is to be given to a call.
+
+    Raises:
+        InvalidArgument: it is no such function.
+
+    Example:
+        >>> def step(x):
+        ...     return x + 1
+        >>> rpc.rpc_sync("worker1", functions.by_value(step), (1,))
+        2
     """
     if type(fn) is not FunctionType:
         raise InvalidArgument(f"by_value takes a function that was made by def or lambda, not {fn!r}")

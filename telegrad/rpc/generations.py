@@ -5,8 +5,8 @@ from __future__ import annotations
 from telegrad.agent.agent import DEFAULT
 from telegrad.errors import UsageError
 from telegrad.rpc import current
-from telegrad.rpc.api import check_may_wait, show
 from telegrad.rpc.elastic import Elastic, Generation
+from telegrad.rpc.life import check_may_wait, show
 from telegrad.rpc.worker import Worker
 
 
@@ -19,13 +19,25 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
 
     The first one after `init_rpc` returns at once: who has joined stands where the others do, whose call has returned.
 
-    Who has not called it within `timeout` seconds (else those of the options; 0 for no limit) is left out. As long
-    again is waited for `min_workers`.
+    Args:
+        timeout: seconds until who has not called it is left out; as long again is waited for `min_workers`. 0 for no
+            limit, left out that of the options.
+
+    Returns:
+        The `Generation` that this worker is in now.
 
     Raises:
         NotInitialized: this process is in no group.
         UsageError: the group is not elastic; a remote call, or a callback of one, calls this; or two threads do.
         GroupIncomplete: they did not come; this worker is in no group any more.
+
+    Example:
+        >>> rpc.init_rpc("trainer", min_workers=1)
+        >>> for step in range(2):
+        ...     generation = rpc.rendezvous_again()  # then the step, by its rank and size
+        >>> generation.rank, generation.size
+        (0, 1)
+        >>> rpc.shutdown()
     """
     worker = current.joined()
     check_may_wait(worker, "rendezvous_again")
@@ -43,6 +55,12 @@ def generation() -> Generation:
     Raises:
         NotInitialized: this process is in no group.
         UsageError: the group is not elastic.
+
+    Example:
+        >>> rpc.init_rpc("trainer", min_workers=1)
+        >>> rpc.generation().size
+        1
+        >>> rpc.shutdown()
     """
     worker = current.joined()
     return _elastic(worker).generation_of(worker)

@@ -12,7 +12,7 @@ from typing import Any
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.fanout import EachCall
-from telegrad.agent.futures import Future, Signal
+from telegrad.agent.futures import Future, Helper, Signal
 from telegrad.agent.naming import user_name
 from telegrad.agent.scene import InTurn
 from telegrad.errors import GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
@@ -140,21 +140,30 @@ class GroupFuture(Future[Any]):
 
     `workers` are the names of those that are called, as they were in that `version` of their group. Where some fail,
     `wait` raises a GroupError once all have ended.
+
+    Example:
+        >>> future = rpc.group(["worker0", "worker1"]).rpc_async(pow, (2, 3))
+        >>> for name, value in sorted(future.as_completed()):
+        ...     print(name, value)
+        worker0 8
+        worker1 8
+        >>> future.wait()
+        [8, 8]
     """
 
-    def __init__(self, agent: Agent, version: int, workers: Sequence[str], keys: Sequence[Key], about: str) -> None:
+    def __init__(self, agent: Any, version: int, workers: Sequence[str], keys: Sequence[Key], about: str) -> None:
         super().__init__()
         self.version = version
-        self.workers = list(workers)
-        self.about = f"{about} on a group"
-        self._agent = agent
+        self.workers: list[str] = list(workers)
+        self.about: str = f"{about} on a group"
+        self._agent: Agent = agent  # whose type is no part of the interface
         self._function = about
         self._shares = [Share(self, number, key) for number, key in enumerate(keys)]
         self._lock = threading.Lock()  # guards both below
         self._come: list[Share] = []  # those that have ended, in that order
         self._listeners: list[Callable[[], None]] = []  # told once each, when the next one ends
         self._over = Signal()  # happens after this is done
-        self.call = _Calls(agent, self._shares, self._over, about)
+        self.call: Helper | None = _Calls(agent, self._shares, self._over, about)
 
     def _another(self) -> Future[Any]:
         return Future()
@@ -193,7 +202,13 @@ class GroupFuture(Future[Any]):
         return Completed(self)
 
     def first(self, n: int = 1) -> dict[Key, Any]:
-        """Wait for the first `n` values; by worker, in the order in which they came. The other calls go on.
+        """Wait for the first values. The other calls go on.
+
+        Args:
+            n: how many.
+
+        Returns:
+            The values by worker, in the order in which they came.
 
         Raises:
             GroupError: so many have failed that there are not `n` values.

@@ -21,14 +21,23 @@ Named = str | int | WorkerInfo
 
 @not_compiled
 def group(of: str | Iterable[Named] | Group | None = None) -> Group:
-    """The workers of a role (`group("actor")`), or those of these names or ranks, or, without an argument, all.
+    """The workers of a role, or those of these names or ranks, or all.
 
-    One of a role, or of all, is live: it follows who joins and leaves.
+    Args:
+        of: a role, `group("actor")`; a list of workers; another group; left out, all workers. One of a role, or of all,
+            is live: it follows who joins and leaves.
+
+    Returns:
+        A `Group`, to be called as one.
 
     Raises:
         NotInitialized: this process is in no group.
         UnknownWorker: there is no worker of that name, or none of that role, and none can come.
         InvalidArgument: a worker is there twice, or nobody is.
+
+    Example:
+        >>> rpc.group(["worker0", "worker1"]).rpc_sync(pow, (2, 3))
+        [8, 8]
     """
     membership = current.here().membership
     membership.refresh()
@@ -76,6 +85,14 @@ class Group:
     """Some workers: a value that can be kept, sent, compared, and called; from `group`.
 
     What it stands for is looked up at each use, on the worker that uses it. Parts of a live group are live, too.
+    `group[0]` is a worker, `group[1:]` a group, and so are `a - b` and `a | b`.
+
+    Example:
+        >>> others = rpc.group() - rpc.group(["driver"])
+        >>> others.names
+        ['worker0', 'worker1']
+        >>> others.rpc_sync(torch.ones, (2,), reduce=torch.add)
+        tensor([2., 2.])
     """
 
     __slots__ = ("_choice", "_last")
@@ -183,13 +200,27 @@ class Group:
             ) from None
 
     def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
-        """Those for which `keep(worker)` is true; it is asked again as others come. It is sent along with the group."""
+        """Those for which a function is true.
+
+        Args:
+            keep: a function of a `WorkerInfo`; it is asked again as others come, and is sent along with the group.
+
+        Returns:
+            Another group.
+        """
         if not callable(keep):
             raise InvalidArgument(f"filter takes a function of a worker, not {keep!r}")
         return Group(Filtered(self._choice, keep))
 
     def without(self, *workers: Named | Group) -> Group:
-        """The same but for these workers, or those of these groups."""
+        """Another group: the same but for some.
+
+        Args:
+            *workers: workers, or groups of such.
+
+        Returns:
+            That group.
+        """
         left = self._choice
         for each in workers:
             left = Without(left, each._choice if isinstance(each, Group) else group([each])._choice)
@@ -221,10 +252,18 @@ class Group:
     ) -> GroupFuture:
         """Begin to run `func(*args, **kwargs)` on each worker; a future of the list of their values, in their order.
 
-        With `reduce`, a function of two values such as `torch.add`, of the one value that it makes of all: workers
-        combine what they have along a tree, in their order, and one value comes back.
+        Args:
+            func: any function.
+            args: positional arguments, a tuple.
+            kwargs: arguments by name, a dict.
+            timeout: seconds for each call; 0 for no limit, left out that of the options.
+            reduce: a function of two values such as `torch.add`: workers combine what they have along a tree, in their
+                order, and one value comes back.
+            wait_for_worker: as for `rpc.rpc_sync`, for each worker by itself.
+            idempotent: likewise.
 
-        `wait_for_worker` and `idempotent` are as for `rpc.rpc_sync`, for each worker by itself.
+        Returns:
+            A `GroupFuture`.
 
         Raises:
             UnknownWorker: nobody is in the group.
@@ -254,7 +293,19 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> Any:
-        """As `rpc_async`, and wait: the values, or the one that they were reduced to.
+        """As `rpc_async`, and wait.
+
+        Args:
+            func: any function.
+            args: positional arguments, a tuple.
+            kwargs: arguments by name, a dict.
+            timeout: seconds for each call; 0 for no limit, left out that of the options.
+            reduce: a function of two values, which makes one of all.
+            wait_for_worker: as for `rpc_async`.
+            idempotent: as for `rpc_async`.
+
+        Returns:
+            The list of the values, in the order of the workers, or the one that they were reduced to.
 
         Raises:
             GroupError: some workers failed; it has the error of each, and the values of the others.
@@ -272,12 +323,21 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> GroupFuture:
-        """Run `func(item)` for each item, or `func(*each)` of several lists that are as long; a future of all values.
+        """Run `func(item)` for each item, or `func(*each)` of several lists that are as long.
 
-        The first worker gets the first item, the second the second, and so on; where there are more items than
-        workers, each gets the next one as soon as it is through with one. `timeout` is that of each call. The item of
-        a worker that dies fails; the others go on with those that are left. With `wait_for_worker` and `idempotent`, as
-        for `rpc.rpc_sync`, the item waits for that worker's return instead.
+        The first worker gets the first item, the second the second, and so on; where there are more items than workers,
+        each gets the next one as soon as it is through with one. The item of a worker that dies fails; the others go on
+        with those that are left.
+
+        Args:
+            func: any function.
+            *items: a list of items, or several.
+            timeout: seconds for each call; 0 for no limit, left out that of the options.
+            wait_for_worker: as for `rpc.rpc_sync`: the item waits for that worker's return.
+            idempotent: likewise.
+
+        Returns:
+            A `GroupFuture` of all values, in the order of the items.
         """
         manner = _manner(wait_for_worker, idempotent)
         return handout.begin(self.version, self._members(), func, items, timeout, manner)
@@ -292,9 +352,17 @@ class Group:
         *,
         wait_for_worker: bool | None = None,
     ) -> RefGroup:
-        """Begin to run `func(*args, **kwargs)` on each worker, where its value stays; references to these.
+        """Begin to run `func(*args, **kwargs)` on each worker, where its value stays.
 
-        With `wait_for_worker`, it is first waited here until all of them can be called, up to the timeout.
+        Args:
+            func: a class, or any function.
+            args: positional arguments, a tuple.
+            kwargs: arguments by name, a dict.
+            timeout: seconds that it may take; 0 for no limit, left out that of the options.
+            wait_for_worker: wait here, up to the timeout, until all of them can be called.
+
+        Returns:
+            A `RefGroup`.
         """
         manner = _manner(wait_for_worker, False)
         return refgroups.create(self._members(), convert(func, args, kwargs), timeout, manner)
@@ -303,7 +371,16 @@ class Group:
 
     @not_compiled
     def broadcast(self, value: Any, timeout: float = DEFAULT, *, wait_for_worker: bool | None = None) -> RefGroup:
-        """Send `value` to each worker, where it stays; references to the copies. `wait_for_worker` as for `remote`."""
+        """Send a value to each worker, where it stays.
+
+        Args:
+            value: anything that can be sent.
+            timeout: seconds; 0 for no limit, left out that of the options.
+            wait_for_worker: as for `remote`.
+
+        Returns:
+            A `RefGroup` of the copies.
+        """
         call = convert(refgroups.kept_value, (value,), None)
         return refgroups.create(self._members(), call, timeout, _manner(wait_for_worker, False))
 
@@ -318,7 +395,18 @@ class Group:
         wait_for_worker: bool | None = None,
         idempotent: bool = False,
     ) -> dict[str, Any]:
-        """What `func(*args, **kwargs)` gives on each worker, by the names of the workers.
+        """Run `func(*args, **kwargs)` on each worker, and wait.
+
+        Args:
+            func: any function.
+            args: positional arguments, a tuple.
+            kwargs: arguments by name, a dict.
+            timeout: seconds for each call; 0 for no limit, left out that of the options.
+            wait_for_worker: as for `rpc.rpc_sync`, for each worker by itself.
+            idempotent: likewise.
+
+        Returns:
+            The values, by the names of the workers.
 
         Raises:
             GroupError: some workers failed.
@@ -329,7 +417,11 @@ class Group:
 
     @not_compiled
     def barrier(self, name: str = "", timeout: float = DEFAULT) -> None:
-        """Wait here until each worker of the group has called this, by this `name`. Each of them calls it.
+        """Wait here until each worker of the group has called this. Each of them calls it.
+
+        Args:
+            name: tells barriers of several threads from each other.
+            timeout: seconds; 0 for no limit, left out that of the options.
 
         Raises:
             UsageError: this worker is not in the group.
@@ -342,8 +434,17 @@ class Group:
     def all_reduce(
         self, value: Any, op: Callable[[Any, Any], Any] | None = None, name: str = "", timeout: float = DEFAULT
     ) -> Any:
-        """What `op`, else `torch.add`, makes of the values that the workers give. Each calls it, and gets that.
+        """Make one of the values that the workers give. Each of them calls it.
 
-        For small things, since all values meet on one worker. Raises as `barrier`.
+        All values meet on one worker. Raises as `barrier`.
+
+        Args:
+            value: what this worker gives.
+            op: a function of two values; left out, `torch.add`.
+            name: tells those of several threads from each other.
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            That one value, on each worker.
         """
         return collectives.meet("all_reduce", self, name, value, timeout, op or collectives.add)

@@ -32,7 +32,12 @@ class BackendType(enum.Enum):
 
 
 class RpcBackendOptions:
-    """What every backend has."""
+    """What every backend has: for programs that use this name. `TelegradOptions` has the rest.
+
+    Args:
+        rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
+        init_method: where the workers meet.
+    """
 
     rpc_timeout: float
     init_method: str
@@ -49,7 +54,13 @@ class RpcBackendOptions:
 
 
 class TelegradOptions(RpcBackendOptions):
-    """How this worker meets the others, and how bytes cross."""
+    """How this worker meets the others, and how bytes cross; for `init_rpc`.
+
+    Example:
+        >>> options = rpc.TelegradOptions(rpc_timeout=10, init_method="env://", num_worker_threads=4)
+        >>> rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+        >>> rpc.shutdown()
+    """
 
     def __init__(
         self,
@@ -106,17 +117,21 @@ class TelegradOptions(RpcBackendOptions):
         self.set_devices(devices or ())
         self.transport = transport
         self.address = address
-        self.key = key.encode() if isinstance(key, str) else key
+        self.key: bytes | None = key.encode() if isinstance(key, str) else key
         self.tls = tls
         self.shared_memory = shared_memory
-        self.silence = _seconds("silence", silence)
-        self.heartbeat = _seconds("heartbeat", heartbeat)
+        self.silence: float = _seconds("silence", silence)
+        self.heartbeat: float = _seconds("heartbeat", heartbeat)
         self.pass_deadlines = pass_deadlines
         self.wait_for_worker = wait_for_worker
         self.dashboard = dashboard
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Add to the map from this worker's devices to those of the worker `to`.
+        """Add to the map from this worker's devices to those of another.
+
+        Args:
+            to: the name of the other worker.
+            device_map: on which of its devices the tensors of each device here arrive.
 
         Raises:
             DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers meet.
@@ -130,8 +145,12 @@ class TelegradOptions(RpcBackendOptions):
                 )
 
     def set_devices(self, devices: Sequence[int | str | torch.device]) -> None:
-        """Name the devices that calls may use."""
-        self.devices = [as_device(device) for device in devices]
+        """Name the devices that calls may use.
+
+        Args:
+            devices: indexes of accelerators, names, or devices of torch.
+        """
+        self.devices: list[torch.device] = [as_device(device) for device in devices]
 
     def published(self) -> Devices:
         """What the other workers must know of this one's devices."""
@@ -142,7 +161,13 @@ class TelegradOptions(RpcBackendOptions):
 
 
 class TensorPipeRpcBackendOptions(TelegradOptions):
-    """The options under the name and with the arguments that existing programs use."""
+    """`TelegradOptions` under the name and with the arguments that existing programs use.
+
+    Example:
+        >>> options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=20)
+        >>> options.rpc_timeout
+        20.0
+    """
 
     def __init__(
         self,
@@ -156,7 +181,18 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
         _channels: Sequence[str] | None = None,
         **own: Any,
     ) -> None:
-        """As `TelegradOptions`; `_transports` is a hint which way bytes cross, `_channels` needs no heeding."""
+        """Options under the names of `torch.distributed.rpc`, and all others of `TelegradOptions`.
+
+        Args:
+            num_worker_threads: how many calls run at once on this worker.
+            rpc_timeout: seconds that a call may take where it names no time itself; 0 for no limit.
+            init_method: where the workers meet.
+            device_maps: for each callee, on which of its devices the tensors of each device here arrive.
+            devices: the devices that calls may use.
+            _transports: a hint which way bytes cross.
+            _channels: needs no heeding.
+            **own: the other options of `TelegradOptions`.
+        """
         hinted = [_HINTS[name] for name in _transports or () if name in _HINTS]
         own.setdefault("transport", hinted[0] if len(set(hinted)) == 1 else "auto")
         super().__init__(

@@ -14,18 +14,33 @@ def workers() -> list[WorkerInfo]:
 
     Raises:
         NotInitialized: this process is in no group.
+
+    Example:
+        >>> [worker.name for worker in rpc.workers()]
+        ['driver', 'worker0', 'worker1']
     """
     return current.joined().membership.workers()
 
 
 def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
-    """Wait until the group has so many workers, this one included, or those of these names; `workers()` then.
+    """Wait until workers are there.
 
-    With a `role`, so many workers of that role.
+    Args:
+        wanted: how many the group shall have, this one included; or their names.
+        timeout: seconds; 0 for no limit.
+        role: count the workers of this role alone.
+
+    Returns:
+        `workers()` then.
 
     Raises:
-        CallTimeout: they were not there within `timeout` seconds (0 for no limit).
+        CallTimeout: they were not there in time.
         PeerLost: they cannot come: the group is of fixed size and has lost them, or its store has gone.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> len(rpc.wait_for_workers(3, timeout=10))
+        3
     """
     return current.joined().membership.wait_for([wanted] if isinstance(wanted, str) else wanted, timeout, role)
 
@@ -34,6 +49,19 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
     """Have `callback(worker)` called for each other worker: those that are there already, and those that join.
 
     It runs on a thread of its own, and may make remote calls. Ends with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo`.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> import queue
+        >>> there = queue.Queue()
+        >>> rpc.on_join(there.put)
+        >>> sorted(there.get(timeout=10).name for _ in range(2))
+        ['worker0', 'worker1']
     """
     current.joined().membership.on_join(callback)
 
@@ -42,6 +70,15 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
     """Have `callback(worker, how)` called for each worker that goes: `how` is "left", or "lost" where it died.
 
     It runs on a thread of its own, and may make remote calls. Ends with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo` and a text.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.on_leave(lambda worker, how: print(f"{worker.name} has {how}"))
     """
     current.joined().membership.on_leave(callback)
 
@@ -49,7 +86,15 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
 def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
     """Have `callback(worker, reason)` called for each worker that is lost: it died, is silent, or left too early.
 
-    The reason is an exception, such as PeerLost or PeerSilent; `on_leave` is told, too. It runs on a thread of its own,
-    and may make remote calls. Ends with the group.
+    `on_leave` is told, too. It runs on a thread of its own, and may make remote calls. Ends with the group.
+
+    Args:
+        callback: a function of a `WorkerInfo` and of an exception, such as `PeerLost` or `PeerSilent`.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.on_lost(lambda worker, reason: print(f"{worker.name}: {reason}"))
     """
     current.joined().membership.on_lost(callback)

@@ -35,9 +35,19 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
     brings along what shall not be lost, such as the state of the last checkpoint. Returns once it is decided who has
     the value, and it is made where that is this worker.
 
+    Args:
+        name: any text.
+        factory: a function without arguments that makes the value.
+
     Raises:
         UsageError: this worker publishes the name already.
-        What `factory` raised.
+        InvalidArgument: the name is empty, or `factory` cannot be called.
+        Exception: what `factory` raised.
+
+    Example:
+        >>> rpc.publish("words", lambda: ["a", "b"])
+        >>> rpc.rpc_sync("worker1", lambda: rpc.lookup("words").rpc_sync().index("b"))
+        1
     """
     if not isinstance(name, str) or not name or not callable(factory):
         wrong = f"publish({name!r}, {factory!r})"
@@ -53,9 +63,22 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
     The reference follows the value: where its owner was lost, the next use finds the value at its new owner, and waits
     for it within that call's timeout.
 
+    Args:
+        name: the name that `publish` was given.
+        timeout: seconds; 0 for no limit, left out that of the options.
+
+    Returns:
+        An `RRef`.
+
     Raises:
-        NotPublished: there was none within `timeout` seconds (0 for no limit).
-        What making the value raised.
+        NotPublished: there was none in time.
+        InvalidArgument: the name is empty.
+        Exception: what making the value raised.
+
+    Example:
+        >>> rpc.publish("letters", lambda: ["a", "b"])
+        >>> rpc.lookup("letters").to_here()
+        ['a', 'b']
     """
     if not isinstance(name, str) or not name:
         raise InvalidArgument(f'a published value has a name: lookup("table"), not {name!r}')

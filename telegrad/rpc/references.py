@@ -37,7 +37,21 @@ class RRef(Operators, Generic[T]):
     """A reference to a value of type T on one worker, its owner; the value lives as long as any reference to it.
 
     It can be sent to any worker inside the arguments or the result of a remote call. Operators and the methods of
-    tensors run at the owner and give a reference to their result, as does a call: `rref(*args)`.
+    tensors run at the owner and give a reference to their result, as does a call: `rref(*args)`. `rpc.remote` makes a
+    reference to a value of another worker, `RRef(value)` one to a value of this worker.
+
+    Args:
+        value: anything.
+        type_hint: accepted and changes nothing: any type will do.
+
+    Raises:
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> ones = rpc.remote("worker1", torch.ones, (3,))
+        >>> total = (ones * 2).sum()  # computed on worker1
+        >>> total.to_here()
+        tensor(6.)
     """
 
     __slots__ = ("__weakref__", "_handle", "_table")
@@ -47,7 +61,6 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        """A reference to a value of this worker. `type_hint` is accepted and changes nothing: any type will do."""
         self._table = current.references()
         self._table.agent.streams.publish()
         self._handle = self._table.own(Box.of(value))
@@ -67,6 +80,7 @@ class RRef(Operators, Generic[T]):
         return WorkerInfo(self._handle.owner.name, self._handle.owner.id)
 
     def owner_name(self) -> str:
+        """The name of the worker where the value lives."""
         return self._handle.owner.name
 
     def is_owner(self) -> bool:
@@ -89,7 +103,16 @@ class RRef(Operators, Generic[T]):
     def to_here(self, timeout: float = DEFAULT) -> T:
         """The value itself on its owner, else a copy; waits until it is made.
 
-        Raises what the function raised that should have made it; RRefError where the value is lost.
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            The value; its tensors lie in memory of this worker.
+
+        Raises:
+            Exception: what the function raised that should have made it.
+            RRefError: the value is lost; `OwnerLost` where its owner died.
+            CallTimeout: it did not come in time.
         """
         if self._handle.box is not None:
             return self._open(timeout)
@@ -164,7 +187,14 @@ class RRef(Operators, Generic[T]):
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run backward from the value, which is a tensor of one element, across workers in a context.
 
-        Without a context the graph must be one of this worker alone, and the value live here.
+        Args:
+            dist_autograd_ctx_id: the context, from `telegrad.autograd.context`. Without one the graph must be one of
+                this worker alone, and the value live here.
+            retain_graph: keep the graph for another pass.
+
+        Raises:
+            UsageError: the value is no tensor of one element that needs a gradient.
+            NotOwner: there is no context, and the value lives on another worker.
         """
         if dist_autograd_ctx_id != -1:
             backward(dist_autograd_ctx_id, self, retain_graph)
@@ -181,22 +211,51 @@ class RRef(Operators, Generic[T]):
 
     @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
-        """`rref.rpc_sync().method(*args)` runs a method of the value at the owner and waits for what it returns."""
+        """`rref.rpc_sync().method(*args)` runs a method of the value at the owner and waits for what it returns.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Proxy`, whose every attribute is such a method.
+        """
         return Proxy(self._call, timeout)
 
     @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives a future."""
+        """As `rpc_sync`, but gives a future.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Proxy`, whose methods give a `Future`.
+        """
         return Proxy(self._call_async, timeout)
 
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives a reference to the result, which stays at the owner."""
+        """As `rpc_sync`, but gives a reference to the result, which stays at the owner.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Proxy`, whose methods give an `RRef`.
+        """
         return Proxy(self._create, timeout)
 
     @not_compiled
     def rpc_stream(self, timeout: float = DEFAULT, window: int = WINDOW) -> Proxy:
-        """As `rpc_sync`, for a method that yields: gives a stream of its items."""
+        """As `rpc_sync`, for a method that yields: gives a stream of its items.
+
+        Args:
+            timeout: seconds for each item; 0 for no limit, left out that of the options.
+            window: how many items the method may be ahead of its reader.
+
+        Returns:
+            A `Proxy`, whose methods give a `Stream`.
+        """
         return Proxy(partial(self._stream, window), timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]:
@@ -298,7 +357,13 @@ class RRef(Operators, Generic[T]):
 
 
 class Proxy:
-    """Makes `proxy.method(*args)` a call of that method where the value lives, and `proxy(*args)` one of the value."""
+    """Makes `proxy.method(*args)` a call of that method where the value lives, and `proxy(*args)` one of the value.
+
+    Example:
+        >>> words = rpc.remote("worker1", list, ("ab",))
+        >>> words.rpc_sync().index("b")
+        1
+    """
 
     __slots__ = ("_call", "_timeout")
 

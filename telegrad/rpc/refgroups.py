@@ -58,7 +58,15 @@ def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> li
 
 
 class RefGroup:
-    """References, one to a value of each worker of a group; from `Group.remote`. It can be sent as a reference can."""
+    """References, one to a value of each worker of a group; from `Group.remote`. It can be sent as a reference can.
+
+    `refs["worker1"]` and `refs[0]` are single references.
+
+    Example:
+        >>> lists = rpc.group(["worker0", "worker1"]).remote(list, ("ab",))
+        >>> lists.rpc_sync().index("b")
+        [1, 1]
+    """
 
     __slots__ = ("_references",)
 
@@ -111,7 +119,13 @@ class RefGroup:
 
     @not_compiled
     def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
-        """`refs.rpc_sync().method(*args)` runs a method of each value at its owner; the list of what they return.
+        """`refs.rpc_sync().method(*args)` runs a method of each value at its owner and waits.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Proxy`, whose methods give the list of what the values' methods return.
 
         Raises:
             GroupError: some failed.
@@ -120,17 +134,37 @@ class RefGroup:
 
     @not_compiled
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives a future, as calls to groups do."""
+        """As `rpc_sync`, but gives a future, as calls to groups do.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Proxy`, whose methods give a `GroupFuture`.
+        """
         return Proxy(self._call, timeout)
 
     @not_compiled
     def remote(self, timeout: float = DEFAULT) -> Proxy:
-        """As `rpc_sync`, but gives references to the results, which stay at the owners."""
+        """As `rpc_sync`, but gives references to the results, which stay at the owners.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Proxy`, whose methods give a `RefGroup`.
+        """
         return Proxy(self._create, timeout)
 
     @not_compiled
     def to_here(self, timeout: float = DEFAULT) -> list[Any]:
         """Copies of all values, or the values themselves that live here; waits until they are made.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            The values, in the order of the references.
 
         Raises:
             GroupError: some cannot be had.
@@ -150,10 +184,18 @@ class RefGroup:
 
     @not_compiled
     def map(self, method: str, *items: Iterable[Any], timeout: float = DEFAULT) -> GroupFuture:
-        """Run `value.method(item)` for each item; a future of all results, in the order of the items.
+        """Run `value.method(item)` for each item.
 
         The first value gets the first item, and so on; where there are more items than values, each gets the next one
         as soon as it is through with one. With several lists, a call takes one item of each.
+
+        Args:
+            method: the name of a method.
+            *items: a list of items, or several that are as long.
+            timeout: seconds for each call; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `GroupFuture` of all results, in the order of the items.
         """
         if not isinstance(method, str):
             raise InvalidArgument(f"map takes the name of a method, not {method!r}")

@@ -65,10 +65,21 @@ class _Pull(Signal):
 
 
 class Stream(Generic[T]):
-    """What a function on another worker yields: `for item in stream`, or `async for`.
+    """What a function on another worker yields: `for item in stream`, or `async for`; from `rpc_stream`.
 
     Leaving `with stream:`, `close()`, or dropping it closes the generator there. `value` is what it has returned, once
-    all items were taken.
+    all items were taken. What the function raises is raised after the last item.
+
+    Example:
+        >>> def squares(upto):
+        ...     for number in range(upto):
+        ...         yield number * number
+        ...     return "done"
+        >>> stream = rpc.rpc_stream("worker1", squares, (4,))
+        >>> list(stream)
+        [0, 1, 4, 9]
+        >>> stream.value
+        'done'
     """
 
     value: Any = None

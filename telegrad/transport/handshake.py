@@ -9,6 +9,9 @@
 A claim (who I am) is believed only with its mac. Fresh nonces from both sides make a recording worthless, the roles in
 the macs a reflection. A refusal is a message too, so that both ends know why. Every message is a length of two bytes
 and at most LONGEST bytes, so that a stranger can make this end keep no more than that; nothing is ever unpickled.
+
+HELLO and CHALLENGE stay as they are in all versions: each end says the newest that it speaks, and both speak the older
+of the two, unless one of them does not know that any more. All else may change with the version (docs/stability.md).
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 
-PROTOCOL = 7
 MAGIC = b"TGRD"
 LONGEST = 2048
 NONCE = 32
@@ -31,7 +33,10 @@ MAC = 32
 _OPENING = struct.Struct(f"<4sH{NONCE}s")
 _HELLO, _CHALLENGE, _PROOF, _REFUSAL = b"H", b"C", b"P", b"R"
 _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
-    "version": (VersionMismatch, "it speaks another version of the protocol: install the same telegrad on all workers"),
+    "version": (
+        VersionMismatch,
+        "it speaks no version of the protocol that is known here: install the same telegrad on all workers",
+    ),
     "key": (
         AuthenticationFailed,
         "the keys differ: give all workers the same key (TELEGRAD_KEY, or key=... in the options)",
@@ -39,6 +44,16 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
     "stranger": (ProtocolViolation, "it does not take this for a worker's connection"),
     "other": (PeerUnreachable, "another worker listens there now: the one that was wanted has ended or was restarted"),
 }
+
+
+class Spoken(NamedTuple):
+    """The versions of the protocol that a worker speaks."""
+
+    oldest: int
+    newest: int
+
+
+PROTOCOL = Spoken(7, 7)  # from the second one that is released on, two neighbours
 
 
 class Claim(NamedTuple):
@@ -64,13 +79,15 @@ ITSELF = StreamId()
 class _End:
     """What both ends share: cutting the stream into messages, and refusing."""
 
-    def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None) -> None:
+    def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None, spoken: Spoken = PROTOCOL) -> None:
         self.done = False
         self.peer: Claim | None = None
+        self.version = 0  # the one that both speak, once they have greeted each other
         self.parting = b""  # after an error: worth sending before the connection is closed
         self._key = key
         self._mine = mine
         self._nonce = nonce or secrets.token_bytes(NONCE)
+        self._spoken = spoken
         self._buffer = b""
         self._said = hashlib.sha256()  # everything that crossed, both ways
 
@@ -118,14 +135,17 @@ class _End:
         return (1 + len(body)).to_bytes(2, "little") + kind + body
 
     def _opening(self) -> bytes:
-        return _OPENING.pack(MAGIC, PROTOCOL, self._nonce)
+        return _OPENING.pack(MAGIC, self._spoken.newest, self._nonce)
 
     def _open(self, kind: bytes, body: bytes) -> None:
         if len(body) != _OPENING.size or body[:4] != MAGIC:
             raise self._refuse("stranger", "it sent what is no greeting of this protocol")
-        _, version, _ = _OPENING.unpack(body)
-        if version != PROTOCOL:
-            raise self._refuse("version", f"it speaks version {version} of the protocol, this worker {PROTOCOL}")
+        _, newest, _ = _OPENING.unpack(body)
+        self.version = min(newest, self._spoken.newest)
+        if self.version < self._spoken.oldest:
+            raise self._refuse(
+                "version", f"it speaks version {newest} of the protocol, this worker none before {self._spoken.oldest}"
+            )
         self._said.update(kind + body)
 
     def _mac(self, role: bytes, fields: bytes) -> bytes:
@@ -162,9 +182,15 @@ class Initiator(_End):
     """The end that connected, to reach the worker of this incarnation."""
 
     def __init__(
-        self, key: bytes, mine: Claim, wanted: str, nonce: bytes | None = None, stream_id: StreamId = ITSELF
+        self,
+        key: bytes,
+        mine: Claim,
+        wanted: str,
+        nonce: bytes | None = None,
+        stream_id: StreamId = ITSELF,
+        spoken: Spoken = PROTOCOL,
     ) -> None:
-        super().__init__(key, mine, nonce)
+        super().__init__(key, mine, nonce, spoken)
         self._wanted = wanted
         self._stream_id = stream_id
         self._state = _CHALLENGE
@@ -189,8 +215,8 @@ class Initiator(_End):
 class Acceptor(_End):
     """The end that was connected to."""
 
-    def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None) -> None:
-        super().__init__(key, mine, nonce)
+    def __init__(self, key: bytes, mine: Claim, nonce: bytes | None = None, spoken: Spoken = PROTOCOL) -> None:
+        super().__init__(key, mine, nonce, spoken)
         self.stream_id = ITSELF
         self._state = _HELLO
 

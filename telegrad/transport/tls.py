@@ -10,7 +10,12 @@ from telegrad.errors import UsageError
 
 
 class TlsFiles(NamedTuple):
-    """Paths of PEM files: this worker's certificate and its private key, and the authority that signed all workers'."""
+    """Paths of PEM files: this worker's certificate and its private key, and the authority that signed all workers'.
+
+    Example:
+        >>> files = rpc.TlsFiles("worker.pem", "worker.key", "authority.pem")
+        >>> options = rpc.TelegradOptions(tls=files, transport="tcp")
+    """
 
     certificate: str
     private_key: str

@@ -56,7 +56,7 @@ class Layout:
             size = prod(shape) * dtype.itemsize
             self._places.append(Place(dtype, shape, end, size))
             end += -(-size // ALIGNED) * ALIGNED
-        self.size = max(end, ALIGNED)
+        self.size: int = max(end, ALIGNED)
 
     def parts(self, memory: Tensor, start: int, end: int) -> list[Tensor]:
         """The tensors between two places in it, or their elements there, in rows; the places part no element."""

@@ -30,22 +30,36 @@ KEEP = 8  # versions, at most, for those who want every one
 
 
 class Publisher:
-    """Publishes versions of `source` under a name, for the `Subscriber`s of any worker.
+    """Publishes versions of what a learner has under a name, for the `Subscriber`s of any worker.
 
-    The source is a module, a `RemoteModule`, a `Pipeline`, a reference to a module, a state dict or any other tree of
-    tensors, or a function that gives one. It is read at each `publish`, and then only.
+    The source is read at each `publish`, and then only. `close()`, leaving `with publisher:` or dropping it ends it.
 
-    `dtype`: floating numbers that take more room are rounded to this type, such as `torch.bfloat16`; or a function of
-    a tensor's name and the tensor that gives its type, or None to leave it as it is.
-
-    `deltas`: other hosts that have the version before get only what has changed since. "fast" finds what is the same;
-    "small" also takes a second per 100 MB to deflate the bits that flip, which pays on links slower than that; "off".
-
-    `keep`: so many of the last versions are kept for who iterates over all of them and has not come to them yet.
+    Args:
+        name: what subscribers ask this worker for.
+        source: a module, a `RemoteModule`, a `Pipeline`, a reference to a module, a state dict or any other tree of
+            tensors, or a function that gives one.
+        keep: so many of the last versions are kept for who iterates over all of them and has not come to them yet.
+        dtype: floating numbers that take more room are rounded to this type, such as `torch.bfloat16`; or a function of
+            a tensor's name and the tensor that gives its type, or None to leave it as it is.
+        deltas: other hosts that have the version before get only what has changed since. "fast" finds what is the same;
+            "small" also takes a second per 100 MB to deflate the bits that flip, which pays on links slower than that;
+            "off".
 
     Raises:
         UsageError: this worker publishes something under that name already.
         InvalidArgument: nothing can be published from that source.
+
+    Example:
+        >>> publisher = telegrad.weights.Publisher("numbers", {"bias": torch.ones(2)})
+        >>> publisher.publish()
+        1
+        >>> def read():
+        ...     import telegrad
+        ...     with telegrad.weights.Subscriber("driver", "numbers") as subscriber:
+        ...         return subscriber.newest().state["bias"].sum()
+        >>> rpc.rpc_sync("worker1", read)
+        tensor(2.)
+        >>> publisher.close()
     """
 
     def __init__(
@@ -71,14 +85,20 @@ class Publisher:
 
     @not_compiled
     def publish(self, wait: float | None = None) -> int:
-        """Publish the source as it is now; the number of this version, from 1 on.
+        """Publish the source as it is now.
 
-        Returns once the source was copied: it may be changed from then on. With `wait`, also waits until every
-        subscriber has taken this version or a later one, for so many seconds at most (0 for no limit).
+        Returns once the source was copied: it may be changed from then on.
+
+        Args:
+            wait: also wait until every subscriber has taken this version or a later one, for so many seconds at most; 0
+                for no limit.
+
+        Returns:
+            The number of this version, from 1 on.
 
         Raises:
             UsageError: the publisher was closed.
-            InvalidArgument, CannotEncode: the source gives something that cannot be published.
+            InvalidArgument: the source gives something that cannot be published; likewise `CannotEncode`.
             CallTimeout: somebody has not taken it in time. It was published all the same.
         """
         if not self._end.alive:

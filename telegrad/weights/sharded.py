@@ -38,7 +38,12 @@ Wanted = Iterable[str] | Mapping[str, Box | None] | None
 
 
 class Shard(NamedTuple):
-    """A part of a tensor, in the state of an owner: it begins at `offsets` of a tensor of that `shape`."""
+    """A part of a tensor, in the state of an owner: it begins at `offsets` of a tensor of that `shape`.
+
+    Example:
+        >>> telegrad.weights.Shard(torch.ones(2, 4), offsets=(2, 0), shape=(8, 4)).shape
+        (8, 4)
+    """
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -55,8 +60,22 @@ class Content(NamedTuple):
 class ShardedPublisher:
     """Publishes versions of what several workers own, under a name; this worker drives.
 
-    `source` is a model that is spread over workers, or for each worker a function that gives its part of the state:
-    tensors by their names, `Shard`s or `DTensor`s where it has a part of one. All else is as for `Publisher`.
+    Args:
+        name: what subscribers ask this worker for.
+        source: a model that is spread over workers, or for each worker a function that gives its part of the state:
+            tensors by their names, `Shard`s or `DTensor`s where it has a part of one.
+        dtype: as for `Publisher`.
+        deltas: as for `Publisher`.
+
+    Raises:
+        UsageError: something is published under that name already.
+
+    Example:
+        >>> halves = nn.Sequential(*(telegrad.nn.RemoteModule(on, nn.Linear, (2, 2)) for on in ["worker0", "worker1"]))
+        >>> publisher = telegrad.weights.ShardedPublisher("halves", halves)
+        >>> publisher.publish()
+        1
+        >>> publisher.close()
     """
 
     def __init__(self, name: str, source: Any, dtype: Rounding = None, deltas: Deltas = "fast") -> None:
@@ -71,11 +90,17 @@ class ShardedPublisher:
         self._publisher = Publisher(name, self._manifest)
 
     def publish(self, wait: float | None = None) -> int:
-        """Publish what all owners have now; the number of this version. It must not change meanwhile.
+        """Publish what all owners have now. It must not change meanwhile.
+
+        Args:
+            wait: as for `Publisher.publish`.
+
+        Returns:
+            The number of this version.
 
         Raises:
             WorkersFailed: several owners could not; where only one could not, its own error. There is no such version.
-            All that `Publisher.publish` raises.
+            CallTimeout: as for `Publisher.publish`, like its other errors.
         """
         published = together(self._owners, lambda worker, owner: owner.rpc_async().publish(self._editions[worker]))
         for worker, (_, edition, contents) in published.items():
@@ -172,13 +197,28 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
 
 
 class ShardedSubscriber:
-    """Reads the versions that a `ShardedPublisher` of the worker `worker` publishes under a name.
+    """Reads the versions that a `ShardedPublisher` publishes.
 
-    `wanted` are names of tensors, or the part that is wanted of each (`{"layer.weight": Box((0, 0), (64, 128))}`; None
-    stands for all of it). It need not be a part that somebody owns. Where it is None, all tensors are read.
+    Args:
+        worker: the worker of the publisher.
+        name: that of the publisher.
+        wanted: names of tensors, or the part that is wanted of each (`{"layer.weight": Box((0, 0), (64, 128))}`; None
+            stands for all of it). It need not be a part that somebody owns. Left out, all tensors are read.
+        timeout: seconds until there is such a publisher; 0 for no limit, left out that of the options.
 
     Raises:
-        As `Subscriber` does.
+        UnknownPublisher: that worker publishes nothing of that name.
+        UnknownWorker: there is no such worker.
+
+    Example:
+        >>> halves = nn.Sequential(*(telegrad.nn.RemoteModule(on, nn.Linear, (2, 2)) for on in ["worker0", "worker1"]))
+        >>> publisher = telegrad.weights.ShardedPublisher("parts", halves)
+        >>> number = publisher.publish()
+        >>> subscriber = telegrad.weights.ShardedSubscriber("driver", "parts", wanted=["1.bias"])
+        >>> subscriber.newest().state["1.bias"].shape
+        torch.Size([2])
+        >>> subscriber.close()
+        >>> publisher.close()
     """
 
     def __init__(
@@ -193,15 +233,38 @@ class ShardedSubscriber:
         self._taken: Version | None = None
 
     def newest(self, timeout: float = DEFAULT) -> Version:
-        """The newest version that is known here; see `Subscriber.newest`."""
+        """The newest version that is known here; see `Subscriber.newest`.
+
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Version`.
+        """
         return self._obtain(self._manifest.newest, timeout)
 
     def at_least(self, number: int, timeout: float = DEFAULT) -> Version:
-        """That version or a later one; see `Subscriber.at_least`."""
+        """That version or a later one; see `Subscriber.at_least`.
+
+        Args:
+            number: the least number.
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Version`.
+        """
         return self._obtain(lambda timeout: self._manifest.at_least(number, timeout), timeout)
 
     def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
-        """A version that is at most `max_behind` behind the newest; see `Subscriber.refresh`."""
+        """A version that is at most so far behind the newest; see `Subscriber.refresh`.
+
+        Args:
+            max_behind: how many versions it may be behind.
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Version`.
+        """
         return self._obtain(lambda timeout: self._manifest.refresh(max_behind, timeout), timeout)
 
     @property

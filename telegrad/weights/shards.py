@@ -13,7 +13,11 @@ from telegrad.errors import UsageError
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and how far it goes."""
+    """A part of a tensor: where it begins in each dimension, and how far it goes.
+
+    Example:
+        >>> rows = telegrad.weights.Box(offsets=(2, 0), sizes=(2, 4))  # rows 2 and 3 of a tensor with 4 columns
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

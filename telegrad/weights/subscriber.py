@@ -25,13 +25,28 @@ if TYPE_CHECKING:
 
 
 class Subscriber:
-    """Reads the versions that a `Publisher` of the worker `worker` publishes under a name.
+    """Reads the versions that a `Publisher` of another worker publishes, or of this one; `for version in subscriber`:
+    each.
 
-    Waits for that publisher, where there is none of that name yet, for `timeout` seconds (0 for no limit).
+    Args:
+        worker: the worker of the publisher.
+        name: that of the publisher, which is waited for where there is none yet.
+        timeout: seconds for that; 0 for no limit, left out that of the options.
 
     Raises:
         UnknownPublisher: that worker publishes nothing of that name; it says what it does.
         UnknownWorker: there is no such worker.
+
+    Example:
+        >>> publisher = telegrad.weights.Publisher("policy", nn.Linear(4, 2))
+        >>> number = publisher.publish()
+        >>> subscriber = telegrad.weights.Subscriber("driver", "policy")
+        >>> actor = nn.Linear(4, 2)
+        >>> subscriber.newest().load_into(actor)
+        >>> subscriber.version, subscriber.behind
+        (1, 0)
+        >>> subscriber.close()
+        >>> publisher.close()
     """
 
     def __init__(self, worker: str | int | WorkerInfo, name: str, timeout: float = DEFAULT) -> None:
@@ -39,7 +54,7 @@ class Subscriber:
         self.name = name
         self._agent = here.agent
         to = self._agent.identify(worker.name if isinstance(worker, WorkerInfo) else worker)
-        self.worker = to.name
+        self.worker: str = to.name
         desk = here.attached(Desk)
         limit = self._limit(timeout)
         with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
@@ -60,9 +75,15 @@ class Subscriber:
 
         Goes on to give the last one when the publisher has gone.
 
+        Args:
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Version`.
+
         Raises:
             PublisherLost: the publisher has gone, and no version is here.
-            CallTimeout: none has come within `timeout` seconds (0 for no limit).
+            CallTimeout: none has come in time.
         """
         box = self._box
         if box.may_ask_for_newer():
@@ -74,22 +95,36 @@ class Subscriber:
     def at_least(self, number: int, timeout: float = DEFAULT) -> Version:
         """That version or a later one, the newest there is; waits until there is one.
 
+        Args:
+            number: the least number.
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Version`.
+
         Raises:
             PublisherLost: the publisher has gone, and it cannot come.
-            CallTimeout: it has not come within `timeout` seconds (0 for no limit).
+            CallTimeout: it has not come in time.
         """
         found = self._box.find(number)
         return self._take(found) if found is not None else self._obtain("at_least", lambda: number, False, timeout)
 
     @not_compiled
     def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
-        """A version that is at most `max_behind` behind the newest that was published, as far as is known here.
+        """A version that is not too old.
 
         What a publisher has published before it calls this worker is known here.
 
+        Args:
+            max_behind: how many versions it may be behind the newest that was published, as far as is known here.
+            timeout: seconds; 0 for no limit, left out that of the options.
+
+        Returns:
+            A `Version`.
+
         Raises:
             PublisherLost: the publisher has gone, so that nobody can know.
-            CallTimeout: no such version has come within `timeout` seconds (0 for no limit).
+            CallTimeout: no such version has come in time.
         """
         if not isinstance(max_behind, int) or max_behind < 0:
             raise UsageError(f"max_behind is a number of versions, not {max_behind!r}")
@@ -146,11 +181,19 @@ class Subscriber:
     # What to do with it
 
     def load_into(self, module: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copy the version that was taken last, else the newest, into a module; see `Version.load_into`."""
+        """Copy the version that was taken last, else the newest, into a module; see `Version.load_into`.
+
+        Args:
+            module: a module, or its state dict.
+        """
         (self._taken or self.newest()).load_into(module)
 
     def swap_into(self, module: nn.Module) -> None:
-        """Have a module's tensors lie in the version that was taken last, else the newest; see `Version.swap_into`."""
+        """Have a module's tensors lie in the version that was taken last, else the newest; see `Version.swap_into`.
+
+        Args:
+            module: a module that only reads them.
+        """
         (self._taken or self.newest()).swap_into(module)
 
     # How

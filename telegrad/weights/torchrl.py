@@ -33,7 +33,9 @@ _publishers: dict[str, str] = {}  # on the workers of collectors: who publishes 
 class TelegradWeightSyncScheme(WeightSyncScheme):
     """Has collectors read what the trainer publishes: `weight_sync_schemes={"policy": TelegradWeightSyncScheme()}`.
 
-    `publishing` is what `Publisher` takes beside its name and source, such as `dtype=torch.bfloat16`.
+    Args:
+        strategy: as TorchRL's other schemes take it.
+        **publishing: what `Publisher` takes beside its name and source, such as `dtype=torch.bfloat16`.
     """
 
     def __init__(self, strategy: str = "tensordict", **publishing: Any) -> None:

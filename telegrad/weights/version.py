@@ -14,9 +14,18 @@ SHOWN = 5  # names in a message
 
 
 class Version:
-    """One whole version, which lives as long as this or one of its tensors does.
+    """One whole version, which lives as long as this or one of its tensors does; from a subscriber.
 
-    Its tensors lie in memory that others of this host read, too: they are to be read, not written to.
+    Its tensors lie in memory that others of this host read, too: they are to be read, not written to. `number` counts
+    from 1 on.
+
+    Example:
+        >>> publisher = telegrad.weights.Publisher("scale", {"scale": torch.ones(1)})
+        >>> number = publisher.publish()
+        >>> version = telegrad.weights.Subscriber("driver", "scale").newest()
+        >>> version.number, version.state
+        (1, {'scale': tensor([1.])})
+        >>> publisher.close()
     """
 
     def __init__(self, number: int, layout: Layout, memory: Tensor) -> None:
@@ -35,6 +44,9 @@ class Version:
     def load_into(self, module: nn.Module | Mapping[str, Tensor]) -> None:
         """Copy the tensors into those of a module, or of a state dict.
 
+        Args:
+            module: a module, or its state dict.
+
         Raises:
             InvalidArgument: names or shapes do not fit; it says which, and nothing was copied.
         """
@@ -45,6 +57,9 @@ class Version:
         """Have the parameters and buffers of a module lie in this version's memory, without a copy.
 
         They are to be read, then. Who writes to them all the same changes them for this process alone.
+
+        Args:
+            module: a module that only reads them.
 
         Raises:
             InvalidArgument: names, shapes or types do not fit; it says which, and nothing was changed.

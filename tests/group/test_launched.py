@@ -20,7 +20,7 @@ from telegrad import errors
 from telegrad.group import address, on_ray
 from telegrad.group.address import await_name
 from telegrad.group.launched import open_meeting
-from telegrad.rpc.api import init_rpc
+from telegrad.rpc.life import init_rpc
 from tests.cluster import free_port, processes, run_all
 from tests.group.test_surroundings import MPICH, OPEN_MPI, SLURM, SUBMITIT
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from telegrad.errors import ProtocolViolation, VersionMismatch
+from telegrad.errors import AuthenticationFailed, ProtocolViolation, VersionMismatch
 from telegrad.transport.handshake import LONGEST, PROTOCOL, Acceptor, Initiator
 from tests.strangers.adversary import ACCEPT, DELIVER, FLIP, INITIATE, KEYS, MEMBERS, NAMED, Move, Network, honest
 
@@ -64,8 +64,8 @@ def test_the_messages_of_one_conversation_in_any_order_reach_no_other(order: lis
 
 
 @settings(deadline=None)
-@given(st.integers(0, 2**16 - 1).filter(lambda version: version != PROTOCOL), st.booleans())
-def test_no_other_version_is_spoken(version: int, to_initiator: bool) -> None:
+@given(st.integers(0, PROTOCOL.oldest - 1), st.booleans())
+def test_no_version_is_spoken_that_was_given_up(version: int, to_initiator: bool) -> None:
     a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
     hello = a.start()
     said, hearer, other = (b.receive(hello), a, b) if to_initiator else (hello, b, a)
@@ -77,6 +77,22 @@ def test_no_other_version_is_spoken(version: int, to_initiator: bool) -> None:
         other.receive(hearer.parting)
     assert not a.done
     assert not b.done
+
+
+@settings(deadline=None)
+@given(st.integers(PROTOCOL.newest + 1, 2**16 - 1), st.booleans())
+def test_a_version_that_was_put_into_a_mouth_is_found_out(version: int, to_initiator: bool) -> None:
+    a, b = Initiator(KEYS[0], A, B.incarnation), Acceptor(KEYS[0], B)
+    said = [bytearray(a.start())]
+    said.append(bytearray(b.receive(bytes(said[0]))))
+    struct.pack_into("<H", said[to_initiator], 7, version)
+    if to_initiator:
+        with pytest.raises(AuthenticationFailed):
+            b.receive(a.receive(bytes(said[1])))
+    else:
+        late = Acceptor(KEYS[0], B)
+        with pytest.raises(AuthenticationFailed):
+            late.receive(a.receive(late.receive(bytes(said[0]))))
 
 
 @settings(deadline=None, max_examples=300)

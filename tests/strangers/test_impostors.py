@@ -99,7 +99,7 @@ def hold_another_key(sock: socket.socket, over: threading.Event) -> None:
 
 def speak_another_version(sock: socket.socket, over: threading.Event) -> None:
     said = bytearray(Acceptor(KEY, OTHER).receive(sock.recv(4096)))
-    struct.pack_into("<H", said, 7, PROTOCOL + 1)
+    struct.pack_into("<H", said, 7, PROTOCOL.oldest - 1)
     sock.sendall(said)
     over.wait()
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
-from telegrad.transport.handshake import LONGEST, NONCE, PROTOCOL, Acceptor, Claim, Initiator
+from telegrad.transport.handshake import LONGEST, NONCE, PROTOCOL, Acceptor, Claim, Initiator, Spoken
 
 KEY = b"the key of the group"
 A = Claim("a", 0, "incarnation of a", "program")
@@ -70,14 +70,41 @@ def test_a_wrong_key_is_told_to_both() -> None:
         a.receive(b.parting)
 
 
-def test_another_version_is_told_to_both() -> None:
-    a, b = ends()
-    hello = bytearray(a.start())
-    struct.pack_into("<H", hello, 2 + 1 + 4, PROTOCOL + 1)
-    with pytest.raises(VersionMismatch, match=f"version {PROTOCOL + 1}"):
-        b.receive(bytes(hello))
+@pytest.mark.parametrize(
+    ("spoken_a", "spoken_b", "agreed"),
+    [
+        (Spoken(7, 7), Spoken(7, 7), 7),
+        (Spoken(7, 7), Spoken(7, 8), 7),
+        (Spoken(7, 8), Spoken(8, 9), 8),
+        (Spoken(7, 8), Spoken(7, 8), 8),
+        (Spoken(7, 9), Spoken(7, 8), 8),
+    ],
+)
+def test_neighbouring_versions_speak_the_older_one(spoken_a: Spoken, spoken_b: Spoken, agreed: int) -> None:
+    for first, second in [(spoken_a, spoken_b), (spoken_b, spoken_a)]:
+        a = Initiator(KEY, A, B.incarnation, spoken=first)
+        b = Acceptor(KEY, B, spoken=second)
+        converse(a, b)
+        assert (a.peer, b.peer) == (B, A)
+        assert a.version == b.version == agreed
+
+
+@pytest.mark.parametrize("newer_asks", [True, False])
+def test_versions_that_are_too_far_apart_are_told_to_both(newer_asks: bool) -> None:
+    older, newer = Spoken(7, 7), Spoken(8, 9)
+    a = Initiator(KEY, A, B.incarnation, spoken=newer if newer_asks else older)
+    b = Acceptor(KEY, B, spoken=older if newer_asks else newer)
+    with pytest.raises(VersionMismatch, match=r"version 7 .* none before 8"):
+        converse(a, b)
     with pytest.raises(VersionMismatch, match="same telegrad"):
-        a.receive(b.parting)
+        (b if newer_asks else a).receive((a if newer_asks else b).parting)
+
+
+def test_today_s_worker_speaks_to_the_one_before_and_the_next() -> None:
+    for other in (PROTOCOL.oldest, PROTOCOL.newest, PROTOCOL.newest + 1):
+        a, b = Initiator(KEY, A, B.incarnation), Acceptor(KEY, B, spoken=Spoken(PROTOCOL.oldest, other))
+        converse(a, b)
+        assert a.version == b.version == min(other, PROTOCOL.newest)
 
 
 def test_the_worker_that_was_wanted_has_gone() -> None:

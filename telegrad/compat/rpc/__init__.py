@@ -59,7 +59,7 @@ from telegrad.rpc import (
     WorkerInfo,
     _rref_context_get_debug_info,
 )
-from telegrad.rpc.api import check_free
+from telegrad.rpc.life import check_free
 
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True

@@ -33,7 +33,7 @@ from telegrad.compat.rpc.references import RRef, _rref_typeof_on_owner, delete_u
 from telegrad.errors import CallTimeout, PeerError, PeerLost, RRefError, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.progress import Wait
-from telegrad.rpc import api, current, references
+from telegrad.rpc import api, current, life, references
 from telegrad.rpc.api import _rref_context_get_debug_info  # noqa: F401
 
 __all__ = [
@@ -307,7 +307,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         CallTimeout: the others did not come in time; this worker has left all the same.
     """
     if graceful:
-        api.check_may_wait(current.joined(), "shutdown")
+        life.check_may_wait(current.joined(), "shutdown")
     together = graceful and _get_current_rpc_agent().is_static_group
     lost: PeerError | None = None
     leaks, ready = 0, False
@@ -321,7 +321,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             leaks = 0 if _ignore_rref_leak or lost else _count_leaks()
         ready = True
     finally:
-        api.shutdown(graceful and ready, timeout)
+        life.shutdown(graceful and ready, timeout)
     if lost is not None:
         raise lost
     if leaks:

@@ -13,7 +13,7 @@ from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
 from telegrad.group.stores import Meeting
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, current
-from telegrad.rpc.api import enter_group
+from telegrad.rpc.life import enter_group
 
 __all__ = [
     "BackendType",

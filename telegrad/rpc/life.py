@@ -1,0 +1,261 @@
+"""A worker's life in its group: `init_rpc`, `serve`, `shutdown`."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from telegrad.agent.compiling import not_compiled
+from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.group.launched import open_meeting
+from telegrad.group.members import WorkerInfo
+from telegrad.group.stores import Meeting
+from telegrad.group.supervised import own_name
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
+from telegrad.rpc.elastic import Elastic, limits_of
+from telegrad.rpc.functions import must_finish
+from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
+from telegrad.rpc.references import RRef
+from telegrad.rpc.worker import Worker
+
+log = logging.getLogger("telegrad")
+
+_lock = threading.Lock()  # one init at a time: only that sets current.worker, and only where there is none
+
+
+@not_compiled
+def init_rpc(
+    name: str | None = None,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    role: str = "",
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+) -> None:
+    """Join the group under `name`; returns once every worker of it can be called.
+
+    There are groups of three kinds. With `world_size` it is of fixed size. Without, it is dynamic: workers join and
+    leave at any time and are found by name. With `min_workers` or `max_workers` it is elastic: of a size within these,
+    which changes with `rendezvous_again`.
+
+    Where neither `rank`, `world_size` nor an `init_method` is given, the launcher is asked: torchrun, mpirun, srun and
+    others tell the rank, the size and the place by variables. A worker that `telegrad run` has started needs no
+    argument.
+
+    Args:
+        name: this worker's name, unique in the group: letters, digits, `_`, `:` and `-`. May be left out with a role.
+        backend: accepted for programs that give it; there is one, `BackendType.TENSORPIPE`.
+        rank: this worker's number in a group of fixed size, from 0 on; 0 serves the store where they meet.
+        world_size: the number of workers; left out in a dynamic or elastic group.
+        rpc_backend_options: `TelegradOptions`, where the defaults do not do.
+        role: workers of one role are a group of their own, `group("actor")`. Who gives a role and no name is named
+            after it: actor0, actor1, ... by rank in a group of fixed size, else with the lowest number that is free.
+        min_workers: the least size of an elastic group.
+        max_workers: the largest size of an elastic group.
+
+    Raises:
+        UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
+        AlreadyInitialized: this process is in a group already.
+        InvalidName: `name` or `role` has forbidden characters or is too long.
+        RendezvousError: the group could not be formed; its subclasses say why.
+
+    Example:
+        >>> options = rpc.TelegradOptions(init_method="env://")  # MASTER_ADDR and MASTER_PORT say where they meet
+        >>> rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
+        >>> rpc.workers()
+        [WorkerInfo(name='trainer', id=0)]
+        >>> rpc.shutdown()
+    """
+    if backend is not None and not isinstance(backend, BackendType):
+        raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
+    name, role = own_name(name, role, os.environ)
+    if name is None and not role:
+        raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
+    options = _options(rpc_backend_options)
+    if min_workers is not None or max_workers is not None:
+        limits = limits_of(min_workers, max_workers, world_size)
+        _enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
+        return
+    enter_group(name, options, partial(open_meeting, options.init_method, rank, world_size), role=role)
+
+
+def enter_group(
+    name: str | None,
+    options: TelegradOptions,
+    meet: Callable[[float], Meeting],
+    kind: type[RRef[Any]] = RRef,
+    role: str = "",
+) -> None:
+    """Make this process a worker: `meet` opens the store within a time, references are of the class `kind`.
+
+    Without a name it gets one from its role and a number.
+    """
+    _enter(lambda: start(name, meet, options, current.enter, kind, role), options)
+
+
+def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
+    with _lock:
+        check_free()
+        current.worker = begin()
+    if options.dashboard is not None:
+        show(current.worker, options.dashboard)
+
+
+def show(worker: Worker, port: int) -> None:
+    """Show the group to browsers until this worker leaves; by a layer above, which nothing else here knows of."""
+    try:
+        shown = importlib.import_module("telegrad.insight.api").dashboard(port=port)
+    except OSError as error:  # it is in a group by now, which shall not suffer from that
+        log.warning("telegrad: worker %r does not show the group: %s", worker.me.name, error)
+        return
+    worker.at_end.append(shown.close)
+    log.warning("telegrad: worker %r shows the group at %s", worker.me.name, shown.url)
+
+
+def check_free() -> None:
+    """Raise AlreadyInitialized where this process is a worker."""
+    if current.worker is not None:
+        raise AlreadyInitialized(
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() before "
+            "init_rpc again"
+        )
+
+
+def _options(given: RpcBackendOptions | None) -> TelegradOptions:
+    if given is None:
+        return TelegradOptions()
+    if isinstance(given, TelegradOptions):
+        return given
+    if isinstance(given, RpcBackendOptions):
+        return TelegradOptions(rpc_timeout=given.rpc_timeout, init_method=given.init_method)
+    raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {type(given).__name__}")
+
+
+@not_compiled
+def shutdown(
+    graceful: bool = True, timeout: float = 0, require: bool | Collection[str | int | WorkerInfo] = ()
+) -> None:
+    """Leave the group.
+
+    Workers that died are not waited for.
+
+    Args:
+        graceful: wait until every worker has called this and no call is in flight anywhere. Else leave at once; the
+            calls of others to this worker fail.
+        timeout: seconds that this may take; 0 for no limit.
+        require: workers whose death, or leaving early, is an error in the end; `True` stands for all.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
+        CallTimeout: the others did not come in time; this worker has left all the same.
+        PeerLost: a required worker died, or left without the others; this worker has left all the same.
+
+    Example:
+        >>> rpc.init_rpc("trainer", rank=0, world_size=1)
+        >>> rpc.shutdown(timeout=60, require=True)
+    """
+    worker = current.joined()
+    if graceful:
+        check_may_wait(worker, "shutdown")
+    if graceful and worker.elastic is not None:
+        worker.elastic.leave(worker)
+    try:
+        worker.shutdown(graceful, timeout, _names(require))
+    finally:
+        current.leave(worker)
+    if worker.elastic is not None:
+        worker.elastic.ended(worker)
+
+
+def check_may_wait(worker: Worker, what: str) -> None:
+    """Raise UsageError on a thread that serves calls: it must not wait for the end of all of them."""
+    if worker.agent.serves_here():
+        raise UsageError(
+            f"rpc.{what}() was called on worker {worker.agent.name!r} by a remote call or by a callback, and would "
+            "wait for itself. Let each worker call it at the end of its own main program: it serves calls there until "
+            "all others have called it, too. rpc.shutdown(graceful=False) leaves at once, without the others; "
+            "rpc.stop_serving() ends the rpc.serve() of a worker of a dynamic group"
+        )
+
+
+def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[str | int]:
+    if isinstance(workers, bool):
+        return workers
+    return [worker.name if isinstance(worker, WorkerInfo) else worker for worker in workers]
+
+
+def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
+    """Serve calls until the group ends, then leave: the whole program of a worker after `init_rpc`.
+
+    A group of fixed size ends when all workers have called this or `shutdown`. A dynamic one ends for those who only
+    serve when rank 0, or the worker that began it, leaves in order; `stop_serving` ends it for one worker. Ctrl-C
+    leaves at once.
+
+    Args:
+        require: workers without whom this one shall not go on; `True` stands for all of a group of fixed size.
+
+    Raises:
+        NotInitialized: this process is in no group.
+        UsageError: a remote call, or a callback of one, calls it.
+        UnknownWorker: a worker in `require` is not there.
+        PeerLost: a worker that is in `require` died, or left a group of fixed size early.
+
+    Example:
+        >>> rpc.init_rpc("worker", rank=0, world_size=1)
+        >>> rpc.serve()  # others would call it meanwhile; alone in its group, it ends at once
+    """
+    worker = current.joined()
+    check_may_wait(worker, "serve")
+    try:
+        if worker.elastic is not None:
+            worker = worker.elastic.serve(worker)
+        worker.serve(_names(require))
+    finally:
+        current.leave(worker)
+    if worker.elastic is not None:
+        worker.elastic.ended(worker)
+
+
+@must_finish
+def stop_serving() -> None:
+    """Have `serve` end on this worker of a dynamic group: for a call by another, `rpc_sync(name, rpc.stop_serving)`.
+
+    Raises:
+        UsageError: the group is of fixed size, whose workers leave together.
+        NotInitialized: this process is in no group.
+
+    Example:
+        >>> rpc.init_rpc("worker")  # without a size: a dynamic group
+        >>> rpc.rpc_sync("worker", rpc.stop_serving)
+        >>> rpc.serve()  # ends at once
+    """
+    current.joined().stop_serving()
+
+
+def _leave_at_exit() -> None:
+    """A program that forgot `shutdown` ends without it."""
+    if current.worker is not None:
+        current.worker.end_with_the_program()
+
+
+def _forget_after_fork() -> None:
+    """A forked child is not the worker that its parent is."""
+    global _lock
+    _lock = threading.Lock()
+    current.forget()
+
+
+atexit.register(_leave_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,195 @@
+"""What `help` shows of every public name: its parameters, what it gives, and an example that runs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import telegrad
+from tests import surface
+from tests.cluster import free_port, processes
+
+SECTIONS = ("Args", "Returns", "Raises", "Example")
+# What users are given, and a name for a type: there is nothing to try.
+WITHOUT_EXAMPLE = {"BackendType", "Generation", "RpcBackendOptions", "_rref_context_get_debug_info"}
+# In modules that need other libraries.
+OPTIONAL = (
+    ("telegrad.insight.prometheus", "register"),
+    ("telegrad.insight.prometheus", "serve_metrics"),
+    ("telegrad.insight.opentelemetry", "instrument"),
+    ("telegrad.insight.opentelemetry", "uninstrument"),
+    ("telegrad.weights.torchrl", "TelegradWeightSyncScheme"),
+)
+# Those that begin or end a group: each in a process of its own, which is no worker.
+ALONE = {"local", "init_rpc", "shutdown", "serve", "TelegradOptions", "TensorPipeRpcBackendOptions", "TlsFiles"}
+ALONE |= {"rendezvous_again", "generation", "stop_serving", "install", "uninstall", "installed"}
+
+
+class Public(NamedTuple):
+    """A function or class that users may import, or a member of such a class."""
+
+    module: str
+    name: str
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    owner: str = ""
+
+    @property
+    def doc(self) -> str:
+        return ast.get_docstring(self.node) or ""
+
+    @property
+    def parameters(self) -> list[str]:
+        if isinstance(self.node, ast.ClassDef):
+            return []
+        arguments = self.node.args
+        plain = [each.arg for each in arguments.posonlyargs + arguments.args]
+        plain = plain[1:] if self.owner and plain[:1] in (["self"], ["cls"]) else plain
+        stars = [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+        double = [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
+        named = [each.arg for each in arguments.kwonlyargs]
+        return [each for each in plain + stars + named + double if each.strip("*_")]
+
+
+def names() -> Iterator[Public]:
+    """All that are defined in the package, each once."""
+    seen = set()
+    levels = surface.Levels.read(surface.PROMISES.read_text())
+    places = [(module, name) for module in surface.MODULES for name in surface.exported(module)]
+    for module, name in [*places, *surface.HANDED_OUT, *OPTIONAL]:
+        found = surface.definition(module, name)
+        if found is None or not isinstance(found.node, surface.Function | ast.ClassDef) or found in seen:
+            continue
+        seen.add(found)
+        yield Public(module, name, found.node)
+        for member in (
+            found.node.body if isinstance(found.node, ast.ClassDef) and (module, name) not in OPTIONAL else ()
+        ):
+            if not isinstance(member, surface.Function) or member.name.startswith("_") or _is_overload(member):
+                continue
+            if levels.of(module, f"{name}.{member.name}") != surface.INTERNAL:
+                yield Public(module, member.name, member, name)
+
+
+def _is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(mark) == "overload" for mark in node.decorator_list)
+
+
+NAMES = list(names())
+TOLD = [each for each in NAMES if each.module != "telegrad.errors"]
+EXAMPLES = [each for each in NAMES if ">>> " in each.doc]
+
+
+def label(public: Public) -> str:
+    return ".".join(part for part in (public.module, public.owner, public.name) if part)
+
+
+def sections(doc: str) -> dict[str, str]:
+    """The text of each section, and before the first one, under "", the summary."""
+    parts = re.split(r"^(\w+):\n(?=    )", f"{doc}\n", flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def listed(section: str) -> list[str]:
+    return re.findall(r"^    ([*\w.]+):", section, re.MULTILINE)
+
+
+def foreign(public: Public) -> bool:
+    """Whether a method stands for one of a class from elsewhere, whose documentation tells the rest."""
+    kind = getattr(importlib.import_module(public.module), public.owner, None)
+    bases = [] if kind is None else [base for base in kind.__mro__ if not base.__module__.startswith("telegrad")]
+    return any(public.name in vars(base) for base in bases)
+
+
+@pytest.mark.parametrize("public", NAMES, ids=label)
+def test_it_has_a_docstring_of_known_sections(public: Public) -> None:
+    assert public.doc, "no docstring"
+    found = list(sections(public.doc))[1:]
+    assert found == [each for each in SECTIONS if each in found]
+    first = public.doc.partition("\n\n")[0]
+    assert first.rstrip().endswith((".", ":")), "a summary is a sentence"
+
+
+@pytest.mark.parametrize("public", TOLD, ids=label)
+def test_its_parameters_are_told(public: Public) -> None:
+    parameters, node = public.parameters, public.node
+    told = sections(public.doc)
+    if isinstance(node, ast.ClassDef):
+        functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        begin = next((each for each in functions if each.name == "__init__"), None)
+        levels = surface.Levels.read(surface.PROMISES.read_text())
+        if begin is None or levels.of(public.module, f"{public.name}.__init__") == surface.INTERNAL:
+            return
+        parameters = Public(public.module, "__init__", begin, public.name).parameters
+        told = told if "Args" in told else sections(ast.get_docstring(begin) or "")
+    elif foreign(public) and "Args" not in told:
+        return
+    assert listed(told.get("Args", "")) == parameters
+    gives = isinstance(node, surface.Function) and node.returns and ast.unparse(node.returns)
+    assert not parameters or gives in (False, "None", "NoReturn") or "Returns" in told
+
+
+@pytest.mark.parametrize("public", [each for each in TOLD if not each.owner], ids=label)
+def test_it_has_an_example(public: Public) -> None:
+    exempt = any(public[:2] == each for each in (*surface.HANDED_OUT, *OPTIONAL))
+    assert exempt or public.name in WITHOUT_EXAMPLE or "Example" in sections(public.doc)
+
+
+def test_help_teaches() -> None:
+    text = inspect.getdoc(telegrad.rpc.rpc_sync) or ""
+    assert list(sections(text)) == ["", *SECTIONS]
+
+
+# Examples
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Two workers and a driver, in a folder of their own."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("examples"))
+    try:
+        with telegrad.local(2):
+            yield
+    finally:
+        os.chdir(before)
+
+
+def run(doc: str, name: str) -> str:
+    """What went wrong."""
+    from telegrad import rpc
+
+    scope: dict[str, Any] = {"telegrad": telegrad, "rpc": rpc, "torch": torch, "nn": torch.nn, "__name__": "__main__"}
+    scope["functions"] = rpc.functions
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    test = doctest.DocTestParser().get_doctest(doc, scope, name, None, 0)
+    wrong: list[str] = []
+    doctest.DocTestRunner(verbose=False, optionflags=flags).run(test, out=wrong.append, clear_globs=False)
+    return "".join(wrong)
+
+
+def run_alone(doc: str, name: str, folder: str) -> str:
+    os.chdir(folder)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    return run(doc, name)
+
+
+@pytest.mark.parametrize("public", [each for each in EXAMPLES if each.name not in ALONE], ids=label)
+@pytest.mark.usefixtures("group")
+def test_the_example_runs(public: Public) -> None:
+    assert run(public.doc, label(public)) == ""
+
+
+@pytest.mark.parametrize("public", [each for each in EXAMPLES if each.name in ALONE], ids=label)
+def test_the_example_runs_alone(public: Public, tmp_path: pathlib.Path) -> None:
+    with processes(1) as [process]:
+        assert process.run(run_alone, public.doc, label(public), str(tmp_path)) == ""

@@ -1,0 +1,315 @@
+"""What workers of this release say to each other, kept for later ones: `python -m tests.wire.recording` writes frames/.
+
+A folder has what workers of one version of the protocol said: each file is what crossed one TCP connection in one
+direction, behind the handshake, and what it means as text. Until that version is released, the folder is removed and
+written anew where something changes; after that never: workers of that release go on saying this. What is defined here
+is named in it, and stays as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import operator
+import pathlib
+import pickle
+import re
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from telegrad import autograd, errors, rpc
+from telegrad.agent.agent import Agent
+from telegrad.devices.maps import Devices
+from telegrad.group.generations import Formed
+from telegrad.group.members import Member
+from telegrad.group.quorum import Arrival, Before, Verdict
+from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
+from telegrad.transport.handshake import NONCE, PROTOCOL, Acceptor, Claim, Initiator, Spoken, StreamId
+from telegrad.transport.link import Link
+from telegrad.weights import Publisher, Subscriber
+from telegrad.wire.failures import rebuild
+from telegrad.wire.frames import FrameReader
+from telegrad.wire.functions import resolve
+from telegrad.wire.messages import (
+    CALL,
+    FAILURE,
+    HAS_GRAPH,
+    HAS_REFERENCES,
+    KINDS,
+    NOTICE,
+    RESULT,
+    SCENE,
+    Message,
+    split,
+)
+from telegrad.wire.pickling import decode
+from telegrad.wire.unpacking import unpack
+from tests.cluster import agents
+
+FOLDER = pathlib.Path(__file__).with_name("frames")
+KEY = "the key of the group"
+INCARNATIONS = {"w0": "0" * 16, "w1": "1" * 16}
+
+Streams = dict[str, bytearray]
+
+
+# What the workers are told to do
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+
+def count(upto: int) -> Iterator[int]:
+    yield from range(upto)
+
+
+def nothing(*args: Any) -> None:
+    """Takes anything."""
+
+
+kept: list[Any] = []
+
+
+def offer() -> None:
+    """Publish a value, and weights."""
+    rpc.publish("counter", Counter10)
+    kept.append(Publisher("policy", lambda: {"weight": torch.arange(3.0), "step": 4}))
+    kept[-1].publish()
+
+
+def Counter10() -> Counter:  # noqa: N802 - as a class
+    return Counter(10)
+
+
+def plain() -> None:
+    """Calls and references, which need nobody but the callee."""
+    rpc.rpc_sync("w1", operator.add, (2, 3))
+    rpc.rpc_sync("w1", sorted, ([3, 1, 2],), {"reverse": True})
+    rpc.rpc_sync("w1", torch.add, (torch.ones(2, 2), torch.arange(2)), {"alpha": 2})
+    rpc.rpc_sync("w1", torch.sum, (torch.ones(12_500),))  # more than a description has room for
+    rpc.rpc_sync("w1", torch.neg, (torch.arange(6.0).reshape(2, 3).t(),))
+    rpc.rpc_sync("w1", dict, (), {"text": "\u00e4", "bytes": b"\0", "nested": {"a": (1, [None, 2.5j])}})
+    rpc.rpc_sync("w1", nothing, (torch.float16, rpc.WorkerInfo("w1", 1), slice(1, 2)))
+    with torch.no_grad():
+        rpc.rpc_sync("w1", torch.is_grad_enabled)
+    with torch.autocast("cpu", torch.bfloat16):
+        rpc.rpc_sync("w1", torch.is_autocast_enabled, ("cpu",))
+    for error in (operator.truediv, torch.cat):
+        with contextlib.suppress(Exception):
+            rpc.rpc_sync("w1", error, (1, 0))
+    ones = rpc.remote("w1", torch.ones, (3,))
+    ones.to_here()
+    ones.rpc_sync().sum()
+    rpc.rpc_sync("w1", operator.is_, (ones, ones))
+    counter = rpc.remote("w1", Counter, (5,))
+    counter.rpc_sync().add(2)
+    counter.remote().add(3).to_here()
+
+
+def training() -> None:
+    """A step of distributed autograd."""
+    weight = torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        remote = rpc.remote("w1", torch.mul, (weight, 2.0))
+        loss = torch.add(remote.to_here(), rpc.rpc_sync("w1", torch.exp, (weight,))).sum()
+        autograd.backward(context_id, [loss])
+        autograd.get_gradients(context_id)
+
+
+def more() -> None:
+    """Streams, groups, and calls that are made again."""
+    list(rpc.rpc_stream("w1", count, (3,)))
+    everybody = rpc.group()
+    everybody.rpc_sync(operator.add, (1, 2))
+    everybody.without("w0").remote(Counter, (1,)).rpc_sync().add(4)
+    rpc.rpc_sync("w1", operator.add, (1, 2), idempotent=True)
+    with contextlib.suppress(errors.CallTimeout):
+        rpc.rpc_sync("w1", operator.add, (1, 2), timeout=20.0, wait_for_worker=True)
+    rpc.rpc_sync("w1", offer)
+    rpc.lookup("counter").rpc_sync().add(1)
+    reader = Subscriber("w1", "policy")
+    reader.newest()
+    reader.close()
+
+
+STORIES: dict[str, Callable[[], None]] = {each.__name__: each for each in (plain, training, more)}
+
+
+# Recording
+
+
+@contextlib.contextmanager
+def overheard() -> Iterator[Streams]:
+    """What comes to workers that are started inside."""
+    streams: Streams = {}
+    links: dict[int, Link] = {}  # by their readers
+    begin, advance = Link.__init__, FrameReader.advance
+
+    def noted(link: Link, *args: Any, **kwargs: Any) -> None:
+        begin(link, *args, **kwargs)
+        links[id(link.reader)] = link
+
+    def heard(reader: FrameReader, count: int) -> Any:
+        link = links.get(id(reader))
+        if link is not None:
+            name = f"{'calls' if link.prompt else 'answers'}-of-{link.peer}"
+            streams.setdefault(name, bytearray()).extend(reader.buffer()[:count])
+        return advance(reader, count)
+
+    with patch.object(Link, "__init__", noted), patch.object(FrameReader, "advance", heard):
+        yield streams
+
+
+@contextlib.contextmanager
+def two_workers() -> Iterator[list[Worker]]:
+    """Of these incarnations; this thread is of the first."""
+    begin = Agent.__init__
+
+    def begun(agent: Agent, name: str, *args: Any) -> None:
+        begin(agent, name, *args)
+        agent.incarnation = INCARNATIONS[name]
+
+    with (
+        patch.object(Agent, "__init__", begun),
+        patch("telegrad.rpc.cluster.host_identity", lambda: "host"),
+        agents(2, transport="tcp", key=KEY) as workers,
+    ):
+        current.enter(workers[0])
+        try:
+            yield workers
+        finally:
+            current.enter(None)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[Agent]:
+    """An agent that knows all kinds of messages, which some parts only bring as they are first used."""
+    with two_workers() as workers:
+        more()
+        yield workers[0].agent
+
+
+def record(story: Callable[[], None]) -> Streams:
+    with overheard() as streams, two_workers():
+        story()
+    return streams
+
+
+def ends(spoken: Spoken = PROTOCOL) -> tuple[Initiator, Acceptor]:
+    """Of the handshake whose bytes are kept."""
+    a, b = (Claim(name, rank, INCARNATIONS[name], "program") for rank, name in enumerate(INCARNATIONS))
+    nonces = b"a" * NONCE, b"b" * NONCE
+    stream_id = StreamId("connection", 1)
+    return (
+        Initiator(KEY.encode(), a, b.incarnation, nonces[0], stream_id, spoken),
+        Acceptor(KEY.encode(), b, nonces[1], spoken),
+    )
+
+
+def handshake() -> list[str]:
+    """What both ends say, in turn."""
+    a, b = ends()
+    said = [a.start()]
+    for end in (b, a, b):
+        said.append(end.receive(said[-1]))
+    return [data.hex() for data in said]
+
+
+def entries() -> dict[str, str]:
+    """What stands in a store."""
+    devices = Devices(1, {"w1": {"cuda:0": "cuda:0"}}, ("cuda:0",))
+    member = Member("w0", 0, INCARNATIONS["w0"], "program", "host", "socket", ("127.0.0.1", 29500), devices, "actor")
+    return {
+        "member": member.to_json(),
+        "arrival": Arrival(member, Before(1, (member,), ("gone",), member.incarnation)).to_json(),
+        "verdict": Verdict(2, (3, 1), 1, ((2, 1),)).to_json(),
+        "formed": Formed(2, [member], 1).to_json(),
+    }
+
+
+# Reading
+
+
+def messages(stream: bytes) -> list[Message]:
+    """The frames of a stream, their memory in bytes."""
+
+    def allocate(size: int, device: int, striped: bool) -> tuple[torch.Tensor, Iterator[memoryview]]:
+        assert not striped
+        memory = torch.empty(size, dtype=torch.uint8)
+        return memory, iter([memoryview(memory.numpy())])  # type: ignore[arg-type]
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError("over TCP nothing is lent")
+
+    reader, at = FrameReader(allocate, refuse, refuse), 0
+    found: list[Message] = []
+    while at < len(stream):
+        buffer = reader.buffer()
+        count = min(len(buffer), len(stream) - at)
+        buffer[:count] = stream[at : at + count]
+        found += reader.advance(count)
+        at += count
+    return found
+
+
+def meaning(message: Message, agent: Agent) -> str:
+    """A message in one line, read as the code of `agent` reads it."""
+    body: Any = message.body
+    carried: list[Any] = []
+    if message.flags & HAS_REFERENCES:  # what was put behind last is taken first
+        body, behind = split(body)
+        carried.append(pickle.loads(behind))
+    if message.flags & HAS_GRAPH:
+        body, behind = split(body)
+        carried.append(struct.unpack_from("<QQ", behind))  # a context, and the number of the message in it
+    if message.kind == CALL and message.flags & SCENE:
+        body, behind = split(body)
+        carried.append(pickle.loads(behind))
+    tensors = unpack(message.meta, list(message.blobs)) if message.meta else []
+    slots = [f"reference {number}" for number in range(99)]
+    value: Any = bytes(body)
+    if message.kind == CALL:
+        value = decode(body, tensors, slots)
+        if message.head:
+            assert callable(resolve(message.head.decode()))
+    elif message.kind == RESULT:
+        value = decode(body, tensors, slots) if body else None
+    elif message.kind == FAILURE:
+        value = repr(rebuild(body)).splitlines()[0]
+    elif message.kind == NOTICE:
+        name, *fields = pickle.loads(body)
+        value = agent._handlers._of[name][0](*fields), tensors
+    line = f"{KINDS[message.kind]} {message.id} {message.flags} {message.head.decode()} {value!r} {carried!r}"
+    return re.sub(r" at 0x\w+|\s+", lambda found: " " if found[0].isspace() else "", line)
+
+
+def meanings(stream: bytes, agent: Agent) -> str:
+    return "".join(f"{meaning(message, agent)}\n" for message in messages(stream))
+
+
+def write(folder: pathlib.Path, agent: Agent) -> None:
+    folder.mkdir(parents=True)  # what is there stays
+    (folder / "handshake.json").write_text(json.dumps(handshake(), indent=1) + "\n")
+    (folder / "store.json").write_text(json.dumps(entries(), indent=1) + "\n")
+    for name, story in STORIES.items():
+        for stream, content in record(story).items():
+            (folder / f"{name}-{stream}.bin").write_bytes(content)
+            (folder / f"{name}-{stream}.txt").write_text(meanings(bytes(content), agent))
+
+
+if __name__ == "__main__":
+    recording = importlib.import_module("tests.wire.recording")  # what is named in frames is not of the main program
+    with recording.reading() as agent:
+        recording.write(recording.FOLDER / str(PROTOCOL.newest), agent)

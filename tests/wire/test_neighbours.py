@@ -1,0 +1,126 @@
+"""Workers of neighbouring releases are understood: the older by what they said, which is kept in frames/."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from telegrad.agent.agent import Agent
+from telegrad.group.generations import Formed
+from telegrad.group.members import Member
+from telegrad.group.quorum import Arrival, Verdict
+from telegrad.transport.handshake import PROTOCOL, Claim, Initiator, Spoken
+from telegrad.wire.messages import FAILURE, PREFIX, Message
+from tests.strangers.door import knock
+from tests.wire import recording
+from tests.wire.recording import FOLDER, INCARNATIONS, KEY, ends, meaning, messages
+
+RELEASES = sorted(int(folder.name) for folder in FOLDER.iterdir())
+FIRST = 7  # that was ever released
+STREAMS = sorted(FOLDER.rglob("*.bin"))
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Agent]:
+    with recording.reading() as agent:
+        yield agent
+
+
+def test_each_version_that_is_spoken_was_recorded() -> None:
+    assert list(range(PROTOCOL.oldest, PROTOCOL.newest + 1)) == RELEASES, (
+        "before a release: python -m tests.wire.recording; what is not spoken any more can go"
+    )
+    assert PROTOCOL.newest in (FIRST, PROTOCOL.oldest + 1), "two neighbours speak to each other"
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_what_was_said_is_read_as_it_was_meant(stream: pathlib.Path, reader: Agent) -> None:
+    found = [meaning(message, reader) for message in messages(stream.read_bytes())]
+    assert found == stream.with_suffix(".txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_an_older_handshake_is_understood(version: int) -> None:
+    said = [bytes.fromhex(data) for data in json.loads((FOLDER / str(version) / "handshake.json").read_text())]
+    a, b = ends(Spoken(version, version))
+    assert a.start() == said[0]
+    assert b.receive(said[0]) == said[1]
+    assert a.receive(said[1]) == said[2]
+    assert b.receive(said[2]) == said[3]
+    assert a.receive(said[3]) == b""
+    assert (a.done, b.done) == (True, True)
+    assert (a.version, b.version) == (version, version)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_an_older_store_is_understood(version: int) -> None:
+    entries = json.loads((FOLDER / str(version) / "store.json").read_text())
+    member = Member.from_json(entries["member"])
+    assert member[:3] == ("w0", 0, INCARNATIONS["w0"])
+    assert (member.tcp, member.role, member.devices.maps) == (
+        ("127.0.0.1", 29500),
+        "actor",
+        {"w1": {"cuda:0": "cuda:0"}},
+    )
+    assert Arrival.from_json(entries["arrival"]).member == member
+    assert Verdict.from_json(entries["verdict"]) == (2, (3, 1), 1, ((2, 1),))
+    assert Formed.from_json(entries["formed"]).members == [member]
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        ("member", Member.from_json),
+        ("arrival", Arrival.from_json),
+        ("verdict", Verdict.from_json),
+        ("formed", Formed.from_json),
+    ],
+)
+def test_what_a_later_version_adds_to_an_entry_is_left_alone(kind: str, read: Callable[[str], object]) -> None:
+    entry = recording.entries()[kind]
+    assert read(json.dumps([*json.loads(entry), "more"])) == read(entry)
+
+
+@pytest.mark.parametrize(
+    ("version", "newest"), [*((each, each) for each in RELEASES), (PROTOCOL.newest, PROTOCOL.newest + 1)]
+)
+def test_a_worker_of_that_version_gets_the_answers_that_it_got(version: int, newest: int) -> None:
+    """A caller that only knows its lines, by itself or as one that knows the next version, too."""
+    folder = FOLDER / str(version)
+    calls = (folder / "plain-calls-of-w0.bin").read_bytes()[: -PREFIX.size]  # but for its farewell
+    wanted = messages((folder / "plain-answers-of-w1.bin").read_bytes())
+    with recording.two_workers() as workers, knock(workers[1]) as sock:
+        me = Claim("w0", 0, INCARNATIONS["w0"], "another program")
+        greet(sock, Initiator(KEY.encode(), me, INCARNATIONS["w1"], spoken=Spoken(version, newest)))
+        sock.sendall(calls)
+        answers = hear(sock, len(wanted))
+        said = [in_short(answer, workers[0].agent) for answer in answers]
+        assert sorted(said) == sorted(in_short(answer, workers[0].agent) for answer in wanted)
+
+
+def greet(sock: socket.socket, end: Initiator) -> None:
+    sock.sendall(end.start())
+    while not end.done:
+        sock.sendall(end.receive(sock.recv(4096)))
+    assert end.leftover == b""
+
+
+def hear(sock: socket.socket, count: int) -> list[Message]:
+    heard = b""
+    found: list[Message] = []
+    while len(found) < count:
+        data = sock.recv(1 << 16)
+        assert data, "the worker closed the connection"
+        heard += data
+        found = messages(heard)
+    return found
+
+
+def in_short(answer: Message, agent: Agent) -> str:
+    """Without the text of errors, which is that of whoever raises them."""
+    line = meaning(answer, agent)
+    return line.partition("(")[0] if answer.kind == FAILURE else line
