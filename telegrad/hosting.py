@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from telegrad.errors import UsageError
 from telegrad.group.members import check_name, check_role
@@ -34,6 +34,7 @@ class LocalGroup:
     """A group of this process and of workers that it has started; made by `telegrad.local`."""
 
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
+        _check_free()
         roles = _roles(workers, driver)
         self.names = list(roles)
         self.driver = driver
@@ -155,6 +156,9 @@ class LocalGroup:
     def __getitem__(self, number: int) -> str:
         return self.names[number]
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("what telegrad.local gave belongs to this process; send names of workers, or rpc.group()")
+
     def __repr__(self) -> str:
         state = "ended" if self._closed else f"this process is {self.driver!r}"
         return f"<telegrad.local: {', '.join(self.names)}; {state}>"
@@ -231,6 +235,14 @@ class _Worker:
         for pump in self._pumps:
             pump.join(GRACE)
         group.ended(self, code)
+
+
+def _check_free() -> None:
+    """Raise AlreadyInitialized where this process is in a group, before anything is started."""
+    if "telegrad.rpc.api" in sys.modules:  # else it is in none, and imports torch while the workers do
+        from telegrad.rpc.api import check_free
+
+        check_free()
 
 
 def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:

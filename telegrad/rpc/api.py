@@ -119,8 +119,8 @@ def check_free() -> None:
     """Raise AlreadyInitialized where this process is a worker."""
     if current.worker is not None:
         raise AlreadyInitialized(
-            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() before "
-            "init_rpc again"
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; end that group first, "
+            "by rpc.shutdown() or by the shutdown() of what telegrad.local gave"
         )
 
 
