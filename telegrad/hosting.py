@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +54,7 @@ class LocalGroup:
             except BaseException:
                 self._end_workers()
                 raise
+        _wake_at_interrupts()
         atexit.register(self._at_exit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
@@ -243,6 +246,16 @@ def _check_free() -> None:
         from telegrad.rpc.api import check_free
 
         check_free()
+
+
+def _wake_at_interrupts() -> None:
+    """A kernel of Jupyter does not wake its loop as it is interrupted, so a cell that awaits a call would go on.
+
+    Who handles any signal on a loop has all signals wake it, so this one does that nobody sends.
+    """
+    if "ipykernel" in sys.modules:
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # no loop runs here; Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGURG, _nothing)
 
 
 def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:
