@@ -61,7 +61,7 @@ class Notebook:
 def _text(output: Any) -> str:
     if output.output_type == "error":
         return f"{output.ename}: {output.evalue}"
-    return output.text if output.output_type == "stream" else output.data["text/plain"]  # type: ignore[no-any-return]
+    return output.text if output.output_type == "stream" else output.data["text/plain"]
 
 
 @pytest.fixture
