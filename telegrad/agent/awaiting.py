@@ -48,11 +48,10 @@ def check_knows_threads(callback: Callable[..., Any]) -> None:
         raise TypeError("asyncio.wait takes tasks, not futures of calls: give it asyncio.ensure_future(future)")
 
 
-def as_asyncio_has_it(error: BaseException) -> BaseException:
-    """The error, such that it also cancels the task that awaits it where it tells that a call was cancelled."""
+def make_known_to_asyncio(error: BaseException) -> None:
+    """Where it tells that a call was cancelled, raising it cancels the task that awaits the call."""
     if _tells_of_cancelling(error):
         error.__class__ = _CANCELLING.get(type(error), type(error))
-    return error
 
 
 def _tells_of_cancelling(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from telegrad.agent.awaiting import as_asyncio_has_it, check_knows_threads, happening
+from telegrad.agent.awaiting import check_knows_threads, happening, make_known_to_asyncio
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.unseen import Unseen
 from telegrad.errors import CallCancelled, GroupError
@@ -175,7 +175,8 @@ class Future(torch.futures.Future[T]):
         try:
             return self.value()
         except (CallCancelled, GroupError) as error:
-            raise as_asyncio_has_it(error) from None
+            make_known_to_asyncio(error)
+            raise error
 
     def _until_done(self) -> Generator[Any, None, None]:
         """Let the loop go on; where it cancels this, the call is cancelled, too."""

@@ -205,6 +205,7 @@ def test_a_task_and_its_call_are_cancelled_together(run: Run, begin: Callable[[]
         with pytest.raises((CallCancelled, GroupError)) as caught:  # as those who wait in threads see it
             await future
         assert caught.value.__class__.__name__ in {"CallCancelled", "GroupError"}
+        assert (caught.value.__cause__ is not None) == isinstance(caught.value, GroupError)
 
     run(use())
 
