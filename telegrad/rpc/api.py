@@ -190,7 +190,7 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         UsageError: a remote call, or a callback of one, calls it.
         UnknownWorker: a worker in `require` is not there.
         PeerLost: a worker that is in `require` died, or left a group of fixed size early. True stands for all of such a
-            group; in a dynamic one only those count that are named.
+            group; in a dynamic one only those count that are named, and this worker, where others took it for dead.
     """
     worker = current.joined()
     check_may_wait(worker, "serve")
