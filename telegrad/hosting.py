@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from telegrad.errors import UsageError
 from telegrad.group.members import check_name, check_role
@@ -34,6 +36,7 @@ class LocalGroup:
     """A group of this process and of workers that it has started; made by `telegrad.local`."""
 
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
+        _check_free()
         roles = _roles(workers, driver)
         self.names: list[str] = list(roles)
         self.driver = driver
@@ -51,6 +54,7 @@ class LocalGroup:
             except BaseException:
                 self._end_workers()
                 raise
+        _wake_at_interrupts()
         atexit.register(self._at_exit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
@@ -159,6 +163,9 @@ class LocalGroup:
     def __getitem__(self, number: int) -> str:
         return self.names[number]
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("what telegrad.local gave belongs to this process; send names of workers, or rpc.group()")
+
     def __repr__(self) -> str:
         state = "ended" if self._closed else f"this process is {self.driver!r}"
         return f"<telegrad.local: {', '.join(self.names)}; {state}>"
@@ -235,6 +242,24 @@ class _Worker:
         for pump in self._pumps:
             pump.join(GRACE)
         group.ended(self, code)
+
+
+def _check_free() -> None:
+    """Raise AlreadyInitialized where this process is in a group, before anything is started."""
+    if "telegrad.rpc.life" in sys.modules:  # else it is in none, and imports torch while the workers do
+        from telegrad.rpc.life import check_free
+
+        check_free()
+
+
+def _wake_at_interrupts() -> None:
+    """A kernel of Jupyter does not wake its loop as it is interrupted, so a cell that awaits a call would go on.
+
+    Who handles any signal on a loop has all signals wake it, so this one does that nobody sends.
+    """
+    if "ipykernel" in sys.modules:
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # no loop runs here; Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGURG, _nothing)
 
 
 def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:

@@ -18,7 +18,8 @@ exit codes:
   {ENDED}    the group has ended in order
   2    wrong arguments
   {JOINED_NOT}    the worker could not join
-  {LOST}    a worker of a group of fixed size was lost or left early, or one that it requires; or the parent has ended
+  {LOST}    a worker of a group of fixed size was lost or left early, or one that it requires; it was taken
+       for dead by the others of a dynamic group; or the parent has ended
   {INTERRUPTED}  Ctrl-C
 
 The key of the group is read from TELEGRAD_KEY. Functions that are called by their name are imported from the folder

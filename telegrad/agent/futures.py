@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from telegrad.agent.awaiting import check_knows_threads, happening, make_known_to_asyncio
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.unseen import Unseen
+from telegrad.errors import CallCancelled, GroupError
 from telegrad.wire.failures import fresh, kept
 from telegrad.wire.pickling import encode
 
@@ -191,6 +193,7 @@ class Future(torch.futures.Future[T]):
         Args:
             callback: a function of this future.
         """
+        check_knows_threads(callback)
         self.heed()
         context = copy_context()
         super().add_done_callback(lambda future: context.run(callback, future))
@@ -202,27 +205,20 @@ class Future(torch.futures.Future[T]):
             self.failure.seen = True
 
     def __await__(self) -> Generator[Any, None, T]:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[T] = loop.create_future()
-
-        def pass_on() -> None:
-            if not waiter.cancelled():
-                try:
-                    waiter.set_result(self.value())
-                except BaseException as error:
-                    waiter.set_exception(error)
-
-        def wake(_: torch.futures.Future[T]) -> None:
-            loop.call_soon_threadsafe(pass_on)
-
-        in_turn = getattr(self.call, "in_turn", None)
-        self.add_done_callback(wake)
-        return self._cancelled_with(waiter.__await__() if in_turn is None else in_turn.awaiting(waiter))
-
-    def _cancelled_with(self, waiting: Generator[Any, None, T]) -> Generator[Any, None, T]:
-        """Wait so; where asyncio cancels that, the call is cancelled, too."""
+        if not self.done():
+            yield from self._until_done()
         try:
-            return (yield from waiting)
+            return self.value()
+        except (CallCancelled, GroupError) as error:
+            make_known_to_asyncio(error)
+            raise error
+
+    def _until_done(self) -> Generator[Any, None, None]:
+        """Let the loop go on; where it cancels this, the call is cancelled, too."""
+        in_turn = getattr(self.call, "in_turn", None)
+        waiter = happening(self)
+        try:
+            yield from waiter.__await__() if in_turn is None else in_turn.awaiting(waiter)
         except asyncio.CancelledError:
             self.cancel()
             raise

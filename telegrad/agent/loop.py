@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from telegrad.agent.awaiting import run_on
 from telegrad.threads import Background
 
 
@@ -46,11 +46,7 @@ class EventLoop:
             if may():
                 task.cancel()
 
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(stop)
-
-        return ask
+        return partial(run_on, loop, stop)
 
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
         self._entered()

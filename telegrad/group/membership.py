@@ -87,7 +87,7 @@ class Membership:
         self._seen_changes = self._seen_orphans = 0
         self._met: set[str] = set()  # who was listed there
         self._missed_at = inf  # when those who are not are knocked at
-        self.serving = Serving()
+        self.serving = Serving(me)
         self._wake = threading.Event()
         self._watch = Background("telegrad-watch", self._main)
         self._takeover = Takeover(post, me, self._group, self, self._wake.set) if self._group is not None else None
@@ -249,7 +249,7 @@ class Membership:
         """With the lock held: a member has gone; in order, where there is no reason for its loss."""
         if self._present.pop(member.incarnation, None) is not None:
             how = LOST if lost else LEFT
-            self.serving.miss(member.name, how)
+            self.serving.miss(member, how)
             self._parted.discard(member.incarnation)
             self._gone[member.incarnation] = how
             if len(self._gone) > REMEMBERED:

@@ -1,4 +1,7 @@
-"""When a worker of a dynamic group ends that only serves: with the group, as it is told, or with one it requires."""
+"""When a worker of a dynamic group ends that only serves: with the group, as it is told, or with one it requires.
+
+Itself it requires, too: once others take it for dead, nobody calls it any more.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from telegrad.group.members import Member
 class Serving:
     """That of one worker; all but `ended` under the lock of its membership."""
 
-    def __init__(self) -> None:
+    def __init__(self, me: Member) -> None:
+        self._me = me
         self.ended = threading.Event()  # for those who only serve
-        self.missed = ""  # a worker that is required and has died; stored once, before `ended`
+        self.missed: Member | None = None  # which is required and was lost; stored once, before `ended`
         self._only_serves = False
         self._required: Sequence[Member] = ()
 
@@ -27,10 +31,11 @@ class Serving:
         """From now on it only serves, until one of those dies, too; `gone` tells by incarnation how they went."""
         self._required, self._only_serves = required, True
         for member in required:
-            self.miss(member.name, gone.get(member.incarnation, ""))
+            self.miss(member, gone.get(member.incarnation, ""))
 
-    def miss(self, name: str, how: str) -> None:
+    def miss(self, member: Member, how: str) -> None:
         """A worker has gone, which may be required."""
-        if how == LOST and not self.missed and any(name == each.name for each in self._required):
-            self.missed = name
+        required = member.incarnation == self._me.incarnation or member.name in {each.name for each in self._required}
+        if how == LOST and required and self.missed is None:
+            self.missed = member
             self.ended.set()

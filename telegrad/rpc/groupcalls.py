@@ -11,6 +11,7 @@ from typing import Any
 
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
+from telegrad.agent.awaiting import happening
 from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future, Helper, Signal
 from telegrad.agent.naming import user_name
@@ -321,11 +322,11 @@ class Completed:
             yield future._come[number]
 
     async def __aiter__(self) -> AsyncIterator[tuple[Key, Any]]:
-        future, loop = self._future, asyncio.get_running_loop()
+        future = self._future
         for number in range(len(future._shares)):
-            news = asyncio.Event()
-            if not self._is_there(number, partial(loop.call_soon_threadsafe, news.set)):
-                await news.wait()
+            news = Signal()
+            if not self._is_there(number, news.set_result):
+                await happening(news)
             share = future._come[number]
             yield share.key, share.outcome(future._agent)
 

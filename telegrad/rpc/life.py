@@ -126,8 +126,8 @@ def check_free() -> None:
     """Raise AlreadyInitialized where this process is a worker."""
     if current.worker is not None:
         raise AlreadyInitialized(
-            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; call shutdown() before "
-            "init_rpc again"
+            f"RPC is already initialized: this process is worker {current.worker.agent.name!r}; end that group first, "
+            "by rpc.shutdown() or by the shutdown() of what telegrad.local gave"
         )
 
 
@@ -209,7 +209,8 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         NotInitialized: this process is in no group.
         UsageError: a remote call, or a callback of one, calls it.
         UnknownWorker: a worker in `require` is not there.
-        PeerLost: a worker that is in `require` died, or left a group of fixed size early.
+        PeerLost: a worker that is in `require` died, or left a group of fixed size early; or the others of a dynamic
+            group took this one for dead.
 
     Example:
         >>> rpc.init_rpc("worker", rank=0, world_size=1)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import torch
 
 from telegrad.agent.agent import DEFAULT, Agent
+from telegrad.agent.awaiting import happening
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import seconds
 from telegrad.agent.futures import Future, Signal
@@ -32,7 +33,7 @@ from telegrad.rpc import current
 from telegrad.rpc.feeding import MOST_BYTES, Taken, Unfed, hold, pull
 from telegrad.rpc.flow import Intake
 from telegrad.rpc.parcels import unpacked, weight_of
-from telegrad.rpc.yielding import Streamed, happening
+from telegrad.rpc.yielding import Streamed
 
 if TYPE_CHECKING:
     from typing_extensions import Self

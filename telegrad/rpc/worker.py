@@ -112,7 +112,7 @@ class Worker:
         """Serve until the group ends, or until told to stop; then leave.
 
         Raises:
-            PeerLost: a required worker died, or left a group of fixed size early.
+            PeerLost: a required worker died, or left a group of fixed size early; others took this one for dead.
         """
         if self.parting.together:
             self.shutdown(True, 0, require, serving=True)
@@ -120,9 +120,16 @@ class Worker:
         try:
             self.membership.wait_for_end([] if isinstance(require, bool) else [self.agent.find(to) for to in require])
         finally:
-            self.shutdown(not self.membership.serving.missed, 0)
+            self.shutdown(self.membership.serving.missed is None, 0)
         if missed := self.membership.serving.missed:
-            raise PeerLost(f"worker {missed!r} was lost, without which {self.me.name!r} shall not serve; see its log")
+            if missed.incarnation == self.me.incarnation:
+                raise PeerLost(
+                    f"others took worker {self.me.name!r} for dead, since it was out of reach or did not run for long, "
+                    "and do not call it any more; start it anew"
+                )
+            raise PeerLost(
+                f"worker {missed.name!r} was lost, without which {self.me.name!r} shall not serve; see its log"
+            )
 
     def stop_serving(self) -> None:
         """Have `serve` end.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator
 from types import CoroutineType
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.futures import Signal
+from telegrad.agent.awaiting import happening
 from telegrad.agent.naming import user_name
 from telegrad.agent.server import Later
 from telegrad.errors import UsageError
@@ -141,23 +139,6 @@ async def _awaited_in_turn(steps: Steps, act: Callable[[], Any]) -> Any:
     await happening(step.begins)
     with step.taken():
         return await act()
-
-
-async def happening(signal: Signal | torch.futures.Future[Any]) -> None:
-    """Until it happens."""
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    def tell(_: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(wake)
-
-    signal.add_done_callback(tell)
-    await waiter
 
 
 async def _in_steps(iterator: Iterator[Any]) -> AsyncGenerator[Any, None]:

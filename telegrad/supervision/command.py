@@ -22,7 +22,8 @@ EPILOG = """\
 A role of the file is changed by options, and others are added: `telegrad run roles.toml --role actor --count 8`.
 
 signals:
-  SIGINT, SIGTERM, SIGHUP  go on to all workers; who has not ended after --grace seconds is killed. Twice: at once
+  SIGINT, SIGTERM, SIGHUP  go on to all workers, but those that serve end after the others; who has not ended after
+                           --grace seconds is killed. Twice: at once
   SIGUSR1                  prints what becomes of each worker
   SIGUSR2                  goes on to all workers, which write down what they are at
 

@@ -6,8 +6,8 @@ follows the one before by at least PAUSES, so that one which fails at once is no
 for LONG comes back at once.
 
 The group ends in order when the workers of all roles have ended with 0, but for those that serve until then: these are
-told by the store (`EndStore`), then asked by SIGTERM, then killed, with `grace` between. On a failure, or a signal of
-the user, all are asked at once; a second signal kills.
+told by the store (`EndStore`), then asked by SIGTERM, then killed, with `grace` between. A signal of the user is for
+those that do not serve; the others are told after them. A second one kills. On a failure all are asked at once.
 
 Events come with the time, and give what to do. `due` is when to call `look`, `code` the exit code, once all is over.
 """
@@ -117,6 +117,7 @@ class Policy:
         self._grace = grace
         self._due: dict[str, float] = {}  # when roles that are restarted may begin again
         self._ending: int | None = None  # the exit code to come, once the group ends
+        self._told = False  # those that serve, that the group has ended
         self.failed = ""  # the worker that ended it
 
     # What is known
@@ -166,7 +167,7 @@ class Policy:
         one = self._all[name]
         one.become(ENDED, now)
         if self._ending is not None:
-            return []
+            return self._end_serving(now)
         return self._fail(one, f"{name} could not be started: {why}", NOT_FOUND, now)
 
     def ended(self, name: str, code: int, now: float) -> list[Act]:
@@ -175,7 +176,7 @@ class Policy:
         asked = one.state == ENDING
         one.become(ENDED, now)
         if self._ending is not None:
-            return []
+            return self._end_serving(now)
         if asked:
             return self._begin_together(one.role, now)
         if code == 0:
@@ -189,7 +190,11 @@ class Policy:
             for one in living:
                 one.become(ENDING, now)
             return [Say("all are killed"), *(Signal(one.name, SIGKILL) for one in living)]
-        return self._end(128 + number, number, now)
+        if all(one.role.serves for one in self._in(RUNS, ENDING)):
+            return self._end(128 + number, number, now)
+        self._ending = 128 + number
+        self._begin_no_more(now)
+        return [act for one in self._in(RUNS) if not one.role.serves for act in self._ask(one, number, now)]
 
     def given_up(self, why: str, now: float) -> list[Act]:
         """The group cannot be."""
@@ -255,23 +260,32 @@ class Policy:
             return []
         self._ending = 0
         if not living:
-            return [EndStore()]
-        for one in living:
-            if one.state == RUNS:
-                one.due = now + self._grace
-            elif one.state == WAITS:
-                one.become(ENDED, now)
-        return [Say(f"all work is done: {_listed(living)} {'is' if len(living) == 1 else 'are'} to end"), EndStore()]
+            return self._end_serving(now)
+        self._begin_no_more(now)
+        text = f"all work is done: {_listed(living)} {'is' if len(living) == 1 else 'are'} to end"
+        return [Say(text), *self._end_serving(now)]
+
+    def _end_serving(self, now: float) -> list[Act]:
+        """Those that serve are told to end, once, when nobody else lives."""
+        if self._told or any(not one.role.serves for one in self._in(RUNS, ENDING)):
+            return []
+        self._told = True
+        for one in self._in(RUNS):
+            one.due = now + self._grace
+        return [EndStore()]
+
+    def _begin_no_more(self, now: float) -> None:
+        for one in self._in(WAITS):
+            one.become(ENDED, now)
 
     def _fail(self, one: _One, why: str, code: int, now: float) -> list[Act]:
         self.failed = one.name
         return [Say(f"{why}: the group ends"), *self._end(128 - code if code < 0 else code, SIGTERM, now)]
 
     def _end(self, code: int, number: int, now: float) -> list[Act]:
-        self._ending = code
+        self._ending, self._told = code, True
         acts: list[Act] = [EndStore()]
-        for one in self._in(WAITS):
-            one.become(ENDED, now)
+        self._begin_no_more(now)
         for one in self._in(RUNS):
             acts += self._ask(one, number, now)
         return acts

@@ -20,13 +20,17 @@ _ADVICE_FOR_VARIABLES = (
 Part = tuple[str, Any]  # how it follows from what it is a part of
 
 
-def blame(value: Any, can_dump: Callable[[Any], bool], error: BaseException) -> CannotEncode:
-    """The error that names what keeps a value, or a call, from being sent; `error` says why."""
+def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool], error: BaseException) -> CannotEncode:
+    """The error that names what keeps a value, or a call, from being sent; `error` says why.
+
+    `same_program`: the other process runs the same main program.
+    """
     where, within, advice = "", "", _ADVICE
     for _ in range(DEEPEST):
         if isinstance(error, UsageError) and any("__reduce_ex__" in vars(kind) for kind in type(value).__mro__[:-1]):
             return CannotEncode(f"{where.lstrip('.') or 'a value'}{within} cannot be sent: {error}")  # it says why
-        bad = next((part for part in _parts_of(value, top=not where) if not can_dump(part[1])), None)
+        parts = _parts_of(value, same_program, top=not where)
+        bad = next((part for part in parts if not can_dump(part[1], same_program)), None)
         if bad is None:
             break
         step, part = bad
@@ -43,7 +47,7 @@ def blame(value: Any, can_dump: Callable[[Any], bool], error: BaseException) -> 
     return CannotEncode(f"{where}{within} ({kind}) cannot be sent: {error}. {advice}")
 
 
-def _parts_of(value: Any, top: bool) -> Iterable[Part]:
+def _parts_of(value: Any, same_program: bool, top: bool) -> Iterable[Part]:
     if isinstance(value, (tuple, list)):
         if top and [type(part) for part in value[-2:]] == [tuple, dict]:  # a call
             yield from _parts_of_call(*value)
@@ -54,7 +58,7 @@ def _parts_of(value: Any, top: bool) -> Iterable[Part]:
     elif isinstance(value, (set, frozenset)):
         yield from ((f" (the member {part!r})", part) for part in value)
     elif type(value) is FunctionType:
-        yield from _variables_of(value)
+        yield from _variables_of(value, same_program)
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, functools.partial):
@@ -70,9 +74,9 @@ def _parts_of_call(*call: Any) -> Iterable[Part]:
     yield from ((f"the function `{getattr(function, '__name__', function)}`", function) for function in functions)
 
 
-def _variables_of(function: FunctionType) -> Iterable[Part]:
+def _variables_of(function: FunctionType, same_program: bool) -> Iterable[Part]:
     """What a function that travels by value takes along."""
-    if name_of(function, True) is not None:
+    if name_of(function, same_program) is not None:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from telegrad.errors import CannotEncode, RemoteError
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.stories import STORY, Text, cut, keep_lines, own_notes, tell
+from telegrad.wire.stories import STORY, Text, cut, keep_lines, own_notes, tell, with_lines
 from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
@@ -45,7 +45,8 @@ def describe(error: BaseException, worker: str, function: str = "") -> bytes:
 def rebuild(data: bytes | memoryview) -> BaseException:
     """The exception that was described, or a RemoteError that tells of it; never raises."""
     try:
-        sent, name, story = pickle.loads(data)
+        sent, name, told = pickle.loads(data)
+        story = with_lines(told)
     except Exception as error:
         return RemoteError(f"an exception was raised whose description cannot be read: {error}")
     try:
@@ -104,7 +105,8 @@ def _load(sent: Sent) -> Any:
 def _whole(error: Exception) -> Exception:
     """The exception, if its own rules of pickling give it back unchanged."""
     kind = type(error)
-    plain = _copy(error, _original(kind)) if STORY in vars(error) or hasattr(error, "__notes__") else error
+    changed = STORY in vars(error) or hasattr(error, "__notes__") or _original(kind) is not kind
+    plain = _copy(error, _original(kind)) if changed else error
     if hasattr(error, "__notes__"):
         _set(plain, "__notes__", own_notes(error))
     if _slots_of(type(plain)) and type(plain).__reduce__ is BaseException.__reduce__:
@@ -180,7 +182,7 @@ def _builtin_base(kind: Any) -> Any:
 # Here: the story becomes part of the text
 
 
-_ORIGINAL = "_telegrad_original"
+ORIGINAL = "_telegrad_original"  # of a type that stands for another one: that one, as which it travels
 _CACHED = 1024
 _tellers: dict[type[BaseException], type[BaseException]] = {}
 
@@ -216,7 +218,7 @@ def _tells_with_its_argument(error: Any, story: str) -> bool:
 
 
 def _original(kind: type[BaseException]) -> type[BaseException]:
-    return vars(kind).get(_ORIGINAL, kind)  # type: ignore[no-any-return]
+    return vars(kind).get(ORIGINAL, kind)  # type: ignore[no-any-return]
 
 
 def _teller_of(kind: type[BaseException]) -> type[BaseException]:
@@ -234,7 +236,7 @@ def _teller_of(kind: type[BaseException]) -> type[BaseException]:
             "__slots__": (),
             "__str__": tell,
             "__reduce_ex__": lambda self, protocol: _InParts(self).__reduce__(),
-            _ORIGINAL: kind,
+            ORIGINAL: kind,
         }
         if len(_tellers) >= _CACHED:
             _tellers.clear()

@@ -234,14 +234,14 @@ def _encode_by_value(value: Any, same_program: bool) -> Encoded:
     except CodecError:
         raise
     except Exception as error:
-        raise blame(value, partial(_can_dump, same_program=same_program), error) from error
+        raise blame(value, same_program, _can_dump, error) from error
 
 
 def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
     """The same for a part of what could not be sent: as users see a call to which this package has added arguments."""
     if said.__cause__ is None or _can_dump(value, same_program):
         return said
-    return blame(value, partial(_can_dump, same_program=same_program), said.__cause__)
+    return blame(value, same_program, _can_dump, said.__cause__)
 
 
 def _can_dump(value: Any, same_program: bool) -> bool:

@@ -18,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import linecache
 import os
+import re
 import threading
 import traceback
 from types import TracebackType
@@ -41,6 +43,11 @@ _INTERNALS = (
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
+
+
+_BARE_FRAME = re.compile(  # without its line
+    r"""^(?P<indent>[ |]*)File "(?P<file>.+)", line (?P<line>\d+), in .+\n(?!(?P=indent)  \S)""", re.MULTILINE
+)
 
 
 def debugging() -> bool:
@@ -82,6 +89,16 @@ def told_before(error: BaseException, worker: str) -> bool:
     """Whether this worker has told it before, and nothing has happened to it since."""
     told_here = story_of(error).startswith((f"On worker {worker!r}:", f"On worker {worker!r}, "))
     return told_here and not _all_lines(error)
+
+
+def with_lines(story: str) -> str:
+    """The story with lines that only this process knows: those of a notebook's cells, say, which have no files."""
+    return _BARE_FRAME.sub(_with_line, story)
+
+
+def _with_line(frame: re.Match[str]) -> str:
+    line = linecache.getline(frame["file"], int(frame["line"])).strip() if frame["file"] in linecache.cache else ""
+    return f"{frame[0]}{frame['indent']}  {line}\n" if line else frame[0]
 
 
 def first_line(error: BaseException) -> str:

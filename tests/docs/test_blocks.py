@@ -37,6 +37,7 @@ LANGUAGES = {"python", "sh", "text", "toml", "json"}
 ELSEWHERE = {
     "docs/clusters.md": "tests/group/test_launched.py",
     "docs/elastic.md": "tests/test_elastic_page.py",
+    "docs/notebook.md": "tests/test_notebook.py",
     "docs/running.md": "tests/test_running.py",
 }
 FEW = 20  # blocks that say why nobody runs them

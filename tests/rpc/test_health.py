@@ -199,6 +199,30 @@ def test_who_serves_the_store_of_a_dynamic_group_may_be_silent_too() -> None:
         assert "taken for dead by another" in boss.run(line_with, "taken for dead")
 
 
+def serve() -> str:
+    """How that ends."""
+    try:
+        rpc.serve()
+    except errors.PeerLost as error:
+        return str(error)
+    return "in order"
+
+
+def test_who_was_taken_for_dead_serves_no_more() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as (boss, actor):
+        boss.run(join, "boss", where, 0)
+        actor.run(join, "actor", where)
+        assert boss.run(call, "actor") == 3
+        actor.begin(serve)
+        actor.kill(signal.SIGSTOP)
+        assert {boss.run(next_event)[:2] for _ in range(2)} == {("lost", "actor"), ("actor", "PeerSilent")}
+        actor.kill(signal.SIGCONT)
+        assert "others took worker 'actor' for dead" in actor.end()
+        actor.run(join, "actor", where)
+        assert boss.run(call, "actor") == 3
+
+
 @pytest.mark.parametrize("option", ["silence", "heartbeat"])
 def test_times_that_are_none(option: str) -> None:
     for wrong in (-1, "1", float("nan"), float("inf"), None):

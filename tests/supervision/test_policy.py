@@ -203,12 +203,33 @@ def test_the_first_signal_asks_and_the_second_kills() -> None:
     started(group, 0)
     group.ended("b0", 1, 0.1)
     assert states(group) == [RUNS, RUNS, WAITS]
-    assert done(group.signalled(SIGINT, 1)) == [EndStore(), Signal("a0", SIGINT), Signal("a1", SIGINT)]
+    assert done(group.signalled(SIGINT, 1)) == [Signal("a0", SIGINT), Signal("a1", SIGINT)]
     assert states(group) == [ENDING, ENDING, ENDED]
-    group.ended("a1", 130, 1)
+    assert group.ended("a1", 130, 1) == []
     assert done(group.signalled(SIGINT, 2)) == [Signal("a0", SIGKILL)]
-    group.ended("a0", -SIGKILL, 2)
+    assert group.ended("a0", -SIGKILL, 2) == [EndStore()]
     assert group.code == 128 + SIGINT
+
+
+def test_after_a_signal_too_who_serves_ends_after_the_others() -> None:
+    group = policy(role("a"), role("s", serves=True, count=2))
+    started(group, 0)
+    assert done(group.signalled(SIGTERM, 1)) == [Signal("a0", SIGTERM)]
+    assert group.ended("s1", 1, 2) == []
+    assert states(group) == [ENDING, RUNS, ENDED]
+    assert group.ended("a0", 0, 3) == [EndStore()]
+    assert group.due == 3 + GRACE
+    group.ended("s0", 0, 4)
+    assert group.code == 128 + SIGTERM
+
+
+def test_a_signal_goes_to_those_that_serve_where_all_do() -> None:
+    group = policy(role("s", serves=True, count=2))
+    started(group, 0)
+    assert done(group.signalled(SIGTERM, 1)) == [EndStore(), Signal("s0", SIGTERM), Signal("s1", SIGTERM)]
+    group.ended("s0", 0, 1)
+    assert group.ended("s1", 0, 1) == []
+    assert group.code == 128 + SIGTERM
 
 
 def test_a_command_that_is_not_there_ends_the_group() -> None:
@@ -257,6 +278,7 @@ class World:
         self.running: dict[str, float] = {}  # and when each began
         self.starts: dict[str, list[float]] = {name: [] for name in self.roles}
         self.ignores: set[str] = set()
+        self.signalled = False
         self.over = False
 
     def _role(self, name: str) -> Role:
@@ -282,6 +304,7 @@ class World:
         if self.running and (self.group.due == inf or self.random.random() < 0.3):
             self._let_one_end()
         elif self.random.random() < 0.01 and self.group.due > self.now:
+            self.signalled = True
             self._do(self.group.signalled(SIGTERM, self.now))
         else:
             assert self.group.due < inf, "nothing runs and nothing is to come"
@@ -295,7 +318,7 @@ class World:
         code = self.random.choice([0, 0, 1, -9])
         self._do(self.group.ended(name, code, self.now))
         role = self.roles[name]
-        if code and role.on_failure == RESTART_ROLE and not self.over:
+        if code and role.on_failure == RESTART_ROLE and not (self.over or self.signalled):
             of_role = {one.state for one in self.group.standings() if self.roles[one.name] is role}
             assert of_role in ({WAITS}, {ENDING}, {ENDED, ENDING}), "a role is started again as a whole"
 

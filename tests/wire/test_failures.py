@@ -6,6 +6,7 @@ import builtins
 import copy
 import dataclasses
 import errno
+import linecache
 import pickle
 import sys
 import threading
@@ -282,6 +283,25 @@ def test_what_cannot_be_pickled_in_it() -> None:
     assert type(back) is ValueError
     assert not hasattr(back, "lock")
     assert "lock" in str(journey(ValueError(threading.Lock())))
+
+
+def test_lines_that_only_the_caller_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a notebook's cell."""
+    source = "def deeper():\n    raise ValueError('text')\n\ndef step():\n    deeper()\n"
+    space: dict[str, Any] = {}
+    exec(compile(source, "<cell 1>", "exec"), space)
+    with pytest.raises(ValueError, match="text") as caught:
+        space["step"]()
+    data = describe(caught.value, "w1")
+    monkeypatch.setitem(linecache.cache, "<cell 1>", (len(source), None, source.splitlines(True), "<cell 1>"))
+    told = str(rebuild(data))
+    frames = [
+        '  File "<cell 1>", line 5, in step\n    deeper()',
+        '  File "<cell 1>", line 2, in deeper\n    raise Value',
+    ]
+    assert "\n".join(frames) in told
+    assert told.count("deeper()") == 1
+    assert str(rebuild(describe(rebuild(data), "w2"))).count("deeper()") == 1
 
 
 def test_causes_are_told() -> None:

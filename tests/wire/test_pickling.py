@@ -454,6 +454,15 @@ def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
     assert isinstance(caught.value.__cause__, TypeError)
 
 
+def test_what_a_function_of_the_main_program_uses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a name, which leads nowhere in another program."""
+    program: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}
+    exec("def use():\n    return lock", program)
+    monkeypatch.setattr(sys.modules["__main__"], "use", program["use"], raising=False)
+    with pytest.raises(errors.CannotEncode, match=r"the variable `lock` that the function `use` uses \(_thread.lock\)"):
+        encode((program["use"], (), {}), False)
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("gone_module")
     exec("class Thing: pass", module.__dict__)

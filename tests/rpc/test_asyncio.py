@@ -1,0 +1,295 @@
+"""Calls that asyncio awaits: on any loop, in any thread; how they are cancelled, and what a loop that ends leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import importlib
+import operator
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad.autograd as autograd
+import telegrad.rpc as rpc
+from telegrad.errors import CallCancelled, CallTimeout, GroupError
+from telegrad.rpc import rpc_async
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("here")
+
+opened = threading.Event()  # what `hold` waits for
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def closed(five: list[Worker]) -> Iterator[None]:
+    opened.clear()
+    yield
+    opened.set()
+    until = time.monotonic() + PATIENCE
+    while not all(worker.agent.idle for worker in five):
+        assert time.monotonic() < until, "something goes on"
+        time.sleep(0.01)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """`asyncio.run`, and that of another loop where it is installed."""
+    if request.param == "asyncio":
+        return asyncio.run
+    return pytest.importorskip("uvloop").run
+
+
+# What is called
+
+
+def hold(value: int = 0) -> int:
+    """As long as it is wanted, or until it is opened."""
+    while not rpc.cancelled() and not opened.wait(0.005):
+        pass
+    return value
+
+
+def fail(text: str) -> None:
+    raise KeyError(text)
+
+
+def give_up() -> None:
+    """A call is cancelled here by whoever made it."""
+    future = rpc_async("w2", hold)
+    future.cancel()
+    future.wait()
+
+
+async def await_one_given_up() -> None:
+    future = rpc_async("w2", hold)
+    asyncio.get_running_loop().call_later(0.01, future.cancel)
+    await future
+
+
+def count(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, n: int) -> int:
+        self.value += n
+        return self.value
+
+
+# Values and errors
+
+
+def test_whatever_gives_a_future_can_be_awaited(run: Run) -> None:
+    async def use() -> None:
+        counter = rpc.remote("w1", Counter)
+        await counter.future()
+        assert await counter.rpc_async().add(2) == 2
+        assert await rpc_async("w1", abs, (-1,)).then(lambda done: done.value() + 1) == 2
+        assert [item async for item in rpc.rpc_stream("w1", count, (3,))] == [0, 1, 2]
+        group = rpc.group(["w1", "w2"])
+        assert await group.rpc_async(abs, (-1,)) == [1, 1]
+        assert await group.rpc_async(abs, (-1,), reduce=operator.add) == 2
+        assert await group.map(abs, range(-3, 0)) == [3, 2, 1]
+        counters = group.remote(Counter)
+        await counters.future()
+        assert await counters.rpc_async().add(1) == [1, 1]
+        assert await counters.map("add", [1, 2]) == [2, 3]
+        with autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            loss = (await rpc_async("w1", torch.mul, (x, 3))).sum()
+            await autograd.backward_async(context_id, loss)
+            assert autograd.get_gradients(context_id)[x].tolist() == [3, 3]
+
+    run(use())
+
+
+def test_a_thousand_at_once(run: Run) -> None:
+    async def use() -> list[int]:
+        return await asyncio.gather(*(rpc_async("w1", abs, (-i,)) for i in range(1000)))
+
+    assert run(use()) == [*range(1000)]
+
+
+def test_tasks_groups_and_times_of_asyncio() -> None:
+    async def use() -> None:
+        futures = [rpc_async("w1", abs, (-i,)) for i in range(5)]
+        assert sorted([await each for each in asyncio.as_completed(futures)]) == [*range(5)]
+        done, _ = await asyncio.wait([asyncio.ensure_future(each) for each in futures])
+        assert len(done) == 5
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(rpc_async("w1", hold), 0.02)
+        with pytest.raises(CallTimeout):
+            await rpc_async("w1", hold, timeout=0.05)
+        with pytest.raises(KeyError, match="On worker 'w1'"):
+            await rpc_async("w1", fail, ("text",))
+
+    asyncio.run(use())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.wait made tasks of what it was given")
+def test_what_would_hang_is_refused() -> None:
+    async def use() -> None:
+        await asyncio.wait([rpc_async("w1", abs, (-1,))])
+
+    with pytest.raises(TypeError, match=r"asyncio\.ensure_future\(future\)"):
+        asyncio.run(use())
+
+
+def test_one_future_on_the_loops_of_several_threads(run: Run) -> None:
+    future = rpc_async("w1", hold, (7,))
+
+    async def use() -> Any:
+        return await future
+
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(run(use()))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    opened.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert found == [7, 7, 7]
+
+
+def test_context_variables_stay_those_of_the_task() -> None:
+    own: contextvars.ContextVar[int] = contextvars.ContextVar("own")
+
+    async def one(i: int) -> bool:
+        own.set(i)
+        return await rpc_async("w1", abs, (-i,)) == own.get()
+
+    async def use() -> list[bool]:
+        return await asyncio.gather(*map(one, range(100)))
+
+    assert all(asyncio.run(use()))
+
+
+# Cancelling
+
+
+async def _awaited(future: Any) -> Any:
+    return await future
+
+
+@pytest.mark.parametrize("begin", [lambda: rpc_async("w1", hold), lambda: rpc.group(["w1", "w2"]).rpc_async(hold)])
+def test_a_task_and_its_call_are_cancelled_together(run: Run, begin: Callable[[], Any]) -> None:
+    async def use() -> None:
+        future = begin()
+        task = asyncio.create_task(_awaited(future))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert future.done()
+
+        future = begin()
+        tasks = [asyncio.create_task(_awaited(future)) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        assert future.cancel()
+        await asyncio.wait(tasks)
+        assert [task.cancelled() for task in tasks] == [True, True]
+        with pytest.raises(asyncio.CancelledError):
+            await future
+        with pytest.raises((CallCancelled, GroupError)) as caught:  # as those who wait in threads see it
+            await future
+        assert caught.value.__class__.__name__ in {"CallCancelled", "GroupError"}
+        assert (caught.value.__cause__ is not None) == isinstance(caught.value, GroupError)
+
+    run(use())
+
+
+def test_a_group_of_tasks_outlives_one_whose_call_is_cancelled() -> None:
+    group_of_tasks: Any = getattr(asyncio, "TaskGroup", None)
+    if group_of_tasks is None:
+        pytest.skip("it came with Python 3.11")
+
+    async def use() -> list[Any]:
+        future = rpc_async("w1", hold)
+        async with group_of_tasks() as tasks:
+            made = [tasks.create_task(_awaited(future)), tasks.create_task(_awaited(rpc_async("w2", hold, (3,))))]
+            await asyncio.sleep(0.02)
+            future.cancel()
+            opened.set()
+        return [task.cancelled() or task.result() for task in made]
+
+    assert asyncio.run(use()) == [True, 3]
+
+
+@pytest.mark.parametrize("function", [give_up, await_one_given_up])
+def test_what_others_have_cancelled_is_an_error(function: Callable[[], Any]) -> None:
+    async def use() -> None:
+        task = asyncio.create_task(_awaited(rpc_async("w1", function)))
+        await asyncio.wait([task])
+        assert not task.cancelled()
+        error = task.exception()
+        assert isinstance(error, CallCancelled)
+        assert not isinstance(error, asyncio.CancelledError)
+        assert "On worker 'w1'" in str(error)
+
+    asyncio.run(use())
+
+
+def test_what_is_shielded_goes_on() -> None:
+    async def use() -> int:
+        future = rpc_async("w1", hold, (4,))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(future), 0.02)
+        opened.set()
+        return await future
+
+    assert asyncio.run(use()) == 4
+
+
+# Loops that end
+
+
+def test_the_end_of_a_run_cancels_what_its_tasks_await(run: Run) -> None:
+    future = rpc_async("w1", hold)
+    tasks = []
+
+    async def use() -> None:
+        tasks.append(asyncio.create_task(_awaited(future)))
+        await asyncio.sleep(0.02)
+
+    run(use())
+    assert future.done()
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_loop_that_is_closed_before_the_answer_harms_nobody(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    loop = (importlib.import_module(kind) if kind == "asyncio" else pytest.importorskip(kind)).new_event_loop()
+    one = rpc_async("w1", hold, (1,))
+    several = rpc.group(["w1", "w2"]).rpc_async(hold, (2,))
+
+    async def as_they_come() -> None:
+        async for _ in several.as_completed():
+            pass
+
+    async def begin() -> None:
+        tasks.append(asyncio.ensure_future(_awaited(one)))
+        tasks.append(asyncio.ensure_future(as_they_come()))
+        await asyncio.sleep(0.02)
+
+    tasks: list[asyncio.Future[Any]] = []
+    loop.run_until_complete(begin())
+    loop.close()
+    opened.set()
+    assert one.wait() == 1
+    assert several.wait() == [2, 2]
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):
+            task.get_coro().close()  # type: ignore[attr-defined]
+    assert "callback" not in capfd.readouterr().err

@@ -1,0 +1,107 @@
+"""Workers of a notebook, in a real kernel: its page, cells that are changed, interrupts, and the end of the kernel."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster import PATIENCE
+from tests.test_local import is_running
+
+pytest.importorskip("ipykernel")
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "notebook.md"
+BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.DOTALL)
+SHOWN = re.compile(r"^print\(.*\)  # (.+)$", re.MULTILINE)
+
+pytestmark = pytest.mark.timeout(8 * PATIENCE)
+
+
+class Notebook:
+    """A kernel, which is given cells one after the other."""
+
+    def __init__(self) -> None:
+        self._book = nbformat.v4.new_notebook()
+        resources = {"metadata": {"path": str(ROOT)}}
+        self._client = nbclient.NotebookClient(self._book, timeout=4 * PATIENCE, allow_errors=True, resources=resources)
+        self._kernel = self._client.setup_kernel()
+        self._kernel.__enter__()
+        self.pid = int(self.run("import os; print(os.getpid())"))
+
+    def run(self, source: str) -> str:
+        """What the cell prints and shows; of an error, its text."""
+        cell = nbformat.v4.new_code_cell(source)
+        self._book.cells.append(cell)
+        self._client.execute_cell(cell, len(self._book.cells) - 1)
+        return "".join(map(_text, cell.outputs))
+
+    def interrupt(self, source: str) -> tuple[str, float]:
+        """What it says where it is interrupted a second after it has begun, and for how long it goes on then."""
+        timer = threading.Timer(1.0, lambda: os.killpg(self.pid, signal.SIGINT))
+        timer.start()
+        begun = time.monotonic()
+        said = self.run(source)
+        timer.join()
+        return said, time.monotonic() - begun - 1.0
+
+    def end(self) -> None:
+        self._kernel.__exit__(None, None, None)
+
+
+def _text(output: Any) -> str:
+    if output.output_type == "error":
+        return f"{output.ename}: {output.evalue}"
+    return output.text if output.output_type == "stream" else output.data["text/plain"]
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    made = Notebook()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def test_the_page_and_what_users_do_besides(notebook: Notebook) -> None:
+    said = ""
+    for kind, text in BLOCK.findall(PAGE.read_text()):
+        if kind == "python" and text != "group.shutdown()\n":
+            said = notebook.run(text)
+        elif kind == "text":
+            assert all(line in said.splitlines() for line in text.splitlines() if "/tmp/" not in line), said
+        for shown in SHOWN.findall(text):
+            assert shown in said.splitlines(), said
+
+    assert "AlreadyInitialized" in notebook.run("telegrad.local(2)")
+    notebook.run("import time, threading; lock = threading.Lock()")
+    assert "the variable `lock`" in notebook.run("rpc.rpc_sync('worker0', lambda: lock)")
+
+    for source, error in [
+        ("rpc.rpc_sync('worker0', time.sleep, (20,))", "KeyboardInterrupt"),
+        ("future = rpc.rpc_async('worker0', time.sleep, (20,)); future.wait()", "KeyboardInterrupt"),
+        ("await rpc.rpc_async('worker0', time.sleep, (20,))", "CancelledError"),
+    ]:
+        said, took = notebook.interrupt(source)
+        assert error in said
+        assert took < 10, source
+        assert notebook.run("print(rpc.rpc_sync('worker0', abs, (-1,)))") == "1\n"
+    assert notebook.run("print(future.done(), future.cancel())") == "False True\n"
+
+    pids = notebook.run("print(*rpc.group(['worker0', 'worker1']).rpc_sync(os.getpid))")
+    notebook.end()
+    limit = time.monotonic() + PATIENCE
+    while any(is_running(int(pid)) for pid in pids.split()):
+        assert time.monotonic() < limit, "workers outlive their kernel"
+        time.sleep(0.1)
