@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo test tests package lint nightly chaos bench bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
 	$(BIN)/python examples/pipeline.py
 
-test: lint
+test: lint tests
+
+tests: $(INSTALLED)
 	$(BIN)/pytest -m "not nightly and not cuda"
 
 nightly: lint
@@ -50,6 +52,11 @@ coverage: $(INSTALLED)
 	-$(BIN)/coverage run -m pytest -m "not nightly and not cuda" --timeout 300
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
+
+# What is published, into dist/: the same bytes twice, and the wheel is tried where there is nothing else.
+package: $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[release]'
+	$(BIN)/python -m tests.packaging
 
 $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(PYTHON) -m venv $(VENV)
