@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test tests package lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo test tests portable package lint nightly chaos bench bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
@@ -27,6 +27,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 60
@@ -53,6 +54,10 @@ coverage: $(INSTALLED)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
 
+# What needs nothing of Linux or macOS: no fork, no Unix sockets.
+portable: $(INSTALLED)
+	$(BIN)/pytest -m "not nightly and not cuda" tests/windows tests/sim tests/wire tests/transport tests/rref
+
 # What is published, into dist/: the same bytes twice, and the wheel is tried where there is nothing else.
 package: $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[release]'
@@ -75,4 +80,4 @@ $(PEERS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* build dist *.egg-info

@@ -60,7 +60,7 @@ def lowest() -> list[str]:
     extras = PROJECT["optional-dependencies"]
     also = [each for extra in brought(extras["dev"]) for each in extras[extra]]
     wanted = [*PROJECT["dependencies"], *extras["dev"], *also]
-    found = [re.match(r"([\w-]+)>=([\d.]+)", each) for each in wanted]
+    found = [re.match(r"([\w.-]+)(?:\[.*?\])?>=([\d.]+)", each) for each in wanted]
     return [f"{each[1]}=={each[2]}" for each in found if each]
 
 
@@ -68,6 +68,13 @@ def brought(wanted: Iterable[str]) -> list[str]:
     """The other extras of this project among them."""
     own = [re.match(r"telegrad\[(.*)\]", each) for each in wanted]
     return [extra for each in own if each for extra in each[1].split(",")]
+
+
+@nox.session(python=PYTHONS)
+def portable(session: nox.Session) -> None:
+    """The tests that need nothing of Linux or macOS."""
+    install(session, [line for line in pinned() if not line.startswith("torch==")])
+    make(session, "portable")
 
 
 def session_of(target: str) -> None:

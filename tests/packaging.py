@@ -19,7 +19,7 @@ from telegrad.version import VERSION
 
 ROOT = pathlib.Path(__file__).parent.parent
 DIST = ROOT / "dist"
-PARTS_LIST = ROOT / "build" / f"telegrad-{VERSION}.cdx.json"
+PARTS_LIST = ROOT / "build" / "sbom.cdx.json"
 
 
 def main() -> None:
