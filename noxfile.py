@@ -15,7 +15,7 @@ import nox
 ROOT = pathlib.Path(__file__).parent
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 OLDEST, NEWEST = "oldest", "newest"
-TARGETS = ["lint", "docs", "conformance", "package", "nightly", "chaos"]
+TARGETS = ["lint", "docs", "docs-links", "conformance", "package", "nightly", "chaos"]
 
 nox.options.sessions = ["lint"]
 nox.options.default_venv_backend = "venv"
@@ -46,8 +46,11 @@ def install(session: nox.Session, constraints: Iterable[str]) -> None:
 
 
 def make(session: nox.Session, target: str) -> None:
-    """Not into the Makefile's own environment."""
-    session.run("make", target, f"BIN={pathlib.Path(session.bin).as_posix()}", "INSTALLED=", external=True)
+    """With the session's environment in the place of the Makefile's own."""
+    place = pathlib.Path(session.virtualenv.location)
+    (place / ".installed").touch()  # so it is taken as it is
+    programs = pathlib.Path(session.bin).as_posix()
+    session.run("make", target, f"VENV={place.as_posix()}", f"BIN={programs}", external=True)
 
 
 def pinned() -> list[str]:
