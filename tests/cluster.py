@@ -140,7 +140,8 @@ def context() -> Any:
     global _context
     with _context_lock:
         if _context is None:
-            _context = mp.get_context("forkserver")
+            forked = "forkserver" in mp.get_all_start_methods()
+            _context = mp.get_context("forkserver" if forked else "spawn")
             _context.set_forkserver_preload(["tests.warm"])
         return _context
 
