@@ -5,15 +5,15 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test tests portable package lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo test test-only portable package lint nightly chaos bench bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
 	$(BIN)/python examples/pipeline.py
 
-test: lint tests
+test: lint test-only
 
-tests: $(INSTALLED)
+test-only: $(INSTALLED)
 	$(BIN)/pytest -m "not nightly and not cuda" -n 2 --dist loadfile
 
 nightly: lint

@@ -28,14 +28,14 @@ def tests(session: nox.Session, torch: str) -> None:
     """All tests but the nightly ones, with the oldest torch that is promised and with the newest there is."""
     pins = [line for line in pinned() if not line.startswith("torch==")]
     install(session, pins + [line for line in lowest() if torch == OLDEST and line.startswith("torch==")])
-    make(session, "tests")
+    make(session, "test-only")
 
 
 @nox.session(python=PYTHONS[0])
 def floor(session: nox.Session) -> None:
     """The same tests with the lowest version of each dependency that pyproject.toml allows."""
     install(session, lowest())
-    make(session, "tests")
+    make(session, "test-only")
 
 
 def install(session: nox.Session, constraints: Iterable[str]) -> None:
