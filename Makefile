@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint nightly chaos bench bench-programs bench-peers conformance coverage clean
+.PHONY: demo test test-only portable package lint nightly chaos bench bench-programs bench-peers conformance coverage clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/first_calls.py
 	$(BIN)/python examples/pipeline.py
 
-test: lint
+test: lint test-only
+
+test-only: $(INSTALLED)
 	$(BIN)/pytest -m "not nightly and not cuda" -n 2 --dist loadfile
 
 nightly: lint
@@ -27,6 +29,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 60
@@ -65,6 +68,16 @@ coverage: $(INSTALLED)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
 
+# What needs nothing of Linux or macOS: no fork, no Unix sockets.
+portable: $(INSTALLED)
+	$(BIN)/pytest -m "not nightly and not cuda" tests/windows tests/sim tests/wire tests/transport tests/rref \
+		tests/autograd/test_backward.py tests/rpc/test_streams.py
+
+# What is published, into dist/: the same bytes twice, and the wheel is tried where there is nothing else.
+package: $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[release]'
+	$(BIN)/python -m tests.packaging
+
 $(INSTALLED): pyproject.toml constraints.txt telegrad/version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -82,4 +95,4 @@ $(PEERS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* build dist *.egg-info

@@ -34,6 +34,10 @@ def main() -> None:
         _let_operators_sleep()
         sys.exit(worker.main(arguments[1:]))
     elif first == "run":
+        if not hasattr(os, "killpg"):
+            sys.exit(
+                "telegrad run: it runs on Linux and macOS; here start workers by telegrad.local, or telegrad worker"
+            )
         from telegrad.supervision import command as run
 
         _let_operators_sleep()

@@ -69,16 +69,15 @@ class LocalGroup:
     def _join(self, listener: socket.socket, rpc_timeout: float) -> None:
         """While the workers start, since to import torch takes this process as long."""
         with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
-            import torch.distributed as dist
-
             from telegrad import rpc
             from telegrad.group.rendezvous import call_off
             from telegrad.group.stores import Meeting
+            from telegrad.group.tcp import tcp_store
             from telegrad.rpc.life import enter_group
 
         port = listener.getsockname()[1]
-        served = os.dup(listener.fileno())  # the store closes it
-        store = dist.TCPStore(
+        served = listener.dup().detach()  # the store closes it
+        store = tcp_store(
             HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=served, multi_tenant=False
         )
         with self._lock:

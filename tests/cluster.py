@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
-import signal
 import socket
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
+KILL = 9  # as Windows has no name for it
 GRACE = 1.0  # seconds for a process to write down what it has covered, where that is measured
 
 
@@ -102,7 +102,7 @@ class Process:
         self.begin(function, *args)
         return self.end(patience)
 
-    def kill(self, how: int = signal.SIGKILL) -> None:
+    def kill(self, how: int = KILL) -> None:
         os.kill(self.pid, how)
 
     def join(self, patience: float = PATIENCE) -> int | None:
@@ -140,7 +140,8 @@ def context() -> Any:
     global _context
     with _context_lock:
         if _context is None:
-            _context = mp.get_context("forkserver")
+            forked = "forkserver" in mp.get_all_start_methods()
+            _context = mp.get_context("forkserver" if forked else "spawn")
             _context.set_forkserver_preload(["tests.warm"])
         return _context
 

@@ -40,6 +40,28 @@ def test_the_changelog_has_this_version() -> None:
     assert f"## {telegrad.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {telegrad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_news_have_names_that_a_release_takes_in() -> None:
+    kinds = "|".join(re.findall(r'{ directory = "(\w+)"', (ROOT / "pyproject.toml").read_text()))
+    names = {path.name for path in (ROOT / "news").iterdir()} - {"README.md"}
+    assert [name for name in names if not re.fullmatch(rf"\+[a-z0-9-]+\.({kinds})\.md", name)] == []
+
+
+def test_workflows_run_sessions_that_there_are_and_these_run_targets_that_there_are() -> None:
+    matrix, makefile = (ROOT / "noxfile.py").read_text(), (ROOT / "Makefile").read_text()
+    targets = re.findall(r'"([\w-]+)"', re.search(r"TARGETS = \[(.*)\]", matrix).group(1))
+    sessions = {*re.findall(r"^def (\w+)\(session: nox.Session", matrix, re.MULTILINE), *targets}
+    workflows = "".join(path.read_text() for path in ROOT.glob(".github/workflows/*.yml"))
+    wanted = set(re.findall(r"^ +session: ([a-z-]+[a-z])", workflows, re.MULTILINE))
+    assert wanted
+    assert wanted <= sessions
+    run = {*targets, *re.findall(r'make\(session, "([\w-]+)"\)', matrix)}
+    assert run <= {*re.findall(r"^([\w-]+):", makefile, re.MULTILINE)}
+
+
 def test_the_parts_are_imported_when_they_are_used() -> None:
     program = """
 import sys, telegrad

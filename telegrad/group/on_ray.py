@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from time import monotonic, sleep
 from typing import Any
 
-import torch.distributed as dist
-
 from telegrad.errors import StoreUnreachable
 from telegrad.group.address import answers
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.stores import LONGEST, Meeting, join_store
+from telegrad.group.tcp import tcp_store
 
 NAMESPACE = "telegrad"  # of the actors' names, which have the job's number in them
 IDLE = 60.0  # seconds without workers until the store ends
@@ -66,7 +65,7 @@ class Keeper:
     def __init__(self, name: str) -> None:
         ray: Any = sys.modules["ray"]
         self._host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._store = tcp_store(self._host, 0, is_master=True, wait_for_workers=False)
         self._needed = monotonic()  # the last time that it was; no lock: a float is loaded and stored as a whole
         end = lambda: ray.kill(ray.get_actor(name, NAMESPACE))  # noqa: E731 - of itself, which Ray takes for no failure
         threading.Thread(target=self._watch, args=(end,), name="telegrad-keeper", daemon=True).start()

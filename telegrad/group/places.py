@@ -19,7 +19,7 @@ from telegrad.group.address import check_resolves, spelled
 Spot = tuple[str, int]  # host and port
 
 SOCKETS = "/proc/net/unix"
-HAS_NAMES = sys.platform == "linux"  # sockets with names that are on no file system
+HAS_NAMES = hasattr(socket, "AF_UNIX") and sys.platform == "linux"  # sockets with names that are on no file system
 
 
 def spots(url: SplitResult) -> tuple[Spot, ...]:
@@ -108,6 +108,8 @@ def stay_at(place: Spot, incarnation: str) -> socket.socket | None:
 
 def somebody_stays_at(place: Spot) -> bool:
     """Whether members of a dynamic group are on this host, which is at that place."""
+    if not HAS_NAMES:
+        return False
     wanted = f"@{_name(place)}"
     with contextlib.suppress(OSError):
         for _ in range(2):  # the kernel may leave one out where others close theirs meanwhile

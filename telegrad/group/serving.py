@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from typing import Any
 
-import torch.distributed as dist
-
 from telegrad.errors import RendezvousError, StoreUnreachable
 from telegrad.group.stores import DYNAMIC, OPEN, SERVED, SETTLING, Board, serve, short
+from telegrad.group.tcp import tcp_store
 
 
 def serve_anew(host: str, port: int) -> tuple[Any, int]:
@@ -28,12 +26,12 @@ def serve_anew(host: str, port: int) -> tuple[Any, int]:
     try:
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
             port = listener.getsockname()[1]
-            store = dist.TCPStore(
+            store = tcp_store(
                 host,
                 port,
                 is_master=True,
                 wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),  # the store closes it
+                master_listen_fd=listener.dup().detach(),  # the store closes it
                 multi_tenant=False,
             )
         store.set(SERVED, SETTLING)

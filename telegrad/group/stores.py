@@ -28,6 +28,7 @@ from telegrad.group.address import await_name, spelled
 from telegrad.group.asking import AskedAside
 from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, spots
 from telegrad.group.supervised import is_kept
+from telegrad.group.tcp import tcp_store
 from telegrad.progress import Wait, attended
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
@@ -255,10 +256,10 @@ def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[An
 def serve(host: str, port: int, mark: str = OPEN) -> Any:
     try:
         # Many tenants: a process that serves this port already, for `torch.distributed` or an earlier group, shares it.
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        store = tcp_store(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
         store.set(SERVED, mark)
     except RuntimeError as error:
-        if "EADDRINUSE" in str(error) or "in use" in str(error):
+        if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is its number on Windows
             raise StorePortTaken(
                 f"port {port}, where this worker should serve the store, is in use by another program "
                 f"(`ss -ltnp sport = :{port}` shows which): choose another MASTER_PORT, or port in init_method, "
@@ -332,7 +333,7 @@ def _meet(host: str, port: int, patience: float) -> Any:
     def meet() -> None:
         allowed = datetime.timedelta(seconds=patience)
         try:
-            found.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=allowed))
+            found.append(tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=allowed))
         except RuntimeError as error:
             found.append(error)
 

@@ -21,6 +21,7 @@ from telegrad.errors import UsageError
 from telegrad.insight.files import Written
 from telegrad.insight.source import Source
 from telegrad.insight.sources import HostGroup, groups_here
+from telegrad.witness.desk import HAS_DESKS
 
 NONE_HERE = 2  # an exit code: nobody, or nothing, to look at
 
@@ -158,9 +159,9 @@ def _listed(groups: Mapping[str, HostGroup]) -> str:
 
 
 def _nobody() -> int:
-    print(
-        "no worker of yours runs on this host, as far as can be seen: ask where one does, as the same user and in the "
-        "same container",
-        file=sys.stderr,
-    )
+    if HAS_DESKS:
+        why = "ask where one does, as the same user and in the same container"
+    else:
+        why = "workers can be asked from outside on Linux only; from inside of a group, telegrad.insight does"
+    print(f"no worker of yours runs on this host, as far as can be seen: {why}", file=sys.stderr)
     return NONE_HERE

@@ -43,11 +43,10 @@ def main(arguments: list[str]) -> None:
 
 def _serve(host: str, port: str, listener: str) -> None:
     try:
-        import torch.distributed as dist
-
         from telegrad.group.stores import OPEN, SERVED
+        from telegrad.group.tcp import tcp_store
 
-        store = dist.TCPStore(
+        store = tcp_store(
             host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(listener), multi_tenant=False
         )
         store.set(SERVED, OPEN)

@@ -31,6 +31,8 @@ class Source(Protocol):
 class _Epoll:
     """As `selectors.EpollSelector`, whose books take longer than the kernel does."""
 
+    sees_changes = True  # that are made while a thread sleeps in it
+
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._sources: dict[int, tuple[int, Any]] = {}
@@ -64,8 +66,15 @@ class _Epoll:
 class _Selector(selectors.DefaultSelector):
     """Every other platform's way."""
 
+    sees_changes = hasattr(select, "kqueue")
+
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        return [(key.data, events) for key, events in super().select(timeout)]
+        try:
+            return [(key.data, events) for key, events in super().select(timeout)]
+        except OSError:
+            if not self.get_map():  # this was closed
+                raise
+            return []  # a descriptor was forgotten and closed meanwhile
 
 
 if hasattr(select, "epoll"):
@@ -105,6 +114,8 @@ class Poller:
                 self._interest[source] = fd, wanted
             else:
                 del self._interest[source]
+            if not self._selector.sees_changes:
+                self.wake()
 
     def reads(self, source: Source) -> bool:
         """Whether it is waited for that this source can be read."""

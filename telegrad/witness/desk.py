@@ -13,14 +13,15 @@ import logging
 import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from telegrad.transport.sockets import HAS_UNIX
+
 ACCOUNT, GROUP, EVENTS, GROUP_EVENTS, DUMP = "account", "group", "events", "group events", "dump"  # topics
 PREFIX = "telegrad-desk"
-HAS_DESKS = sys.platform == "linux"
+HAS_DESKS = HAS_UNIX
 PATIENCE = 2.0  # seconds for a question to come whole, and for its answer to be taken
 LONGEST = 1 << 16  # bytes of a question
 
@@ -96,6 +97,8 @@ class Desk:
 
 def places() -> list[Place]:
     """The desks of this user's workers on this host; root's question is answered by those of all."""
+    if not HAS_DESKS:
+        return []
     found = []
     whose = f"@{PREFIX}/" if os.getuid() == 0 else f"@{PREFIX}/{os.getuid()}/"
     with contextlib.suppress(OSError), open("/proc/net/unix") as file:
