@@ -44,7 +44,7 @@ class Crowd:
             with contextlib.suppress(errors.UnknownWorker):
                 while True:
                     with contextlib.suppress(errors.PeerError):
-                        other.agent.call(lost.me.identity, operator.add, (1, 1), None)
+                        other.agent.call(name, operator.add, (1, 1), None)
 
     def on(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """What a function gives on a thread of that worker."""
