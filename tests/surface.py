@@ -259,7 +259,7 @@ def _is_public(name: str) -> bool:
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
     """Those of a module, and those that stand under an `if`."""
     for node in tree.body:
-        yield from node.body if isinstance(node, ast.If) else [node]
+        yield from node.body if isinstance(node, ast.If | ast.With) else [node]
 
 
 def _targets(node: ast.stmt) -> list[str]:

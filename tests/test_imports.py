@@ -15,7 +15,7 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
-    {"errors", "version", "instruments"},
+    {"errors", "version", "instruments", "importing"},
     {"hints", "threads", "contracts", "processes", "progress"},
     {"wire"},
     {"devices"},
@@ -120,7 +120,7 @@ def imported(source: str) -> set[str]:
 
 def hands_on(source: str) -> bool:
     """Whether a file does nothing but give the names of others."""
-    return all(isinstance(node, ast.ImportFrom | ast.Assign | ast.Expr) for node in ast.parse(source).body)
+    return all(isinstance(node, ast.ImportFrom | ast.With | ast.Assign | ast.Expr) for node in ast.parse(source).body)
 
 
 def leads_to(name: str) -> set[str]:
