@@ -276,6 +276,7 @@ def test_what_waits_for_a_slot_never_begins() -> None:
         running = a.agent.call_async("w1", hold, ("first",), None)
         story.wait_for("first begins")
         futures = [a.agent.call_async("w1", hold, (name,), None) for name in ("second", "third")]
+        wait_until_there(b, 3)  # else the second would not even be sent
         futures[0].cancel()
         wait_until_told(b)
         story.gate.set()
@@ -565,13 +566,25 @@ def keep_reference(reference: RRef[Any]) -> None:
     kept_references.append(reference)
 
 
+def wait_until_there(worker: Worker, calls: int) -> None:
+    """Until it has so many."""
+    until = time.monotonic() + PATIENCE
+    while len(calls_of(worker)) < calls:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def wait_until_told(worker: Worker, calls: int = 1) -> None:
     """That so many of those that it has are not wanted."""
     until = time.monotonic() + PATIENCE
-    callers = [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
-    while sum(call.cancelled for caller in callers for call in [*caller.calls.values()]) < calls:
+    while sum(call.cancelled for call in calls_of(worker)) < calls:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def calls_of(worker: Worker) -> list[Any]:
+    callers = [link._on_messages.args[0] for link in worker.agent._connections._accepted]  # type: ignore[attr-defined]
+    return [call for caller in callers for call in [*caller.calls.values()]]
 
 
 def wait_until_idle(worker: Worker) -> None:

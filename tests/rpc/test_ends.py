@@ -158,6 +158,7 @@ def test_who_leaves_in_order_is_not_missed_and_nothing_is_said() -> None:
 
 def test_who_leaves_early_is_missed() -> None:
     with group(2) as made:
+        made[1].run(rpc.rpc_sync, "worker0", int)  # else it may be about to connect as that one leaves
         made[1].begin(outcome, lambda: rpc.shutdown(require=True))
         made[0].run(leave_early)
         kind, text = made[1].end()
