@@ -12,8 +12,8 @@ import time
 import pytest
 
 import telegrad
+from telegrad.group.board import Board
 from telegrad.group.generations import BOARD, Ground, running_at
-from telegrad.group.stores import Board
 from tests.cluster import PATIENCE
 
 ROOT = pathlib.Path(__file__).parent.parent

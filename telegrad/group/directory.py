@@ -19,9 +19,9 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from telegrad.group.board import DYNAMIC, Board
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import OPENED, first_of
-from telegrad.group.stores import DYNAMIC, Board
 from telegrad.group.succession import Seat
 
 LEFT, LOST = "left", "lost"

@@ -15,11 +15,12 @@ from time import monotonic
 from typing import Any
 
 from telegrad.errors import RendezvousError, StoreLost
+from telegrad.group.board import Board
 from telegrad.group.directory import LEFT, LOST, Directory
 from telegrad.group.members import Member, listed, unknown
 from telegrad.group.places import Spot, is_here, stay_at
 from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, taken
-from telegrad.group.stores import Board, Place
+from telegrad.group.stores import Place
 from telegrad.group.succession import Seat
 
 MOST_RANKS = 1 << 16
@@ -197,6 +198,8 @@ class DynamicGroup:
         """Go over to another; whoever asks at those that this member has served is led there."""
         self.awaited = self.known
         last, served = self.directory, self.serves
+        if store != self.store:
+            self._ends = 0  # all that were counted there are news to whoever comes over
         with self._moving:
             self.directory = directory
             self.serves, self.store = serves, store
@@ -236,10 +239,6 @@ class DynamicGroup:
         ends = self.directory.board.count("ends", 0)
         before, self._ends = self._ends, ends
         return ends > before
-
-    def forget_ends(self) -> None:
-        """In a store that is new here."""
-        self._ends = self.directory.board.count("ends", 0)
 
     def server_leaves(self) -> bool:
         """Whether who serves the store is leaving in order; it waits for this to be seen."""

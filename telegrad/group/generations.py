@@ -24,11 +24,12 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, StoreLost, TelegradError, WorkerTaken
+from telegrad.group.board import Board
 from telegrad.group.members import Member
 from telegrad.group.places import is_here
 from telegrad.group.quorum import Arrival, Before, Limits, Quorum, Verdict, members_of
 from telegrad.group.rendezvous import LINGER, OPENED, VOID, agree, first_of
-from telegrad.group.stores import Board, Meeting, open_store
+from telegrad.group.stores import Meeting, open_store
 from telegrad.progress import Wait
 
 LAST_CALL = 3.0  # seconds without anybody new after which a first generation is complete that has enough
@@ -82,6 +83,7 @@ class Ground:
             meeting = self._meeting
             if meeting is None:
                 meeting = self._meeting = open_store(self._init_method, -1, None, timeout)
+                meeting.open_up()
                 self.is_here = meeting.host is not None and meeting.port is not None and is_here(meeting.host)
             return meeting
 

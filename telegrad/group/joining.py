@@ -53,8 +53,11 @@ def _join_dynamic(meeting: Meeting, me: Member, key: bytes | None, timeout: floa
         try:
             if lives_at(meeting.store, is_alive) or fixed_group_lives(meeting.store, is_alive):
                 raise mixed(me)
-            return Joined(*_of(group, me, key))
+            joined = Joined(*_of(group, me, key))
+            meeting.open_up()
+            return joined
         except Moved as moved:
+            meeting.open_up()  # it may be of this process, and tells others, too, where to go
             group.leave()
             meeting = _followed(meeting, moved, until - monotonic())
         except StoreLost:

@@ -31,8 +31,8 @@ from telegrad.errors import (
     WorkerTaken,
 )
 from telegrad.group.attendance import Attendance
+from telegrad.group.board import OVER, SERVED, Board
 from telegrad.group.members import Member, Members, named
-from telegrad.group.stores import OVER, SERVED, Board
 from telegrad.progress import Times, Wait
 
 LINGER = 2.0  # seconds that the store's server waits for the others to go first

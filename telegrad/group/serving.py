@@ -7,7 +7,8 @@ import socket
 from typing import Any
 
 from telegrad.errors import RendezvousError, StoreUnreachable
-from telegrad.group.stores import DYNAMIC, OPEN, SERVED, SETTLING, Board, serve, short
+from telegrad.group.board import DYNAMIC, OPEN, SERVED, SETTLING, Board, short
+from telegrad.group.stores import serve
 from telegrad.group.tcp import tcp_store
 
 

@@ -2,10 +2,11 @@
 
 The worker of rank 0 serves a store over TCP, and takes it away as soon as a group of fixed size has formed. A worker
 that is back at once, for the next group, may still find the old server; so the server carries a mark: OPEN since it is
-served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next. One that
-takes the place of a store that was lost is SETTLING until the members of its group have listed themselves there.
+served, OVER from before anyone leaves that group. Whoever comes to a store that is OVER waits for the next.
 
-A dynamic group can have several places, on several hosts: whoever comes looks at all of them.
+A dynamic group can have several places, on several hosts: whoever comes looks at all of them. Its store is SETTLING
+until whoever serves it is listed there, so that all who come know of that worker; and one that takes the place of
+another until the members have listed themselves again.
 """
 
 from __future__ import annotations
@@ -16,16 +17,29 @@ import datetime
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
-from telegrad.errors import RendezvousError, StoreLost, StorePortTaken, StoreUnreachable, UsageError
+from telegrad.errors import RendezvousError, StorePortTaken, StoreUnreachable, UsageError
 from telegrad.group.address import await_name, spelled
-from telegrad.group.asking import AskedAside
+from telegrad.group.board import (
+    DYNAMIC,
+    GONE,
+    LONGEST_PAUSE,
+    OPEN,
+    OVER,
+    SERVED,
+    SETTLING,
+    Board,
+    looks,
+    mark_of,
+    short,
+)
 from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, spots
 from telegrad.group.supervised import is_kept
 from telegrad.group.tcp import tcp_store
@@ -34,14 +48,10 @@ from telegrad.progress import Wait, attended
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
 FAR_PROBE = 5.0  # the same, where there is time
-TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store
-GOING = 4.0  # seconds for the store of a group that is over to go
+TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store, where others may be looked at
+GOING = 4.0  # seconds for the store of a group that is over to go, and for one on a busy host to answer
 REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 RETURN = 10.0  # seconds for a store to be served anew by members who are on this host
-SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # between two looks
-SERVED, OPEN, OVER, SETTLING = "telegrad/served", "open", "over", "settling"
-DYNAMIC = "telegrad/dynamic"  # where a dynamic group keeps its directory in a store
-_ABSENT = "absent"  # no key has this value
 
 
 Place = tuple[str | None, int | None]  # the host that serves a store, and the port; unknown where it is no such store
@@ -60,6 +70,11 @@ class Meeting(NamedTuple):
     file: str = ""  # where the store is one
     places: tuple[Spot, ...] = ()  # where that of a dynamic group may be served
     coming: Any = None  # a `generations.Coming`, where the workers of an elastic group meet
+
+    def open_up(self) -> None:
+        """Whoever serves the store of a dynamic group is listed there: others can come."""
+        if self.serves and self.world_size is None:
+            Board(self.store).write(SERVED, OPEN)
 
     @property
     def place(self) -> Place:
@@ -172,7 +187,7 @@ def _tcp(places: tuple[Spot, ...], rank: int, size: int | None, timeout: float) 
         )
     ((host, port),) = places
     if rank == 0:
-        store, serves = _serve_or_share(host, port, rank, timeout)
+        store, serves = _serve_or_share((host, port), rank, timeout)
     else:
         store, serves = join_store(host, port, timeout), False
     return Meeting(store, host, rank, size, port, serves)
@@ -192,20 +207,20 @@ def open_dynamic(places: tuple[Spot, ...], rank: int, timeout: float) -> tuple[A
         if found is not None:
             return *found, False
     assert mine is not None
-    store, serves = _serve_or_share(*mine, rank, timeout)
+    store, serves = _serve_or_share(mine, rank, timeout, SETTLING)
     return store, mine, serves
 
 
 def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tuple[Any, Spot] | None:
     """The store at one of these places; None where this worker should serve it."""
     text = f"nobody serves the store at {said(places)}"
+    sites = [_Site(place) for place in places]
     with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], said(places))) as wait:
-        for left in _looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
+        for left in looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
             wait.look()
-            for place in places:
-                store = _meet(*place, max(min(left, TAKEN), PROBE)) if _listens(*place) else None
-                if store is not None and not isinstance(store, Exception) and _is_in_use(store):
-                    return store, place
+            for site in sites:
+                if _is_in_use(site.store, site.look(PROBE, min(left, TAKEN))):
+                    return site.store, site.place
             if mine is not None and not somebody_stays_at(mine):
                 return None
     if mine is not None:
@@ -215,9 +230,8 @@ def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tu
     )
 
 
-def _is_in_use(store: Any) -> bool:
+def _is_in_use(store: Any, mark: str) -> bool:
     """Whether it is open; one that somebody else keeps, who leaves no mark, is so once a group meets there."""
-    mark = _mark(store)
     with contextlib.suppress(RendezvousError):
         return mark == OPEN or (not mark and bool(Board(store, DYNAMIC).read("terms")))
     return False
@@ -225,30 +239,31 @@ def _is_in_use(store: Any) -> bool:
 
 def _settled(store: Any, host: str, port: int, timeout: float) -> Any:
     """A store without a mark that nobody has used may be one in place of another, a moment before it says so."""
-    if _mark(store) or _is_in_use(store):
+    mark = mark_of(store)
+    if mark or _is_in_use(store, mark):
         return store
     sleep(LONGEST_PAUSE)
-    return store if not _mark(store) else find_store(host, port, timeout)
+    return store if not mark_of(store) else find_store(host, port, timeout)
 
 
-def _serve_or_share(host: str, port: int, rank: int, timeout: float) -> tuple[Any, bool]:
+def _serve_or_share(place: Spot, rank: int, timeout: float, mark: str = OPEN) -> tuple[Any, bool]:
     """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
     taken: StorePortTaken | None = None
-    text = f"port {port}, where this worker should serve the store, is still in use"
-    with Wait("init_rpc", lambda: text, place=spot(host, port)) as wait:
-        for _ in _looks(monotonic() + min(GOING, timeout)):
+    rival = _Site(place)
+    text = f"port {place[1]}, where this worker should serve the store, is still in use"
+    with Wait("init_rpc", lambda: text, place=spot(*place)) as wait:
+        for left in looks(monotonic() + min(GOING, timeout)):
             wait.look()
             try:
-                return serve(host, port), True
+                return serve(*place, mark), True
             except StorePortTaken as error:
                 taken = error
-            rival = _meet(host, port, min(TAKEN, timeout))
-            mark = "" if isinstance(rival, Exception) else _mark(rival)
-            if mark in (OVER, SETTLING) or not _listens(host, port):  # it is about to be taken away, or to be open
+            found = rival.look(PROBE, min(left, TAKEN))
+            if found in (OVER, SETTLING, GONE):  # it may be about to be taken away, or to be open
                 continue
-            if isinstance(rival, Exception) or (rank == 0 and mark != OPEN):
+            if rank == 0 and found != OPEN:
                 break
-            return rival, False
+            return rival.store, False
     assert taken is not None
     raise taken
 
@@ -282,24 +297,18 @@ def find_store(
 ) -> Any:
     """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
     until = monotonic() + timeout
-    why = "it came too late"
-    for left in _looks(until):
+    site = _Site((host, port))
+    for left in looks(until):
         meanwhile()
-        if not _listens(host, port, min(left, FAR_PROBE)):  # torch would look again after half a second
-            continue
-        store = _meet(host, port, max(left, PROBE))
-        if isinstance(store, Exception):
-            why = short(store)
-            until = min(until, monotonic() + REFUSED)
-        elif lasting or (mark := _mark(store)) not in (OVER, SETTLING):
-            return store
-        else:
-            why = "there is only the store of an earlier group" if mark == OVER else "it is not open yet"
+        mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
+        if mark not in (OVER, SETTLING, GONE) or (lasting and mark != GONE):
+            return site.store
+        until = min(until, site.until)
         if monotonic() >= until:
             break
     if _listens(host, port):
         raise StoreUnreachable(
-            f"what listens at {host}:{port} is not the group's store ({why}): "
+            f"what listens at {host}:{port} is not the group's store ({site.why}): "
             "another program may have that port; choose another one on all workers"
         )
     raise StoreUnreachable(
@@ -316,6 +325,36 @@ def spot(host: str, port: int | None) -> str:
 def said(places: Sequence[Spot]) -> str:
     """Places, for people."""
     return ",".join(spot(*place) for place in places)
+
+
+class _Site:
+    """What is at a place: it is connected to once, since that may take torch seconds, and then looked at."""
+
+    def __init__(self, place: Spot) -> None:
+        self.place = place
+        self.store: Any = None
+        self.why = "it came too late"  # that it is of no use
+        self.until = inf  # when to look no more
+
+    def look(self, probe: float, patience: float) -> str:
+        """The store's mark."""
+        if self.store is None and _listens(*self.place, probe):  # else torch would look again after half a second
+            found = _meet(*self.place, max(patience, PROBE))
+            if not isinstance(found, Exception):
+                self.store = found
+            else:
+                self.why = short(found)
+                if not isinstance(found, TimeoutError):
+                    self.until = min(self.until, monotonic() + REFUSED)
+        mark = mark_of(self.store) if self.store is not None else GONE
+        if mark == GONE:
+            self.store = None
+        else:
+            self.why = "it is not open yet" if mark == SETTLING else "there is only the store of an earlier group"
+        return mark
+
+    def __repr__(self) -> str:
+        return f"<_Site at {spot(*self.place)}: {self.why if self.store is None else 'a store'}>"
 
 
 def _listens(host: str, port: int, patience: float = 0) -> bool:
@@ -335,7 +374,7 @@ def _meet(host: str, port: int, patience: float) -> Any:
         try:
             found.append(tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=allowed))
         except RuntimeError as error:
-            found.append(error)
+            found.append(TimeoutError("it does not answer") if "timed out" in str(error) else error)
 
     meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
     meeting.start()
@@ -344,104 +383,3 @@ def _meet(host: str, port: int, patience: float) -> Any:
         atexit.register(meeting.join, PROBE)  # a thread that leaves torch while the interpreter ends aborts it
         return TimeoutError("it does not answer")
     return found[0]
-
-
-def _mark(store: Any) -> str:
-    try:
-        return Board(store).read(SERVED)
-    except RendezvousError:  # it was taken away in this moment
-        return OVER
-
-
-class Board:
-    """A store that is never asked to wait: torch's own waits cannot be interrupted, and report on stderr."""
-
-    def __init__(self, store: Any, prefix: str = "", aside: bool = False) -> None:
-        """`aside`: it is served elsewhere, for long; where it is silent, that is noticed."""
-        self._prefix = prefix
-        self._closed = ""
-        self._store: Any = dist.PrefixStore(prefix, store) if prefix else store
-        if aside:
-            self._store = AskedAside(self._store)
-
-    def close(self, why: str = "this worker has left the group") -> None:
-        """Let go of the store: what this process serves goes, too; `why` is what those hear who ask it."""
-        self._closed = why
-        store, self._store = self._store, None
-        if isinstance(store, AskedAside):
-            store.close()
-
-    @contextlib.contextmanager
-    def _while_it_lasts(self) -> Iterator[Any]:
-        store = self._store  # loaded once: another thread may close this board meanwhile
-        if store is None:
-            raise StoreLost(self._closed)
-        try:
-            yield store
-        except RuntimeError as error:
-            raise StoreLost(
-                f"the store was lost ({short(error)}): "
-                "the worker that serves it has ended or cannot be reached; see its log"
-            ) from error
-
-    def swap(self, key: str, expected: str, value: str) -> str:
-        """Write `value` where `expected` is found ("" is nothing); what is there now."""
-        with self._while_it_lasts() as store:
-            return str(store.compare_set(key, expected, value).decode())
-
-    def read(self, key: str) -> str:
-        """What is there, "" for nothing."""
-        found = self.swap(key, _ABSENT, _ABSENT)
-        return "" if found == _ABSENT else found
-
-    def write(self, key: str, value: str) -> None:
-        """Seen by others before whatever this board does next, though not yet when this returns."""
-        with self._while_it_lasts() as store:
-            store.set(key, value)
-
-    def count(self, key: str, more: int = 1) -> int:
-        if not more:
-            return int(self.read(key) or 0)  # a file would grow by what is added, nothing included
-        with self._while_it_lasts() as store:
-            return int(store.add(key, more))
-
-    def read_all(self, keys: list[str]) -> list[str]:
-        """What is there under keys that are known to be there."""
-        with self._while_it_lasts() as store:
-            return [value.decode() for value in store.multi_get(keys)]
-
-    def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None) -> str:
-        """Look until something is there; "" when `until` came first."""
-        for _ in _looks(until):
-            found = self.read(key)
-            if found:
-                return found
-            meanwhile()
-        return ""
-
-    def wait_for_count(self, key: str, count: int, until: float) -> None:
-        """Look until it has been counted so often, or until `until`."""
-        for _ in _looks(until):
-            if self.count(key, 0) >= count:
-                return
-
-    def __repr__(self) -> str:
-        kind = type(self._store).__name__ if self._store is not None else "closed"
-        return f"<Board {self._prefix or 'without a prefix'}, {kind}>"
-
-
-def _looks(until: float) -> Iterator[float]:
-    """Times to look for something, at first in quick succession; yields the seconds left, at least once."""
-    pause = SHORTEST_PAUSE
-    while True:
-        yield until - monotonic()
-        left = until - monotonic()
-        if left <= 0:
-            return
-        sleep(min(pause, left))
-        pause = min(1.5 * pause, LONGEST_PAUSE)
-
-
-def short(error: BaseException) -> str:
-    """The first line of what torch says, without its C++ trace."""
-    return str(error).partition("\n")[0].partition("Exception raised from")[0].strip()

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 from telegrad.errors import PeerError, RendezvousError, StoreLost, UsageError
 from telegrad.group.address import answers
 from telegrad.group.asking import SilentStore
+from telegrad.group.board import OPEN, SERVED, Board
 from telegrad.group.directory import LEFT, Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Identity, Member
 from telegrad.group.places import Spot, is_free, is_here
 from telegrad.group.post import Post
 from telegrad.group.serving import serve_anew
-from telegrad.group.stores import OPEN, SERVED, Board, find_store, spot
+from telegrad.group.stores import find_store, spot
 from telegrad.group.succession import Act, Look, Orphaned, Seat, Serve, Succession, Tell, Use, Word
 
 SETTLE = 0.5  # seconds
@@ -242,7 +243,6 @@ class Takeover:
         if seat.incarnation == self._group.store.incarnation:  # its last one answers still
             self._view.refresh()
         self._group.move(found, seat, False)
-        self._group.forget_ends()
         self._served = None
         log.info("telegrad: worker %s uses the group's store at %s now", self._me, spot(seat.host, seat.port))
 

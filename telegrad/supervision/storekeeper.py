@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
 
 def _serve(host: str, port: str, listener: str) -> None:
     try:
-        from telegrad.group.stores import OPEN, SERVED
+        from telegrad.group.board import OPEN, SERVED
         from telegrad.group.tcp import tcp_store
 
         store = tcp_store(

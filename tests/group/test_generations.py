@@ -14,10 +14,11 @@ from torch.distributed import PrefixStore
 
 from telegrad import errors
 from telegrad.group import generations
+from telegrad.group.board import Board
 from telegrad.group.generations import BOARD, Coming, Formed, Ground, end_at, lives_at, waiting_at
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Before, Limits
-from telegrad.group.stores import Board, Meeting, open_store
+from telegrad.group.stores import Meeting, open_store
 from tests.cluster import PATIENCE
 
 WAIT = 20.0

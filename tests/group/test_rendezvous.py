@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from telegrad import errors, progress
 from telegrad.group import dynamic
+from telegrad.group.board import Board
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
-from telegrad.group.stores import Board, open_store
+from telegrad.group.stores import open_store
 from tests.cluster import PATIENCE, free_port, processes, run_all
 
 T = TypeVar("T")

@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +16,10 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad.group import stores
-from telegrad.group.stores import OPEN, OVER, SERVED, Board, Meeting, open_store
-from tests.cluster import free_port, in_threads, processes
+from telegrad.group.board import OPEN, OVER, SERVED, Board, mark_of
+from telegrad.group.stores import Meeting, open_store
+from telegrad.group.tcp import tcp_store
+from tests.cluster import free_port, in_threads, processes, wait_until
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
 
@@ -215,7 +218,8 @@ def serve_a_store_that_is_over(url: str) -> None:
     Board(_held[0].store).swap(SERVED, OPEN, OVER)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "GOING", 0.2)
     with stranger(b"HTTP/1.0 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(errors.StorePortTaken, match=f"port {port}.*MASTER_PORT") as caught:
             open_store(f"tcp://127.0.0.1:{port}", 0, 2, 30)
@@ -263,6 +267,59 @@ def test_a_stranger_in_the_stores_place(answer: bytes | None) -> None:
         with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port} is not the group's store"):
             open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
         assert time.monotonic() - start < 2
+
+
+def test_whoever_serves_a_dynamic_group_is_listed_first() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    served = open_store(url, 0, None, 30)
+    with pytest.raises(errors.StoreUnreachable, match="not open yet"):
+        open_store(url, 1, None, 0.1)
+    served.open_up()
+    assert meets(served, open_store(url, 1, None, 30))
+
+
+def noted(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
+    def wrapped(*given: object) -> object:
+        calls.append(given)
+        return function(*given)
+
+    return wrapped
+
+
+def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[object] = []
+    looked: list[object] = []
+    monkeypatch.setattr(stores, "_meet", noted(stores._meet, met))
+    monkeypatch.setattr(stores, "mark_of", noted(mark_of, looked))
+    url = f"tcp://127.0.0.1:{free_port()}"
+    served = open_store(url, 0, None, 30)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(open_store, url, 1, None, 30)
+        wait_until(lambda: len(looked) > 3)
+        served.open_up()
+        assert meets(served, joining.result(30))
+    assert len(met) == 1
+
+
+def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks up the name of the other end, for which a name server may take seconds."""
+    tries = []
+
+    def connect(*given: Any, **options: Any) -> object:
+        tries.append(given)
+        if len(tries) == 1:
+            stuck.wait(30)
+        return tcp_store(*given, **options)
+
+    stuck = threading.Event()
+    url = f"tcp://127.0.0.1:{free_port()}"
+    served = open_store(url, 0, 2, 30)
+    monkeypatch.setattr(stores, "TAKEN", 0.05)
+    monkeypatch.setattr(stores, "PROBE", 0.05)
+    monkeypatch.setattr(stores, "tcp_store", connect)
+    assert meets(served, open_store(url, 1, 2, 30))
+    stuck.set()
+    assert len(tries) == 2
 
 
 def test_a_store_that_is_over_is_not_joined() -> None:

@@ -42,7 +42,6 @@ def test_local_workers(tmp_path: pathlib.Path) -> None:
     check(start(tmp_path, str(HERE / "program.py"), "local"))
 
 
-@pytest.mark.nightly  # 1 of 6 runs hears nothing of the death of who served the store: that is to be mended
 def test_workers_that_meet(tmp_path: pathlib.Path) -> None:
     port = str(free_port())
     for process in [start(tmp_path, str(HERE / "program.py"), "joining", rank, port) for rank in "01"]:

@@ -1,0 +1,46 @@
+"""One worker's part in a dynamic group, without any other process."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from telegrad.group.directory import Directory
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
+from telegrad.group.succession import Seat
+
+
+def member(name: str, rank: int) -> Member:
+    return Member(name, rank, f"life of {name}", "", "host", "", ("127.0.0.1", 1))
+
+
+def test_an_end_that_was_told_in_the_next_store_is_heard_by_who_comes_over_later() -> None:
+    store = dist.HashStore()
+    group = DynamicGroup(store)
+    group.join(member("server", 1), None)
+    following = Directory(dist.HashStore())
+    following.end()
+    group.move(following, Seat(2, 0, "life of boss", "127.0.0.1", 2), False)
+    assert group.ended()
+    assert not group.ended()
+
+
+def test_who_comes_back_to_the_same_store_hears_of_an_end_once() -> None:
+    store = dist.HashStore()
+    group = DynamicGroup(store)
+    group.join(member("server", 1), None)
+    group.directory.end()
+    assert group.ended()
+    group.lose()
+    group.move(Directory(store), group.store, False)
+    assert not group.ended()
+    group.directory.end()
+    assert group.ended()
+
+
+def test_an_end_from_before_it_came_is_no_workers_own() -> None:
+    store = dist.HashStore()
+    Directory(store).end()
+    group = DynamicGroup(store)
+    group.join(member("server", 1), None)
+    assert not group.ended()
