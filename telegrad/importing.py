@@ -16,4 +16,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # what was made is old now: it is not looked through at once
             gc.enable()

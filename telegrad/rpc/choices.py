@@ -6,8 +6,7 @@ A choice that begins with all workers or with a role follows who comes and goes,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from telegrad.agent.naming import user_name
 from telegrad.group.members import WorkerInfo, listed
@@ -26,9 +25,10 @@ class Choice(Protocol):
         """Who is chosen, of those that are there by rank."""
 
 
-@dataclass(frozen=True)
-class Everybody:
-    live = True
+class Everybody(NamedTuple):
+    @property
+    def live(self) -> bool:
+        return True
 
     def of(self, there: Sequence[WorkerInfo]) -> Workers:
         return list(there)
@@ -37,10 +37,12 @@ class Everybody:
         return "everybody"
 
 
-@dataclass(frozen=True)
-class Role:
+class Role(NamedTuple):
     role: str
-    live = True
+
+    @property
+    def live(self) -> bool:
+        return True
 
     def of(self, there: Sequence[WorkerInfo]) -> Workers:
         return [worker for worker in there if worker.role == self.role]
@@ -49,12 +51,14 @@ class Role:
         return f"role {self.role!r}"
 
 
-@dataclass(frozen=True)
-class These:
+class These(NamedTuple):
     """Named workers, whether they are there or not."""
 
     workers: tuple[WorkerInfo, ...]
-    live = False
+
+    @property
+    def live(self) -> bool:
+        return False
 
     def of(self, there: Sequence[WorkerInfo]) -> Workers:
         return list(self.workers)
@@ -63,8 +67,7 @@ class These:
         return listed([worker.name for worker in self.workers])
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A slice."""
 
     whole: Choice
@@ -84,8 +87,7 @@ class Part:
         return f"{self.whole} [{':'.join(ends if ends[2] else ends[:2])}]"
 
 
-@dataclass(frozen=True)
-class Filtered:
+class Filtered(NamedTuple):
     whole: Choice
     keep: Callable[[WorkerInfo], object]
 
@@ -100,8 +102,7 @@ class Filtered:
         return f"{self.whole} where {user_name(self.keep)}"
 
 
-@dataclass(frozen=True)
-class Without:
+class Without(NamedTuple):
     whole: Choice
     others: Choice
 
@@ -117,8 +118,7 @@ class Without:
         return f"{self.whole} without {self.others}"
 
 
-@dataclass(frozen=True)
-class Together:
+class Together(NamedTuple):
     first: Choice
     second: Choice
 

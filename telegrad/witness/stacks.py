@@ -6,15 +6,13 @@ import gc
 import linecache
 import os
 import sys
-import sysconfig
 import threading
 from types import FrameType
 
 from telegrad.witness.account import Line
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_PATHS = sysconfig.get_paths()
-_STANDARD = tuple(_PATHS[kind] + os.sep for kind in ("stdlib", "platstdlib"))
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 MOST_FRAMES = 60
 
