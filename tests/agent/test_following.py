@@ -15,6 +15,7 @@ from telegrad.agent import profiling, scene
 from telegrad.agent.futures import Future
 from telegrad.agent.profiling import Event
 from telegrad.rpc import remote, rpc_async, rpc_sync
+from tests.cluster import wait_until
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -89,8 +90,7 @@ def test_it_surrounds_calls_at_both_ends(notes: Notes) -> None:
     assert notes.lines == ["w0 calls way on w1", "w1 calls way on w2", "w2 calls way on w1"]
     del notes.lines[:]
     future, made = rpc_async("w2", abs, (-1,)), remote("w2", abs, (-1,))
-    for each in (future, made.future()):
-        each.then(lambda _: None).wait()  # told after the follower
+    wait_until(lambda: len(notes.lines) == 2)
     assert made.to_here() == future.wait() == 1
     assert notes.lines == ["w2 is done", "w2 is done", "w0 calls to_here on w2"]
 
