@@ -22,7 +22,7 @@ nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[launchers]'  # and theirs
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'  # and those of the pages
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt basedpyright  # and what judges the public types
-	$(BIN)/pytest -m "not cuda" --timeout 900
+	$(BIN)/pytest -m "not cuda" -n 2 --dist loadfile --timeout 900
 	$(BIN)/python -m tests.chaos --seconds 1800 --soak
 
 lint: $(INSTALLED)

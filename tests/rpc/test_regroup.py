@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.group.board import Board
+from telegrad.group.stores import open_store
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, run_all
 
@@ -100,9 +102,7 @@ def begin_to_join(place: Place, rank: int = 1, size: int = 2) -> None:
 
 def wait_until_claimed(url: str, rank: int) -> None:
     """Until a worker of that rank waits for the others of its group."""
-    import telegrad.group.stores as stores
-
-    board = stores.Board(stores.open_store(url, 1, 2, PATIENCE).store, "telegrad/1")
+    board = Board(open_store(url, 1, 2, PATIENCE).store, "telegrad/1")
     assert board.wait(f"rank/{rank}", monotonic() + PATIENCE)
 
 
