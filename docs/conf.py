@@ -19,6 +19,7 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 from telegrad.version import VERSION  # noqa: E402
+from tests.surface import PROMISES, PROVISIONAL, Levels  # noqa: E402
 
 project = "Telegrad"
 author = "The Telegrad authors"
@@ -64,6 +65,8 @@ html_theme_options = {
     "footer_end": [],
     "show_toc_level": 2,
 }
+
+LEVELS = Levels.read(PROMISES.read_text())
 
 # Papers that are no pages, and folders; and the pages that show them.
 PAPERS = {
@@ -121,6 +124,13 @@ def included(_: Sphinx, path: pathlib.Path, __: str, source: list[str]) -> None:
     source[0] = relink(source[0], paper.parent, PAPERS[paper].parent)
 
 
+def with_its_level(_: Sphinx, what: str, name: str, __: object, ____: object, lines: list[str]) -> None:
+    """Say so below the first line, where a name may still change."""
+    module, ___, last = name.rpartition(".")
+    if what in ("function", "class", "exception") and LEVELS.of(module, last) == PROVISIONAL:
+        lines[1:1] = ["", "*Provisional*: its shape may change with a minor version (:doc:`/stability`).", ""]
+
+
 def as_people_read_it(_: Sphinx, what: str, __: str, ___: object, ____: object, lines: list[str]) -> None:
     """Make of a docstring what Sphinx and napoleon take as people do."""
     text = "" if what == "module" else "\n".join(lines)  # what a module is about is told by the page that shows it
@@ -149,5 +159,6 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", read)
     app.connect("include-read", included)
     app.connect("autodoc-process-docstring", as_people_read_it, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", with_its_level, priority=450)
     app.connect("missing-reference", found_by_its_name)
     app.add_directive("command-help", CommandHelp)
