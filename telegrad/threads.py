@@ -1,9 +1,26 @@
-"""Threads of this package that serve for long."""
+"""Threads of this package."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
+
+LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
+
+
+def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
+    """Have a thread run it. Where the program has ended, in functions of `atexit`, no new one can since Python 3.12.
+
+    Raises:
+        RuntimeError: there is no memory for a thread.
+    """
+    try:
+        threading.Thread(target=run, args=args, name=name, daemon=True).start()
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise
+        run(*args)
 
 
 class Background:
@@ -14,6 +31,11 @@ class Background:
         self._run = run
         self._lock = threading.Lock()  # guards _thread; `want` and `join` load it once without
         self._thread: threading.Thread | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was wanted before."""
+        return self._thread is not None
 
     def want(self) -> None:
         """Have it run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,30 @@ def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -
     assert "interrupted" in ran.stdout
     assert "<telegrad.local: ps, trainer; ended> [0, 0]" in ran.stdout
     assert ran.stderr == ""
+
+
+FORGETFUL = """
+import atexit, sys, threading
+import telegrad
+import telegrad.rpc as rpc
+
+def refuse(*args):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+if __name__ == "__main__":
+    group = telegrad.local(3)
+    print(rpc.rpc_sync("worker1", int))  # and the others not at all
+    atexit.register(lambda: print(rpc.rpc_sync("worker0", len, ([1, 2],)), "at the end"))
+    if sys.version_info < (3, 12):  # as it is since then
+        atexit.register(setattr, threading, "_start_new_thread", refuse)
+"""
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_a_program_that_forgets_the_end_of_its_group_ends_it(tmp_path: pathlib.Path) -> None:
+    ran = run(FORGETFUL, tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "0\n2 at the end\n"), ran.stdout + ran.stderr
+    assert not re.search("Traceback|left without", ran.stderr), ran.stderr
 
 
 ENDS = """
@@ -193,6 +218,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         (["worker", "--help"], 0, "--world-size"),
         ([], 2, "python -m telegrad script.py"),
         (["--nonsense"], 1, "no option --nonsense"),
+        (["workers"], 1, "did you mean 'worker'?"),
         (["worker"], 2, "name"),
     ],
     ids=str,

@@ -23,6 +23,7 @@ from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.group.members import Identity
+from telegrad.threads import LONGEST_WAIT, run_beside
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
@@ -30,7 +31,6 @@ from telegrad.wire.messages import BYE, CANCEL, HAS_REFERENCES, Message
 
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
-LONGEST_WAIT = 3600.0  # of one sleep: the platforms' timers do not take infinity
 
 AnyLink = Link | LoopEnd
 _UNWATCHED = contextlib.nullcontext()
@@ -374,7 +374,7 @@ class OutgoingCalls:
         with self._lock:
             number = self._calls.connection
         try:
-            threading.Thread(target=self._make_link, args=(number,), name="telegrad-connect", daemon=True).start()
+            run_beside("telegrad-connect", self._make_link, number)
         except (RuntimeError, MemoryError) as error:  # the process has no memory, or no thread left
             unable = PeerUnreachable(f"worker {self.name!r} was not called: {error}")
             with self._lock:

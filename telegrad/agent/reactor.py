@@ -292,7 +292,8 @@ class Reactor:
             with self._lock:
                 if self._leader is new:
                     self._leader = worker
-            log.warning("telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
+            level = logging.WARNING if threading.main_thread().is_alive() else logging.DEBUG  # the program ends anyway
+            log.log(level, "telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
 
     def _lead(self, worker: _Runner) -> None:
         ready = self._ready

@@ -32,11 +32,10 @@ from telegrad.rref.letters import Id, Letter, key_of, number
 from telegrad.rref.making import CREATE, CREATED, Maker
 from telegrad.rref.origins import Origins
 from telegrad.rref.protocol import OWNER_DIED, References
-from telegrad.threads import Background
+from telegrad.threads import LONGEST_WAIT, Background
 from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
-LONGEST_WAIT = 3600.0
 TRY_AGAIN = 0.1  # seconds after something failed that should not
 
 log = logging.getLogger("telegrad")
@@ -358,7 +357,8 @@ class ReferenceTable(Maker):
 
     def flush(self, timeout: float = 5.0) -> None:
         """Wait until what ended before this call is seen to here."""
-        self._thread.want()
+        if not self._thread.begun:  # nothing has ended yet
+            return
         done = threading.Event()
         self._events.put(lambda: self._events.put(done.set))  # a second round: the first has dropped the handles
         if not self._closed:
