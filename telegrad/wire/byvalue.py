@@ -7,17 +7,47 @@ from __future__ import annotations
 
 import copyreg
 import importlib
+import io
+import platform
 import sys
-from types import ModuleType
-from typing import Any
+from collections import ChainMap
+from importlib.util import MAGIC_NUMBER
+from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 import cloudpickle
 from torch import Tensor
 
+from telegrad.errors import CannotDecode
 from telegrad.wire.reducers import reduce
 
 
-class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+def _reduce_code(code: CodeType) -> Any:
+    return make_code, (code.co_name, MAGIC_NUMBER, platform.python_version(), _REDUCE_CODE(code)[1])
+
+
+def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> CodeType:
+    """Code that was sent; an interpreter that is given that of another Python ends the process.
+
+    Raises:
+        CannotDecode: it is of another one.
+    """
+    if magic != MAGIC_NUMBER:
+        raise CannotDecode(
+            f"the code of {name!r} is that of Python {version}, which this worker cannot run, as it is of Python "
+            f"{platform.python_version()}: have both import it from a module, or run the same minor version everywhere"
+        )
+    return CodeType(*parts)
+
+
+_REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
+class ValuePickler(_Pickler):
     """Where something has no name."""
 
     same_program: bool
@@ -46,7 +76,9 @@ for _kind in {type(module) for module in list(sys.modules.values())} - {ModuleTy
 
 def dump_by_value(obj: Any) -> bytes:
     register_spawned_main()
-    return cloudpickle.dumps(obj)  # type: ignore[no-any-return]
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return file.getvalue()
 
 
 def register_spawned_main() -> None:

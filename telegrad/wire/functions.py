@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from time import monotonic, sleep
 from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,6 +24,9 @@ _REMADE = (MethodType, BuiltinFunctionType)  # a new object at each look, equal 
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SAME: Any = object.__eq__
 _CACHED = 4096
+
+MOST_TRIES = 10  # of one import
+WITHHELD = 1.0  # seconds at most that a module is waited for which must not be imported now
 
 _names: dict[Any, str] = {}  # verified before; holds the functions, so that their hashes stay theirs
 
@@ -56,7 +60,7 @@ def resolve(name: str) -> Callable[..., Any]:
         FunctionNotFound: there is none; nothing was run.
     """
     module_name, _, path = name.partition(":")
-    found: Any = sys.modules.get(module_name)
+    found: Any = _imported(module_name)
     if found is not None:
         try:
             for part in path.split("."):
@@ -65,12 +69,35 @@ def resolve(name: str) -> Callable[..., Any]:
         except AttributeError:
             pass  # another thread may be in the midst of importing the module: wait for it below
     try:
-        found = importlib.import_module(module_name)
+        found = import_anew(module_name)
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
         raise not_found(module_name, path, error) from error
     return found  # type: ignore[no-any-return]
+
+
+def import_anew(module_name: str) -> ModuleType:
+    """Import a module; again where Python refused, as two threads were amid modules that need each other."""
+    for _ in range(MOST_TRIES):
+        try:
+            return importlib.import_module(module_name)
+        except RuntimeError as error:
+            if "deadlock detected" not in str(error):
+                raise
+            sleep(1e-2)
+    return importlib.import_module(module_name)
+
+
+def _imported(module_name: str) -> ModuleType | None:
+    """The module, if it was imported; waits while a thread withholds it, as torch's compiler does for a moment."""
+    until = 0.0
+    while (found := sys.modules.get(module_name)) is None and module_name in sys.modules:
+        until = until or monotonic() + WITHHELD
+        if monotonic() > until:
+            break
+        sleep(1e-3)
+    return found
 
 
 def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotFound:
@@ -135,7 +162,7 @@ def _verified(function: Any, module_name: str, path: str) -> str | None:
     while module_name not in sys.modules and "." in module_name:  # a namespace made by an extension
         module_name, _, last = module_name.rpartition(".")
         path = f"{last}.{path}"
-    found: Any = sys.modules.get(module_name)
+    found: Any = _imported(module_name)
     try:
         for part in path.split("."):
             found = getattr(found, part)

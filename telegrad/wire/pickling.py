@@ -16,6 +16,7 @@ import ctypes
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 from telegrad.wire.culprits import blame
-from telegrad.wire.functions import not_found
+from telegrad.wire.functions import import_anew, not_found
 from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
 from telegrad.wire.tensors import memory
 
@@ -223,6 +224,8 @@ class _Unpickler(pickle.Unpickler):
             if name in FROM_REFERENCES:
                 return partial(FROM_REFERENCES[name], self.references)
         try:
+            if module not in sys.modules:
+                import_anew(module)
             return super().find_class(module, name)
         except (ImportError, AttributeError) as error:
             raise not_found(module, name, error) from error

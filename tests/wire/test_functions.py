@@ -225,6 +225,36 @@ def test_a_module_is_imported_if_need_be(tmp_path: pathlib.Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "found_late")
 
 
+def test_an_import_that_python_refuses_to_one_of_two_threads_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def refuse_once(name: str) -> ModuleType:
+        tried.append(name)
+        if len(tried) == 1:
+            raise RuntimeError("deadlock detected by _ModuleLock('other') at 1")
+        return torch
+
+    monkeypatch.setattr(importlib, "import_module", refuse_once)
+    assert resolve("parcel:ones") is torch.ones
+    assert tried == ["parcel", "parcel"]
+
+
+def test_a_module_that_is_withheld_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for use in (lambda: resolve("withheld:ones"), lambda: functions._verified(torch.ones, "withheld", "ones")):
+        monkeypatch.setitem(sys.modules, "withheld", None)
+        back = threading.Timer(0.02, sys.modules.__setitem__, ("withheld", torch))
+        back.start()
+        assert use() in (torch.ones, "withheld:ones")
+        back.join()
+
+
+def test_a_module_that_is_withheld_for_good_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "WITHHELD", 0.01)
+    monkeypatch.setitem(sys.modules, "withheld", None)
+    with pytest.raises(errors.FunctionNotFound, match=r"None in sys\.modules"):
+        resolve("withheld:ones")
+
+
 def test_a_module_that_another_thread_imports_is_waited_for(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,4 +123,4 @@ def hear(sock: socket.socket, count: int) -> list[Message]:
 def in_short(answer: Message, agent: Agent) -> str:
     """Without the text of errors, which is that of whoever raises them."""
     line = meaning(answer, agent)
-    return line.partition("(")[0] if answer.kind == FAILURE else line
+    return line.partition("(")[0].replace('"', "'") if answer.kind == FAILURE else line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import sys
 import threading
 import types
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from telegrad import errors
-from telegrad.wire import functions, pickling
+from telegrad.wire import byvalue, functions, pickling
 from telegrad.wire.pickling import decode, encode
 from tests.naming import alike
 
@@ -295,6 +296,19 @@ def test_by_value() -> None:
         pass
 
     assert journey(Local()).__class__.__name__ == "Local"
+
+
+def test_code_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def local() -> None:
+        pass
+
+    for function in (lambda: 1, local, [lambda: 1]):
+        with monkeypatch.context() as there:
+            there.setattr(byvalue, "MAGIC_NUMBER", b"3.99")
+            there.setattr(platform, "python_version", lambda: "3.99.1")
+            body, *_ = encode(function, same_program=True)
+        with pytest.raises(errors.CannotDecode, match=r"is that of Python 3\.99\.1, .* is of Python 3\.1"):
+            decode(body, [])
 
 
 def test_code_with_attributes_that_are_names_of_modules() -> None:
