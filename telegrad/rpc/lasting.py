@@ -41,6 +41,7 @@ from telegrad.rpc import current
 from telegrad.rpc.conversion import convert
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import Borrowed
+from telegrad.rref.handle import Handle
 from telegrad.rref.letters import Id, number
 from telegrad.wire.reducers import REDUCERS
 
@@ -49,6 +50,8 @@ T = TypeVar("T")
 LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown  # of a value that may come back
 NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a trail asks is not back
 PAUSE = 0.05  # seconds between two looks
+
+_renewing = threading.Lock()  # guards the exchange of a lost handle, of any reference
 
 Restore = bool | Callable[[Any], Any]
 
@@ -83,10 +86,11 @@ class Lasting(RRef[T]):
         return made
 
     def _reach(self, timeout: float = DEFAULT) -> Identity:
+        handle = self._handle
         try:
-            return super()._reach()
+            return self._table.reach(handle)
         except LOST as error:
-            self._renew(timeout, error)
+            self._renew(handle, timeout, error)
         return super()._reach()
 
     def _check(self) -> None:
@@ -96,8 +100,8 @@ class Lasting(RRef[T]):
         self._reach()
         return super()._lent()
 
-    def _renew(self, timeout: float, lost: BaseException) -> None:
-        """Find the value again. Several threads may, at once: they find the same."""
+    def _renew(self, handle: Handle, timeout: float, lost: BaseException) -> None:
+        """Find the value again. Several threads may, at once: the first one's handle is that of all."""
         agent = self._table.agent
         if agent.closed:
             raise lost
@@ -110,7 +114,9 @@ class Lasting(RRef[T]):
                 f"{about} was lost with worker {self._handle.owner.name!r}, and did not come back within {limit:g} s: "
                 f"{self._trail.wanted()}, or give the call a longer timeout. The last try: {error.__cause__ or error}"
             ) from lost
-        self._handle = found._handle
+        with _renewing:
+            if self._handle is handle:  # else that of another thread is in use, and must not be dropped
+                self._handle = found._handle
 
 
 def wait_for(agent: Agent, trail: Trail, limit: float, about: str) -> RRef[Any]:
@@ -153,16 +159,16 @@ def revive(reference: RRef[Any], timeout: float = DEFAULT) -> bool:
         CannotRestore: it is lost for good.
         OwnerLost: it did not come back in time.
     """
-    agent = reference._table.agent
+    agent, handle = reference._table.agent, reference._handle
     try:
-        owner = RRef._reach(reference)
-        if reference.is_owner() or agent.call(owner, _holds, reference._handle.id, None, timeout):
+        owner = reference._table.reach(handle)
+        if owner == agent.me.identity or agent.call(owner, _holds, handle.id, None, timeout):
             return False
         lost: Exception = RRefLost(f"worker {owner.name!r} has no value for {reference!r} any more")
     except LOST as error:
         lost = error
     if isinstance(reference, Lasting):
-        reference._renew(timeout, lost)
+        reference._renew(handle, timeout, lost)
         return True
     if not isinstance(lost, RRefError):
         raise lost

@@ -104,10 +104,17 @@ class Maker:
     def _on_created(self, creation: Creation) -> None:
         with self._lock:
             creation.done, future = True, creation.future
-            if creation.error is None:
+            if creation.error is None and future is None:
                 self._creations.pop(creation.ref, None)
             elif isinstance(creation.error, PeerError):
                 self._machine.stillborn(creation.ref, creation.fork, creation.owner)
                 self._wake()
         if future is not None:
-            self.agent.later(tell_user, creation)
+            self.agent.later(self._told, creation)
+
+    def _told(self, creation: Creation) -> None:
+        """Who asks for its future until then gets the one that others wait for."""
+        tell_user(creation)
+        if creation.error is None:
+            with self._lock:
+                self._creations.pop(creation.ref, None)

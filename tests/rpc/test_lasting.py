@@ -95,6 +95,16 @@ def test_several_threads_and_workers_find_the_same_value(crowd: Crowd) -> None:
     kept.clear()
 
 
+def test_what_one_thread_has_found_is_not_dropped_for_what_another_finds(crowd: Crowd) -> None:
+    made = rpc.remote("w1", Counter, restore=True)
+    lost = made._handle
+    restart(crowd, "w1")
+    made.rpc_sync().add(1)
+    found = made._handle
+    made._renew(lost, PATIENCE, errors.OwnerLost())
+    assert made._handle is found is not lost
+
+
 def test_an_owner_that_does_not_come_back_is_lost(crowd: Crowd) -> None:
     made = rpc.remote("w1", Counter, restore=True)
     made.to_here()
