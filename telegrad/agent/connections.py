@@ -176,10 +176,10 @@ class Connections:
     def _known(self, to: Identity) -> OutgoingCalls:
         """The calling side towards a worker that was there."""
         with contextlib.suppress(UnknownWorker):
-            if (found := self.peer(to.name)).identity == to:
-                return found
-            self._names.pop(to.name, None)  # it may be the next of that name, of which nothing was heard yet
-            if (found := self.peer(to.name)).identity == to:
+            found = self.peer(to.name)
+            if found.identity != to:  # it may be the next of that name, of which nothing was heard yet
+                found = self._names[to.name] = self._peer_of(self.joined.directory.find(to.name))
+            if found.identity == to:
                 return found
         raise PeerLost(f"the worker named {to.name!r} has gone: it left or died")
 

@@ -25,6 +25,7 @@ from telegrad.errors import (
     RendezvousError,
     ShutDown,
     StoreLost,
+    UnknownWorker,
 )
 from telegrad.group.directory import LEFT, LOST, Directory
 from telegrad.group.doubts import Doubt
@@ -217,7 +218,7 @@ class Membership:
 
     def _greet(self, members: list[Member]) -> None:
         for member in members:
-            with contextlib.suppress(PeerError, RendezvousError):  # it has gone, as will be seen
+            with contextlib.suppress(PeerError, RendezvousError, UnknownWorker):  # it has gone, as will be seen
                 self._post.notify(member.name, Greeting())
 
     # What happens

@@ -50,6 +50,7 @@ PROBE = 0.25  # seconds for a connection to be accepted
 FAR_PROBE = 5.0  # the same, where there is time
 TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store, where others may be looked at
 GOING = 4.0  # seconds for the store of a group that is over to go, and for one on a busy host to answer
+MARKED = 1.0  # seconds for a store that answers to be marked as that of a group, which is done once it is served
 REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 RETURN = 10.0  # seconds for a store to be served anew by members who are on this host
 
@@ -219,7 +220,8 @@ def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tu
         for left in looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
             wait.look()
             for site in sites:
-                if _is_in_use(site.store, site.look(PROBE, min(left, TAKEN))):
+                mark = site.look(PROBE, min(left, TAKEN))
+                if _is_in_use(site.store, mark):
                     return site.store, site.place
             if mine is not None and not somebody_stays_at(mine):
                 return None
@@ -252,6 +254,7 @@ def _serve_or_share(place: Spot, rank: int, timeout: float, mark: str = OPEN) ->
     rival = _Site(place)
     text = f"port {place[1]}, where this worker should serve the store, is still in use"
     with Wait("init_rpc", lambda: text, place=spot(*place)) as wait:
+        marked = monotonic() + MARKED
         for left in looks(monotonic() + min(GOING, timeout)):
             wait.look()
             try:
@@ -261,9 +264,10 @@ def _serve_or_share(place: Spot, rank: int, timeout: float, mark: str = OPEN) ->
             found = rival.look(PROBE, min(left, TAKEN))
             if found in (OVER, SETTLING, GONE):  # it may be about to be taken away, or to be open
                 continue
-            if rank == 0 and found != OPEN:
+            if rank != 0 or found == OPEN:
+                return rival.store, False
+            if monotonic() > marked:
                 break
-            return rival.store, False
     assert taken is not None
     raise taken
 

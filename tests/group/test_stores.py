@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from telegrad import errors
 from telegrad.group import stores
-from telegrad.group.board import OPEN, OVER, SERVED, Board, mark_of
+from telegrad.group.board import DYNAMIC, OPEN, OVER, SERVED, Board, mark_of
 from telegrad.group.stores import Meeting, open_store
 from telegrad.group.tcp import tcp_store
 from tests.cluster import free_port, in_threads, processes, wait_until
@@ -227,7 +227,27 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.__cause__ is not None
 
 
-def test_the_port_of_another_programs_store() -> None:
+def test_a_store_that_is_marked_a_moment_after_it_answers_is_shared() -> None:
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    marks = threading.Timer(0.1, other.set, (SERVED, OPEN))
+    marks.start()
+    assert not open_store(f"tcp://127.0.0.1:{other.port}", 0, 2, 30).serves
+    marks.join()
+
+
+def test_a_store_without_a_mark_is_in_use_where_a_group_meets() -> None:
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = ("127.0.0.1", other.port)
+    with pytest.raises(errors.StoreUnreachable, match="nobody serves"):
+        stores._open_any((place,), None, 0.1)
+    Board(other, DYNAMIC).write("terms", "[]")
+    found = stores._open_any((place,), None, 30)
+    assert found is not None
+    assert found[1] == place
+
+
+def test_the_port_of_another_programs_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MARKED", 0.1)
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(errors.StorePortTaken):
         open_store(f"tcp://127.0.0.1:{other.port}", 0, 2, 30)

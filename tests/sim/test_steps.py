@@ -76,6 +76,9 @@ class World:
             self.check_in_step(rank)
         elif told in (MOVE, FINISH):
             self.out[rank] = told
+            # Its connections of this generation end. Of who leads nobody hears here: what it must tell is to be seen.
+            if told == MOVE and self.machines[rank].leader != rank:
+                self.notices += [(other, rank) for other in self.alive - self.out.keys()]
 
     def check_in_step(self, rank: int) -> None:
         """Nobody is a step ahead of one who is still within the one before, or serves, or leaves."""
