@@ -115,7 +115,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     except Exception:
         discard(path, mark)
         raise
-    tidy(path, {info.relative_path for info in metadata.storage_data.values()})
+    tidy(path, {result.storage_data.relative_path for results in written.values() for result in results})
     if keep is not None:
         keep_newest(path, keep)
 
