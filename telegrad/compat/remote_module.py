@@ -73,7 +73,7 @@ class RemoteModule(remote_module.RemoteModule):
     def _represent(self, module: RRef[nn.Module], kind: str, device: str, training: bool, trains: bool) -> None:
         super()._represent(module, kind, device, training, trains)
         members = vars(self)
-        del members["_trains"]
+        del members["_trains"], members["_represented"]
         members["is_scriptable"] = False
         members["_kind"] = members.pop("_kind")  # last
         members["forward_async"] = partial(run_async, module, device, self.is_device_map_set)

@@ -23,6 +23,7 @@ from telegrad.progress import Wait, attended
 from telegrad.rpc import RRef, WorkerInfo, rpc_async, rpc_sync
 from telegrad.rpc.lasting import Restore, check_restore, revive, with_recipe
 from telegrad.rpc.references import Proxy
+from telegrad.rref.letters import Id
 from telegrad.wire.reducers import REDUCERS
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class RemoteModule(nn.Module):
     _signature: inspect.Signature | None = None
     _hints = True  # says so where gradients are lost
     _trains = True  # the module has parameters that require gradients
+    _represented: Id | None = None  # the value that the rest tells of
     _surplus = ""  # the end of its name in a model, where the names of its parts in that model do without
 
     def __init__(

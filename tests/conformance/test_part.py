@@ -30,7 +30,7 @@ PART = {
     "TensorPipeTensorPipeAgentDistAutogradTest": "backward_simple_sparse embedding_bag_with_no_grad_tensors",
     "TensorPipeDistOptimizerTest": "dist_optim dist_optim_exception_on_constructor",
     "TensorPipeRemoteModuleTest": "forward_with_kwargs get_module_rref train_eval",
-    "TensorPipeThreeWorkersRemoteModuleTest": "create_remote_module_from_module_rref",
+    "TensorPipeThreeWorkersRemoteModuleTest": "create_remote_module_from_module_rref send_remote_module_over_the_wire",
     "TensorPipeDdpUnderDistAutogradTest": "backward_no_ddp backward_ddp_inside",
     "TensorPipeDdpComparisonTest": "ddp_comparison ddp_comparison_uneven_inputs ddp_dist_autograd_sparse_grads",
     "TensorPipeParameterServerTest": "batch_updating_parameter_server",

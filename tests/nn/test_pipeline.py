@@ -243,9 +243,10 @@ def test_inputs_and_targets_must_fit_each_other() -> None:
 
 def test_several_targets_for_each_input_fit_where_the_parts_do() -> None:
     pipeline, inputs = spread(chunks=4), batch(8)[0]
+    ones = torch.ones(24, dtype=inputs.dtype)
     with autograd.context() as context:
-        found = pipeline.forward_backward(context, inputs, torch.ones(24), lambda out, to: mse_loss(out.flatten(), to))
-    assert torch.allclose(found, mse_loss(whole()(inputs).flatten(), torch.ones(24)))
+        found = pipeline.forward_backward(context, inputs, ones, lambda out, to: mse_loss(out.flatten(), to))
+    assert torch.allclose(found, mse_loss(whole()(inputs).flatten(), ones))
 
 
 def test_a_worker_that_dies_ends_the_step() -> None:
