@@ -19,6 +19,9 @@ import sys
 
 from telegrad.version import VERSION
 
+INSIGHT = "why", "top", "dashboard", "trace", "dump"
+COMMANDS = "worker", "run", *INSIGHT
+
 
 def main() -> None:
     arguments = sys.argv[1:]
@@ -42,7 +45,7 @@ def main() -> None:
 
         _let_operators_sleep()
         sys.exit(run.main(arguments[1:]))
-    elif first in ("why", "top", "dashboard", "trace", "dump") and not os.path.exists(first):
+    elif first in INSIGHT and not os.path.exists(first):
         from telegrad.insight import command
 
         sys.exit(command.main(arguments))
@@ -56,6 +59,8 @@ def main() -> None:
         program.run_module(arguments[1])
     elif first.startswith("-"):
         sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
+    elif not os.path.exists(first) and (meant := _command_like(first)):
+        sys.exit(f"python -m telegrad: there is no program {first!r}, and no command; did you mean {meant!r}?")
     else:
         from telegrad.compat import program
 
@@ -63,6 +68,12 @@ def main() -> None:
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(first))
         program.run_script(first)
+
+
+def _command_like(word: str) -> str | None:
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, COMMANDS, 1)), None)
 
 
 def _serve_torchs_name() -> None:
