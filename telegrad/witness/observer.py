@@ -132,10 +132,13 @@ class Observer:
         """What there is to tell of a worker that has been made; `waiting`: by ids of calls, who waits for them."""
         agent, calls_in = parts.agent, told["calls_in"]
         going_on = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
-        known = {(call["caller"], call["number"]) for call in (*calls_in, *going_on)}
         queued = [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
-        others = going_on + [call for call in queued if (call["caller"], call["number"]) not in known]
-        calls_in += listed(others, lambda call: (call["caller"], call["function"], call["state"]))
+        known = {(call["caller"], call["number"]) for call in calls_in}
+        others: dict[tuple[str, int], CallIn] = {}  # one that changes its state is told of once
+        for call in (*going_on, *queued):
+            others.setdefault((call["caller"], call["number"]), call)
+        unknown = [call for key, call in others.items() if key not in known]
+        calls_in += listed(unknown, lambda call: (call["caller"], call["function"], call["state"]))
         told["place"], told["size"] = parts.place, parts.size
         told["slots"], told["busy"] = inspection.slots(agent)
         told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)

@@ -27,7 +27,7 @@ from telegrad.rpc.worker import Worker
 from telegrad.witness import desk, dump
 from telegrad.witness.account import GOING_ON, MEMBER, MOST_ALIKE, QUEUED, RUNNING, Account, counts
 from telegrad.witness.desk import Place
-from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes
+from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, wait_until
 from tests.strangers.door import eventually
 
 gate = threading.Event()
@@ -113,9 +113,13 @@ def test_who_waits_for_which_call_is_read_from_the_stacks(
     assert back[0]["thread"] in [call["thread"] for call in accounts["w0"]["calls_out"]]
 
 
-def test_a_call_whose_function_has_returned_a_future_goes_on(held: Callable[..., list[Account]]) -> None:
+def test_a_call_whose_function_has_returned_a_future_goes_on(
+    held: Callable[..., list[Account]], pair: list[Worker]
+) -> None:
     _, callee = held(promise)
-    assert [call["state"] for call in callee["calls_in"]] == [GOING_ON]
+    while [call["state"] for call in callee["calls_in"]] != [GOING_ON]:
+        assert [call["state"] for call in callee["calls_in"]] == [RUNNING]  # it has not returned yet
+        _, callee = pair[0].witness.look()[0]
 
 
 def test_calls_without_a_slot_are_queued() -> None:
@@ -124,6 +128,7 @@ def test_calls_without_a_slot_are_queued() -> None:
         futures = [first.agent.call_async("w1", wait_here, None, None) for _ in range(3)]
         for _ in range(2):
             assert inside.acquire(timeout=PATIENCE)
+        wait_until(lambda: len(second.witness.account()["calls_in"]) == 3)
         told = second.witness.account()
         assert sorted(call["state"] for call in told["calls_in"]) == [QUEUED, RUNNING, RUNNING]
         assert (told["slots"], told["busy"]) == (2, 2)
