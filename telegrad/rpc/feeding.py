@@ -105,7 +105,7 @@ class Feed:
     def close(self) -> None:
         self._act(self._supply.close)
 
-    def _act(self, event: Callable[..., list[Answer[Pull]]], *args: Any) -> None:
+    def _act(self, event: Callable[..., list[Answer]], *args: Any) -> None:
         room = None
         with self._lock:
             answers = event(*args)

@@ -19,10 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 W = TypeVar("W")
 
 
-class Answer(NamedTuple, Generic[W]):
+class Answer(NamedTuple):
     """To one pull: what leaves, and whether nothing comes after it."""
 
-    to: W
+    to: Any
     items: list[Any]
     over: bool
 
@@ -51,7 +51,7 @@ class Supply(Generic[W]):
 
     # Each of these gives the answers that are due
 
-    def put(self, item: Any, weight: int) -> list[Answer[W]]:
+    def put(self, item: Any, weight: int) -> list[Answer]:
         """The function has yielded."""
         self._yielded += 1
         if self.closed:
@@ -61,32 +61,32 @@ class Supply(Generic[W]):
         self._bytes += weight
         return self._due()
 
-    def end(self) -> list[Answer[W]]:
+    def end(self) -> list[Answer]:
         """The function has ended."""
         self._over = True
         return self._due()
 
-    def pull(self, number: int, taken: int, who: W) -> list[Answer[W]]:
+    def pull(self, number: int, taken: int, who: W) -> list[Answer]:
         """The reader asks; it has taken so many by now."""
         self._pulls[number] = who
         self.take(taken)
         return self._due()
 
-    def take(self, taken: int) -> list[Answer[W]]:
+    def take(self, taken: int) -> list[Answer]:
         """The reader has taken so many by now."""
         while self._taken < taken and not self.closed:
             self._bytes -= self._weights.popleft()
             self._taken += 1
         return []
 
-    def close(self) -> list[Answer[W]]:
+    def close(self) -> list[Answer]:
         """The reader has gone, or has had enough."""
         self.closed = self._over = True
         self._items.clear()
         self._weights.clear()
         return self._due()
 
-    def _due(self) -> list[Answer[W]]:
+    def _due(self) -> list[Answer]:
         due = []
         while (self._items or self._over) and self._next in self._pulls:
             due.append(Answer(self._pulls.pop(self._next), list(self._items), self._over))

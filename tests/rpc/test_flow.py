@@ -230,7 +230,7 @@ class World:
         self.yielded += 1
         self.answer(self.supply.put(self.yielded - 1, self.weights[self.yielded - 1]))
 
-    def answer(self, answers: list[Answer[int]]) -> None:
+    def answer(self, answers: list[Answer]) -> None:
         for to, items, over in answers:
             self.to_reader[to] = items, over
 
