@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
@@ -13,6 +14,9 @@ from tests.cluster import Process, agents, group
 
 # torch's store looks up the name of whoever connects; a name server that does not answer shall not take 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+if torch.version.cuda and not torch.cuda.is_available():
+    torch._C._ensureCUDADeviceGuardSet()  # at once: torch 2.11 may crash where its compiler does so late in a process
 
 
 @pytest.fixture(scope="session")

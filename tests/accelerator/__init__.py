@@ -48,7 +48,7 @@ def available() -> bool:
 def _flags() -> list[str]:
     root = Path(torch.__file__).parent
     return [
-        *("-O1", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas"),
+        *("-O1", "-std=c++20", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", str(root / "include"), "-isystem", str(root / "include/torch/csrc/api/include")),
         *(f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"),

@@ -16,7 +16,7 @@ from telegrad.agent.entrance import Caller
 from telegrad.contracts import CheckedLock
 from telegrad.errors import CallCancelled, PeerError, PeerLost
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents, in_threads
+from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 SEEDS = 3
 CALLS = 60  # of each thread
@@ -101,11 +101,8 @@ def test_calls_that_are_cancelled_end_and_no_others(transport: str, chance: rand
             return len(ended)
 
         assert sum(in_threads(*(lambda at=at: call(1000 * at) for at in range(3)))) >= 3 * CALLS // 2
-        until = time.monotonic() + PATIENCE
-        while not (a.agent.idle and b.agent.idle):
-            assert time.monotonic() < until, "a call that was cancelled goes on"
-            time.sleep(1e-3)
-        assert not any(caller.calls for caller in callers_of(b))
+        # What was cancelled at once may be on its way still.
+        wait_until(lambda: a.agent.idle and b.agent.idle and not any(caller.calls for caller in callers_of(b)))
 
 
 def watch(number: int) -> None:

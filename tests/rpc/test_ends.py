@@ -19,7 +19,7 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import errors, progress
 from telegrad.rpc import Future
-from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init
+from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, wait_until
 
 Outcome = tuple[type[Exception] | None, str]
 
@@ -223,6 +223,7 @@ def test_a_lost_worker_is_told_once() -> None:
         for _ in range(3):
             with contextlib.suppress(errors.PeerError):
                 rpc.rpc_sync("worker1", int)
+        wait_until(said)  # the calls have failed a moment before
         return said()
 
     with group(2) as made:

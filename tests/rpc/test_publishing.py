@@ -134,6 +134,13 @@ def test_a_reference_that_was_sent_on_follows_too(crowd: Crowd) -> None:
     kept.clear()
 
 
+def test_who_has_left_meanwhile_is_not_waited_for(crowd: Crowd) -> None:
+    membership = crowd.workers["w0"].membership
+    others = membership._others()
+    crowd.lose("w1")
+    membership._greet(others)
+
+
 def test_all_who_publish_at_once_agree_on_one() -> None:
     with agents(5, dynamic=True) as workers:
         ready = threading.Barrier(5)
