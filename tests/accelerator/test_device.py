@@ -780,6 +780,7 @@ def test_the_device_survives_a_fork() -> None:
         while not going.is_set():
             torch.ones(8, device="sim:1").add_(1)
 
+    torch.ones(8, device="sim:1").add_(1)  # not first in the thread: a fork amid it would keep locks of the C library
     thread = threading.Thread(target=work)
     thread.start()
     try:
