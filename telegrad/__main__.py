@@ -60,7 +60,7 @@ def main() -> None:
     elif first.startswith("-"):
         sys.exit(f"python -m telegrad: there is no option {first}; see python -m telegrad --help")
     elif not os.path.exists(first) and (meant := _command_like(first)):
-        sys.exit(f"python -m telegrad: there is no program {first!r}, and no command; did you mean {meant!r}?")
+        sys.exit(f"python -m telegrad: there is no program {first!r}, and no command{meant}")
     else:
         from telegrad.compat import program
 
@@ -70,10 +70,10 @@ def main() -> None:
         program.run_script(first)
 
 
-def _command_like(word: str) -> str | None:
-    import difflib
+def _command_like(word: str) -> str:
+    from telegrad.hints import did_you_mean
 
-    return next(iter(difflib.get_close_matches(word, COMMANDS, 1)), None)
+    return did_you_mean(word, COMMANDS)
 
 
 def _serve_torchs_name() -> None:

@@ -1,9 +1,11 @@
-"""What a program most likely did not mean, said as a warning: once for each of its lines."""
+"""What a program most likely did not mean, said as a warning, once for each of its lines; and what a word did mean."""
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 from types import FrameType
 from typing import NamedTuple
 
@@ -42,3 +44,9 @@ def hint(kind: str, text: str, line: Line | None = None) -> None:
 
 def _module_of(frame: FrameType) -> str:
     return frame.f_globals.get("__name__") or ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The question that ends a sentence about a word that is none of those; "" where none is like it."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

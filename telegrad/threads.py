@@ -9,8 +9,13 @@ from typing import Any
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
 
 
+def program_has_ended() -> bool:
+    """Whether functions of `atexit` run; no thread can be started then since Python 3.12."""
+    return not threading.main_thread().is_alive()
+
+
 def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
-    """Have a thread run it. Where the program has ended, in functions of `atexit`, no new one can since Python 3.12.
+    """Have a thread run it, or this one where the program has ended.
 
     Raises:
         RuntimeError: there is no memory for a thread.
@@ -18,7 +23,7 @@ def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
     try:
         threading.Thread(target=run, args=args, name=name, daemon=True).start()
     except RuntimeError:
-        if threading.main_thread().is_alive():
+        if not program_has_ended():
             raise
         run(*args)
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from telegrad.agent.slots import Slots
 from telegrad.agent.spinning import SOON, Spin
 from telegrad.contracts import guarded, new_lock
+from telegrad.threads import program_has_ended
 from telegrad.transport.poller import READ, WRITE, Poller, Source
 
 # Not counted and short; counted and short; counted, and the lead goes first; as INSTANT, once nothing else is there;
@@ -292,7 +293,7 @@ class Reactor:
             with self._lock:
                 if self._leader is new:
                     self._leader = worker
-            level = logging.WARNING if threading.main_thread().is_alive() else logging.DEBUG  # the program ends anyway
+            level = logging.DEBUG if program_has_ended() else logging.WARNING
             log.log(level, "telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
 
     def _lead(self, worker: _Runner) -> None:

@@ -15,7 +15,6 @@ believed; a peer the calls from here to it (`OutgoingCalls`); a `Caller` who mak
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import re
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.devices.maps import Devices
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
+from telegrad.hints import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -178,8 +178,7 @@ class Members:
 def unknown(to: str | int, names: list[str], advice: str = "") -> UnknownWorker:
     """The error for a worker that is not there, with who is and what the caller may have meant."""
     what = f"is named {to!r}" if isinstance(to, str) else f"has rank {to}"
-    close = difflib.get_close_matches(to, names, 1) if isinstance(to, str) else []
-    meant = f"; did you mean {close[0]!r}?" if close else "."
+    meant = (did_you_mean(to, names) if isinstance(to, str) else "") or "."
     return UnknownWorker(
         f"could not find destination: no worker {what}{meant} The group has: {listed(names)}. "
         f"Give the name or the rank that the worker was started with; it must have joined before it is called{advice}"

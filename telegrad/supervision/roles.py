@@ -9,7 +9,6 @@ count = 4
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
 from telegrad.group.members import check_name, check_role
+from telegrad.hints import did_you_mean
 
 RESTART, RESTART_ROLE, END = "restart", "restart-role", "end"
 POLICIES = (RESTART, RESTART_ROLE, END)
@@ -147,9 +147,7 @@ def _env(given: Any, of: str) -> dict[str, str]:
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"{of} has a key {key!r} that is none of {', '.join(known)}{meant}")
+            raise UsageError(f"{of} has a key {key!r} that is none of {', '.join(known)}{did_you_mean(key, known)}")
 
 
 def _check(holds: bool, rule: str, given: Any) -> None:

@@ -131,14 +131,12 @@ class Observer:
     def _tell_of(self, parts: Parts, told: Account, now: float, waiting: dict[int, int]) -> None:
         """What there is to tell of a worker that has been made; `waiting`: by ids of calls, who waits for them."""
         agent, calls_in = parts.agent, told["calls_in"]
-        going_on = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
-        queued = [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
-        known = {(call["caller"], call["number"]) for call in calls_in}
-        others: dict[tuple[str, int], CallIn] = {}  # one that changes its state is told of once
-        for call in (*going_on, *queued):
-            others.setdefault((call["caller"], call["number"]), call)
-        unknown = [call for key, call in others.items() if key not in known]
-        calls_in += listed(unknown, lambda call: (call["caller"], call["function"], call["state"]))
+        others = [_call_in(call, GOING_ON, now, None) for call in inspection.calls_going_on(agent)]
+        others += [_call_in(call, QUEUED, now, None) for call in inspection.calls_queued(agent)]
+        # By its first state, since it may change that meanwhile.
+        first = {(call["caller"], call["number"]): call for call in reversed([*calls_in, *others])}
+        unlisted = [call for call in others if call is first[call["caller"], call["number"]]]
+        calls_in += listed(unlisted, lambda call: (call["caller"], call["function"], call["state"]))
         told["place"], told["size"] = parts.place, parts.size
         told["slots"], told["busy"] = inspection.slots(agent)
         told["bytes_out"], told["bytes_in"] = inspection.traffic(agent)
