@@ -14,7 +14,7 @@ from time import process_time
 
 from telegrad.errors import PeerSilent
 from telegrad.transport.link import Link
-from telegrad.transport.processes import is_stopped, stopped
+from telegrad.transport.processes import Stops, stopped
 from telegrad.transport.silence import Silence
 
 TICKS = 1.0  # seconds at most between two ticks of a worker that runs
@@ -74,15 +74,16 @@ class _Watched:
         self._link = link
         self._limits = silence, heartbeat
         self._process, self._voice = Silence(silence), Silence(heartbeat)
+        self._stops = Stops(link.process)
         self._taken = -1  # bytes from it until the last look, before which it was asked
         self._sending, self._written = False, 0  # bytes to it likewise, where they had to wait for it
 
     def look(self, now: float) -> str:
         """Why it is silent, or an empty text."""
         silence, heartbeat = self._limits
-        pid, why = self._link.process, ""
-        if silence and self._process.look(now, not is_stopped(pid)):
-            why = f"for {silence:g} s {stopped(pid)}"
+        why = ""
+        if silence and self._process.look(now, not self._stops.look()):
+            why = f"for {silence:g} s {stopped(self._link.process)}"
         elif heartbeat and self._voice.look(now, self._is_heard()) and not self._link.has_unread():
             why = (
                 f"it has not answered for {heartbeat:g} s, the option `heartbeat`: it was stopped, or a thread holds "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerSilent, PeerUnreachable, ProtocolViolation
 from telegrad.transport.handshake import ITSELF, Claim, Initiator, StreamId
-from telegrad.transport.processes import is_stopped, process_at, stopped
+from telegrad.transport.processes import Stops, process_at, stopped
 from telegrad.transport.silence import Silence
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, client_context
@@ -108,7 +108,7 @@ def _reach(
 def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> bytes:
     """What came behind the handshake; PeerSilent where the other's process `pid` is stopped for so many seconds."""
     sock.sendall(end.start())
-    silent = Silence(silence)
+    silent, process = Silence(silence), Stops(pid)
     while not end.done:
         remaining = deadline - monotonic()
         if remaining <= 0:
@@ -117,7 +117,7 @@ def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int,
         try:
             data = sock.recv(4096)
         except TimeoutError:
-            if silence and silent.look(monotonic(), not is_stopped(pid)):
+            if silence and silent.look(monotonic(), not process.look()):
                 raise PeerSilent(stopped(pid)) from None
             continue
         if not data:

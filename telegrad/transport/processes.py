@@ -30,10 +30,19 @@ def state_of(pid: int) -> tuple[str, int] | None:
     return fields[0].decode(), int(fields[11]) + int(fields[12])
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether it does not run until somebody has it go on."""
-    found = state_of(pid) if pid else None
-    return found is not None and found[0] in STOPPED
+class Stops:
+    """Whether a process stands still; it may go on for less than the time between two looks."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used = -1  # ticks, where it was stopped at the last look
+
+    def look(self) -> bool:
+        """Whether it is stopped, and has not run since a look that found it stopped, too."""
+        found = state_of(self._pid) if self._pid else None
+        before = self._used
+        self._used = found[1] if found is not None and found[0] in STOPPED else -1
+        return self._used >= 0 and before in (-1, self._used)
 
 
 def stopped(pid: int) -> str:

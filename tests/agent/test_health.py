@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent import health
 from telegrad.agent.health import Health
 from telegrad.errors import PeerSilent
+from telegrad.transport import processes
 
 LIMIT = 10.0
 
@@ -95,16 +95,28 @@ def test_what_has_come_and_was_not_read_is_a_sign() -> None:
 
 
 def test_of_a_process_that_can_be_seen_its_state_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped: set[int] = set()
-    monkeypatch.setattr(health, "is_stopped", stopped.__contains__)
+    told = {7: ("S", 5)}
+    monkeypatch.setattr(processes, "state_of", told.get)
     watch = Watch(Connection(process=7), silence=LIMIT)
     watch.until(100.0)
     assert not watch.told
-    stopped.add(7)
+    told[7] = ("T", 6)
     watch.until(200.0)
     ((when, why),) = watch.told
     assert 100 + LIMIT <= when < 100 + 2 * LIMIT
     assert "kill -CONT 7" in why
+
+
+def test_a_process_that_went_on_between_two_looks_was_not_stopped_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {7: ("T", 5)}
+    monkeypatch.setattr(processes, "state_of", told.get)
+    watch = Watch(Connection(process=7), silence=LIMIT)
+    watch.until(LIMIT - 1)
+    told[7] = ("T", 6)
+    watch.until(2 * LIMIT - 2)
+    assert not watch.told
+    watch.until(4 * LIMIT)
+    assert watch.told
 
 
 def test_a_process_that_cannot_be_seen_is_none() -> None:

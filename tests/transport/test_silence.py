@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import pytest
+
+from telegrad.transport.processes import STOPPED, Stops, state_of
 from telegrad.transport.silence import Silence
 
 LIMIT = 10.0
@@ -57,3 +66,34 @@ def test_without_a_limit_it_is_never_silent() -> None:
     assert not silence.look(1e9, False)
     assert silence.pause == float("inf")
     assert repr(silence) == "<Silence: quiet at the last look>"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this platform tells nothing of other processes")
+def test_a_process_that_has_run_since_the_last_look_does_not_stand_still() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            stops = Stops(busy.pid)
+            assert not stops.look()
+            _stop(busy.pid)
+            assert [stops.look(), stops.look()] == [True, True]
+            used = _used(busy.pid)
+            os.kill(busy.pid, signal.SIGCONT)
+            while _used(busy.pid) == used:
+                time.sleep(0.01)
+            _stop(busy.pid)
+            assert [stops.look(), stops.look()] == [False, True]
+        finally:
+            busy.kill()
+    assert not stops.look()
+
+
+def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while (found := state_of(pid)) is not None and found[0] not in STOPPED:
+        time.sleep(0.01)
+
+
+def _used(pid: int) -> int:
+    found = state_of(pid)
+    assert found is not None
+    return found[1]
