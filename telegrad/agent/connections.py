@@ -114,7 +114,7 @@ class Connections:
         self._arena = Arena(settings.shared_memory)
         self._pool = SharedPool(settings.shared_memory)
         self.staging = Staging(streams)
-        # Guards _peers, _accepted, _warned, `closed`, and that _names is replaced; single looks go without.
+        # Guards _peers, _accepted, _warned, `closed`, _left, and that _names is replaced; single looks go without.
         self._lock = threading.Lock()
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
@@ -126,6 +126,7 @@ class Connections:
         )
         self.closed = False
         self._over: PeerError | None = None  # why nobody can be called any more; stored with `closed`
+        self._left: tuple[PeerError, str] | None = None  # and how this worker did, once all connections are ended
         self._joined: _Joined | None = None  # set once
         self._names: dict[str | int, OutgoingCalls] = {}  # found before; `get` and stores go without the lock
         self.listener = Listener(
@@ -335,13 +336,13 @@ class Connections:
             prompt=True,
         )
         with self._lock:
-            closed = self.closed
+            closed, left = self.closed, self._left
             self._accepted[link] = who.incarnation, stream_id.connection
-        if closed:
-            link.close(ShutDown(f"worker {self._me.name!r} shut down"))
-            return
-        link.feed(leftover)
-        link.reading.watch()
+        if left is not None:
+            _part(link, *left)
+        elif not closed:  # else it is about to be ended with the others
+            link.feed(leftover)
+            link.reading.watch()
 
     def _join(self, sock: socket.socket, claim: Claim, stream_id: StreamId, heard: bytes) -> None:
         """A further stream of a connection has come."""
@@ -417,14 +418,13 @@ class Connections:
     def close(self, reason: PeerError, how: str) -> None:
         """End them all: calls in flight fail, here and at those who called, who are told `how` this worker left."""
         with self._lock:
+            self._left = reason, how
             peers, accepted = list(self._peers.values()), list(self._accepted)
         self.listener.close()
         for peer in peers:
             peer.close(reason, how)
         for link in accepted:
-            with contextlib.suppress(PeerError):
-                link.send(Message(BYE, body=how.encode()))
-            link.close(reason)
+            _part(link, reason, how)
 
     def release_memory(self) -> None:
         """Once nothing uses it any more."""
@@ -438,3 +438,10 @@ class Connections:
             if isinstance(link, Link):
                 link.abandon()
         self.listener.abandon()
+
+
+def _part(link: Link, reason: PeerError, how: str) -> None:
+    """End a connection that another has made, who is told `how` this worker left."""
+    with contextlib.suppress(PeerError):
+        link.send(Message(BYE, body=how.encode()))
+    link.close(reason)

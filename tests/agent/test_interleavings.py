@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import queue
 import random
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from telegrad.agent.cancelling import cancelled
 from telegrad.agent.entrance import Caller
 from telegrad.contracts import CheckedLock
-from telegrad.errors import CallCancelled, PeerError, PeerLost
+from telegrad.errors import CallCancelled, LeftEarly, PeerError, PeerLost
 from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
@@ -148,6 +150,20 @@ def test_every_call_ends_while_connections_break(chance: random.Random) -> None:
         assert cuts > 0
         assert failed < len(WAYS) * CALLS
         assert a.agent.idle
+
+
+@pytest.mark.parametrize("amid", ["before the connections end", "as they end"])
+def test_who_connects_as_another_leaves_early_is_told_so(amid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2) as (a, b):
+        connections = b.agent._connections
+        ending = b.agent.layers.references if amid.startswith("before") else connections.listener
+        accept, close, came = connections.listener._accepted, ending.close, queue.SimpleQueue[Any]()
+        monkeypatch.setattr(connections.listener, "_accepted", lambda *stranger: came.put(stranger))
+        monkeypatch.setattr(ending, "close", lambda: (accept(*came.get(timeout=PATIENCE)), close()))
+        call = a.agent.call_async("w1", operator.add, (1, 2), None)
+        b.end("an exception")
+        with pytest.raises(LeftEarly, match="an exception"):
+            call.wait()
 
 
 def test_every_call_ends_when_the_agent_closes(chance: random.Random) -> None:
