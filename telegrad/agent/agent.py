@@ -19,7 +19,7 @@ from telegrad.agent import helping
 from telegrad.agent.attachments import GraphContext, Layers
 from telegrad.agent.cancelling import serving
 from telegrad.agent.clock import Clock
-from telegrad.agent.connections import Connections, Directory, Settings
+from telegrad.agent.connections import Connections, Directory
 from telegrad.agent.deadlines import seconds
 from telegrad.agent.entrance import Doorkeeper
 from telegrad.agent.fanout import EachCall, Fanout
@@ -30,10 +30,11 @@ from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import LONG, OWED, QUICK, Reactor, Work
 from telegrad.agent.server import Server
+from telegrad.agent.settings import Settings
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
 from telegrad.devices.streams import Streams
-from telegrad.errors import PeerError, ShutDown, UnknownWorker
+from telegrad.errors import PeerError, ShutDown
 from telegrad.group.members import Identity, Member
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
@@ -430,9 +431,7 @@ class Agent:
         A patient one leaves with the next message that goes there, or within a moment, and is taken in after it.
         Tensors on accelerators go where gradients do, or `as_arguments` do.
         """
-        peer = self._connections.peer(to)
-        if incarnation not in ("", peer.identity.incarnation):
-            raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
+        peer = self._connections.of_life(to, incarnation)
         peer.notify(notice_to(peer, message, tensors, context, patient, as_arguments), patient)
         if patient:
             self._clock.before(monotonic() + BUSY_TICK)
@@ -443,6 +442,3 @@ class Agent:
         self._reactor.send_unsent()
         upcoming = min([self._connections.tick(now), *(tick(now) for tick in self.ticking)])
         return min(upcoming, now + (BUSY_TICK if self._reactor.watched else IDLE_TICK))
-
-
-__all__ = ["DEFAULT", "Agent", "Directory", "Settings", "UnknownWorker"]

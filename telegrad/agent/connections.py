@@ -23,11 +23,12 @@ from telegrad.agent.health import Health
 from telegrad.agent.outgoing import AnyLink, OutgoingCalls
 from telegrad.agent.pending import Pending
 from telegrad.agent.reactor import INSTANT, Reactor, Work
-from telegrad.devices.maps import Devices, faults
+from telegrad.agent.settings import Settings
+from telegrad.devices.maps import faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
 from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
-from telegrad.errors import DeviceError, PeerError, PeerLost, ShutDown, UnknownWorker
+from telegrad.errors import DeviceError, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
 from telegrad.transport.blobs import SHARE_FROM, MemorySources
 from telegrad.transport.connect import Target, connect
@@ -37,7 +38,6 @@ from telegrad.transport.link import Link
 from telegrad.transport.listener import Listener
 from telegrad.transport.loopback import LoopEnd
 from telegrad.transport.memory import Arena, SharedPool
-from telegrad.transport.tls import TlsFiles
 from telegrad.wire.failures import fresh
 from telegrad.wire.messages import BYE, Message
 
@@ -60,23 +60,6 @@ class Service(Protocol):
 
     def lost(self, caller: Caller) -> None:
         """Its connection has ended."""
-
-
-class Settings(NamedTuple):
-    """What can be chosen about an agent; see `telegrad.rpc.options` for the meaning."""
-
-    threads: int
-    timeout: float
-    transport: str  # "auto", "unix" or "tcp"
-    shared_memory: int
-    silence: float
-    tls: TlsFiles | None
-    devices: Devices
-    pass_deadlines: bool = False
-    wait_for_worker: bool = False
-    most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
-    most_bytes: int = 1 << 30  # of the tensors in them
-    heartbeat: float = 0.0
 
 
 class _Joined(NamedTuple):
@@ -173,6 +156,25 @@ class Connections:
         if peer is None:
             peer = names[to] = self._peer_of(self.joined.directory.find(to))
         return peer
+
+    def of_life(self, to: str | int, incarnation: str) -> OutgoingCalls:
+        """The calling side towards a worker in that life, if one is given.
+
+        Raises:
+            UnknownWorker: it has gone.
+            PeerUnreachable: it is connected to here, and in another store of the group for a moment.
+        """
+        try:
+            found = self.peer(to)
+            if incarnation in ("", found.identity.incarnation):
+                return found
+            raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
+        except UnknownWorker:
+            with self._lock:
+                lives = any(caller == incarnation for caller, _ in self._accepted.values())
+            if lives:
+                raise PeerUnreachable(f"worker {to!r} calls this one, and is not in the directory yet") from None
+            raise
 
     def _known(self, to: Identity) -> OutgoingCalls:
         """The calling side towards a worker that was there."""

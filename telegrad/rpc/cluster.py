@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from telegrad.agent.agent import Settings
+from telegrad.agent.settings import Settings
 from telegrad.devices.maps import faults
 from telegrad.errors import DeviceError
 from telegrad.group.address import host_identity, own_address

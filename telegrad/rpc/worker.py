@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from telegrad.agent.agent import Agent, Settings
+from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future
+from telegrad.agent.settings import Settings
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import PeerError, PeerLost, UsageError
 from telegrad.group.dynamic import DynamicGroup

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from telegrad.errors import RRefError
+from telegrad.errors import RRefError, UnknownWorker
+from telegrad.group.members import Member
 from telegrad.group.parting import Together
 from telegrad.rpc import RRef, current, remote
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents, in_threads
+from tests.cluster import PATIENCE, agents, in_threads, wait_until
 
 
 @pytest.fixture
@@ -67,6 +68,27 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
     assert repr(worker) == "<Worker 'w0', closed, in <Members: w0, w1>>"
     assert repr(table).endswith(", closed>")
     assert repr(membership).endswith(", closed>")
+
+
+def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2, dynamic=True) as (owner, user):
+        find, asked = owner.directory.find, threading.Semaphore(0)
+
+        def find_nobody(to: str | int) -> Member:
+            asked.release()
+            raise UnknownWorker(f"no worker is named {to!r}")
+
+        monkeypatch.setattr(owner.directory, "find", find_nobody)
+        current.enter(user)
+        reference = remote("w0", int)
+        remote("w0", int).to_here()  # ends here, of which the owner owes a receipt
+        assert asked.acquire(timeout=PATIENCE)
+        owner.references.flush()
+        assert reference.to_here() == 0
+        monkeypatch.setattr(owner.directory, "find", find)
+        del reference
+        wait_until(lambda: not owner.references.counts()["owners"])
+        current.enter(None)
 
 
 def test_a_worker_of_a_dynamic_group_tells_its_state() -> None:
