@@ -176,7 +176,7 @@ DRIVER = """
 import telegrad.rpc as rpc
 options = rpc.TelegradOptions(init_method="file://{store}")
 rpc.init_rpc("driver", rank=0, world_size=2, rpc_backend_options=options)
-rpc.rpc_sync("w1", int)
+rpc.rpc_sync("w1", rpc.rpc_sync, ("driver", int))  # else that one may be about to connect as this one ends
 {end}
 """
 WORKER = """
