@@ -150,7 +150,10 @@ class Connections:
     def peer(self, to: str | int | Identity) -> OutgoingCalls:
         """The calling side towards a worker."""
         if isinstance(to, Identity):
-            return self._known(to)
+            try:
+                return self.of_life(to.name, to.incarnation)
+            except UnknownWorker:
+                raise PeerLost(f"the worker named {to.name!r} has gone: it left or died") from None
         names = self._names
         peer = names.get(to)
         if peer is None:
@@ -168,6 +171,9 @@ class Connections:
             found = self.peer(to)
             if incarnation in ("", found.identity.incarnation):
                 return found
+            found = self._names[to] = self._peer_of(self.joined.directory.find(to))  # it may be the next of that name
+            if found.identity.incarnation == incarnation:
+                return found
             raise UnknownWorker(f"the worker named {to!r} is not the one that it was")
         except UnknownWorker:
             with self._lock:
@@ -175,16 +181,6 @@ class Connections:
             if lives:
                 raise PeerUnreachable(f"worker {to!r} calls this one, and is not in the directory yet") from None
             raise
-
-    def _known(self, to: Identity) -> OutgoingCalls:
-        """The calling side towards a worker that was there."""
-        with contextlib.suppress(UnknownWorker):
-            found = self.peer(to.name)
-            if found.identity != to:  # it may be the next of that name, of which nothing was heard yet
-                found = self._names[to.name] = self._peer_of(self.joined.directory.find(to.name))
-            if found.identity == to:
-                return found
-        raise PeerLost(f"the worker named {to.name!r} has gone: it left or died")
 
     def _peer_of(self, member: Member) -> OutgoingCalls:
         with self._lock:

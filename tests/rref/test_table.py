@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.errors import RRefError, UnknownWorker
+from telegrad.errors import PeerUnreachable, RRefError, UnknownWorker
 from telegrad.group.members import Member
 from telegrad.group.parting import Together
 from telegrad.rpc import RRef, current, remote
@@ -85,6 +85,8 @@ def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.Mon
         assert asked.acquire(timeout=PATIENCE)
         owner.references.flush()
         assert reference.to_here() == 0
+        with pytest.raises(PeerUnreachable, match="not in the directory yet"):
+            owner.agent.identify(user.agent.me.identity)
         monkeypatch.setattr(owner.directory, "find", find)
         del reference
         wait_until(lambda: not owner.references.counts()["owners"])
