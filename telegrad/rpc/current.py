@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 
 from telegrad.agent.agent import Agent
@@ -40,8 +41,17 @@ def joined() -> Worker:
         NotInitialized: it is in no group.
     """
     if worker is None:
-        raise NotInitialized("RPC has not been initialized: this process is in no group, call init_rpc first")
+        raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{_hint()}")
     return worker
+
+
+def _hint() -> str:
+    if multiprocessing.parent_process() is None:
+        return ""
+    return (
+        ". A process that a worker starts, as a DataLoader with num_workers does, is not that worker: call from the "
+        "worker itself, or have the process join a dynamic group under a name of its own"
+    )
 
 
 def references() -> ReferenceTable:

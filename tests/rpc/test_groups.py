@@ -431,13 +431,18 @@ def test_a_forked_child_is_in_no_group(workers: list[Process]) -> None:
         if not pid:
             try:
                 rpc.get_worker_info()
-            except errors.NotInitialized:
-                os._exit(5)
+            except errors.NotInitialized as error:
+                os._exit(5 if "A process that a worker starts" in str(error) else 1)
             os._exit(1)
         _, status = os.waitpid(pid, 0)
         return os.waitstatus_to_exitcode(status), rpc.rpc_sync("worker1", operator.add, (1, 1))
 
     assert workers[0].run(fork, 0) == (5, 2)
+
+
+def test_a_program_in_no_group_is_told_what_to_call() -> None:
+    with pytest.raises(errors.NotInitialized, match=r"call init_rpc first$"):
+        rpc.get_worker_info()
 
 
 def test_who_could_not_be_reached_for_a_moment_is_not_taken_for_dead() -> None:
