@@ -209,7 +209,7 @@ class Reactor:
             threads = list(self._threads.values())
         self.poller.wake()
         for thread in threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():  # else it ends as it begins
                 thread.join(0.2)  # a thread in user code ends when that code does
         self._drop_ready()
         self._idle_work.clear()

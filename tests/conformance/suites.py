@@ -91,12 +91,27 @@ class Ranks(MultiProcessTestCase):
                 rank.join()
 
 
+class InStep:
+    """`torch.distributed` for tests whose master calls, once it has made the process group, what needs that of others."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    def init_process_group(self, **how: Any) -> None:
+        """Nobody returns before all have made it."""
+        torch.distributed.init_process_group(**how)
+        torch.distributed.barrier()
+
+
 def make(name: str, *, reference: bool) -> type[unittest.TestCase]:
     """The class `name`, which from then on is importable from here: ranks pickle its methods by name."""
     suite = SUITES[name]
     if suite.group == "faulty" and not reference:
         importlib.import_module("tests.conformance.faults")
-    source = getattr(importlib.import_module(f"{ROOM}.{suite.module}"), suite.source)
+    room = importlib.import_module(f"{ROOM}.{suite.module}")
+    if suite.module == "ddp_under_dist_autograd_test":
+        vars(room)["dist"] = InStep()
+    source = getattr(room, suite.source)
     module, fixture = FIXTURES[suite.prefix]
     bases = (source, getattr(importlib.import_module(module), fixture), Ranks)
     globals()[name] = made = type(name, bases, {"__module__": __name__})
