@@ -92,7 +92,7 @@ class Ranks(MultiProcessTestCase):
 
 
 class InStep:
-    """`torch.distributed` for tests whose master calls, once it has made the process group, what needs that of others."""
+    """`torch.distributed` for tests whose master, once it has made the process group, calls what needs that of others."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.distributed, name)
