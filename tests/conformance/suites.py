@@ -92,7 +92,7 @@ class Ranks(MultiProcessTestCase):
 
 
 class InStep:
-    """`torch.distributed` for tests whose master, once it has made the process group, calls what needs that of others."""
+    """`torch.distributed` for tests whose master has made the process group and calls at once who must have it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.distributed, name)
