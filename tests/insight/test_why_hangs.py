@@ -96,9 +96,10 @@ def test_a_hang_is_explained(name: str, tmp_path: pathlib.Path) -> None:
 
 def test_a_group_at_work_is_well(tmp_path: pathlib.Path) -> None:
     at_work = Hang(3, work, "", (), (), 3)
+    titles: list[str] = []
     with hanging(at_work, tmp_path) as group:
         for _ in range(20):
             sight = look_at(group)
-            found = explain(sight)
-            assert [each.title for each in found if each.weight > NOTE] == []
+            titles += {each.title for each in explain(sight) if each.weight > NOTE}
             assert len(sight.accounts) == 3
+    assert len(titles) < 2, titles  # where others take all processors for a second, one step is a long wait indeed
