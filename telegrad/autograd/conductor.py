@@ -124,6 +124,11 @@ class Conductor:
         """In how many passes, of contexts that have not ended, this worker takes part or has done so."""
         return len(self._parts)
 
+    @property
+    def running(self) -> int:
+        """In how many contexts a pass runs that this worker drives, or works at right now."""
+        return len({spec.context for spec in self._driven.copy()} | self._parts.at_work())
+
     # For the agent, which sends and receives
 
     def current(self) -> AutogradContext | None:

@@ -46,13 +46,13 @@ class Mailbox:
         self.context = context
         self.parts: dict[PassSpec, LocalPart | None] = {}  # None: the pass has failed, and what comes for it is dropped
         self.early: dict[PassSpec, list[Task]] = {}  # what came for passes whose roots are not there yet
-        self._lock = threading.Lock()  # guards all below, but for `repr`, which only takes a length and looks at a flag
+        self._lock = threading.Lock()  # guards all below, but for `repr`, which only takes a length
         self._tasks: list[Task] = []
-        self._busy = False  # a thread is at it
+        self.busy = False  # a thread is at it; who only looks takes no lock
         self._calls: queue.SimpleQueue[bool] | None = None  # of a thread that is to be at it; see `call`
 
     def __repr__(self) -> str:
-        state = "a thread is at it" if self._busy else "nobody is at it"
+        state = "a thread is at it" if self.busy else "nobody is at it"
         parts = list(self.parts.copy().values())
         return f"<Mailbox of context {self.context.id}: {len(self._tasks)} tasks, {state}; {parts}>"
 
@@ -60,9 +60,9 @@ class Mailbox:
         """Add a task; whether the caller must see to it that somebody is at it. `here`: then it does so itself."""
         with self._lock:
             self._tasks.append(task)
-            if self._busy:
+            if self.busy:
                 return False
-            self._busy = True
+            self.busy = True
             if self._calls is None or here:
                 return True
             self._calls.put(True)
@@ -72,7 +72,7 @@ class Mailbox:
         """What there is to do, for the thread that is at it; without any, it is at it no longer."""
         with self._lock:
             tasks, self._tasks = self._tasks, []
-            self._busy = bool(tasks)
+            self.busy = bool(tasks)
             return tasks
 
     def call(self, calls: queue.SimpleQueue[bool] | None) -> None:

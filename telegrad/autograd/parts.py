@@ -75,6 +75,10 @@ class LocalParts:
         parts = [part for mailbox in self._mailboxes.copy().values() for part in mailbox.parts.copy().values()]
         return len(parts) - parts.count(None)
 
+    def at_work(self) -> set[int]:
+        """The contexts that a thread is at."""
+        return {id_ for id_, mailbox in self._mailboxes.copy().items() if mailbox.busy}
+
     def __repr__(self) -> str:
         return f"<LocalParts of {self._agent.name!r}: {list(self._mailboxes.copy().values())}>"
 

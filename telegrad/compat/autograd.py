@@ -170,7 +170,7 @@ def _get_max_id() -> int:
 def _get_debug_info() -> dict[str, str]:
     conductor = current.conductor()
     return {
-        "num_current_backward_passes": str(conductor.passes),
+        "num_current_backward_passes": str(conductor.running),
         "num_autograd_contexts": str(len(conductor.contexts)),
     }
 

@@ -628,6 +628,18 @@ def test_an_error_in_a_backward_function_far_away(trio: list[Worker]) -> None:
         autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
 
 
+def test_passes_that_have_ended_run_no_longer(trio: list[Worker]) -> None:
+    seen: list[int] = []
+    with autograd.context() as context:
+        for count in (1, 2):
+            x = leaf()
+            x.register_hook(lambda gradient: seen.append(trio[0].conductor.running))
+            autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
+            wait_until(lambda: not any(each.conductor.running for each in trio))
+            assert [each.conductor.passes for each in trio[:2]] == [count] * 2
+    assert seen == [1, 1]
+
+
 def test_a_pass_that_takes_too_long() -> None:
     with autograd.context() as context:
         loss = rpc_sync("w1", slow_backward, (leaf(), Holder(None))).sum()
