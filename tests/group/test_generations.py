@@ -128,9 +128,11 @@ def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
 
 def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
     limits = Limits(2, 2)
-    place.come("dead", limits)
-    place.wait_for_places(1)
     place.dead.add("dead/0")
+    store = Ground(place.url).open(WAIT).store
+    Board(store, BOARD).swap("round", "", "1")
+    board = Board(store, f"{BOARD}/1")
+    board.write(f"entry/{board.count('places')}", Arrival(member("dead")).to_json())
     coming = [place.come(name, limits) for name in "ab"]
     assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
 

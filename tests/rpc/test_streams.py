@@ -345,6 +345,8 @@ def test_whoever_stops_reading_closes_the_generator(function: Any, how: str, fiv
     elif how == "break":
         for _ in stream:
             break
+    elif how == "dropped":
+        next(stream)
     if how != "close":
         del stream
     if how != "before it began":
