@@ -1,0 +1,128 @@
+"""The secrets that the workers of a group share.
+
+A group has one key; while it is being replaced, two. The first key of a ring is the one that this worker proves to
+others with, and each key of the ring is accepted from others. So a key is rotated without stopping the group: add the
+new key behind the old one on every host, swap the two, then remove the old one (docs/security.md).
+
+Keys that people choose can be guessed, and everything that is authenticated by a key lets an attacker test guesses
+against it. So such a key is stretched by scrypt: each guess costs about as much as joining does (50 ms, 16 MiB). Keys
+that `new_key` made have 256 random bits and need no stretching; their prefix tells them apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Sequence
+
+from telegrad.errors import UsageError
+
+SHORTEST = 16  # bytes of a key
+_MADE = b"tgk1-"  # the prefix of keys that `new_key` made
+_MADE_SIZE = len(_MADE) + 43  # 32 random bytes, as base64 for URLs
+_OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()
+
+
+def new_key() -> bytes:
+    """Return a new random key, in printable characters."""
+    return _MADE + secrets.token_urlsafe(32).encode()
+
+
+def check_key(key: object, source: str) -> bytes:
+    """Return the key as bytes; `source` says in errors where it was given.
+
+    Raises:
+        UsageError: it is no str or bytes, or is shorter than 16 bytes.
+    """
+    if isinstance(key, str):
+        key = key.encode("utf-8", "surrogateescape")
+    if not isinstance(key, bytes):
+        raise UsageError(f"{source} must be a str or bytes of at least {SHORTEST} bytes, not {type(key).__name__}")
+    if len(key) < SHORTEST:
+        raise UsageError(
+            f"{source} has {len(key)} bytes: a group's key needs at least {SHORTEST}, so that it cannot be guessed. "
+            'Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))"'
+        )
+    return key
+
+
+class Keyring:
+    """The keys of one group, as this process knows them."""
+
+    def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False) -> None:
+        """`path` is the file that the keys came from, which is read again when it has changed. `is_open`: no key."""
+        self.is_open = is_open
+        self._path = path
+        self._secrets = (_OPEN,) if is_open else tuple(map(_stretch, keys))
+        self._version = _version_of(path) if path else None
+
+    def secrets(self) -> tuple[bytes, ...]:
+        """Return 32 bytes for each key; the first is the one to prove with."""
+        if self._path:
+            version = _version_of(self._path)
+            if version is not None and version != self._version:
+                self._secrets = tuple(map(_stretch, read_keys(self._path)))
+                self._version = version
+        return self._secrets
+
+    def derive(self, purpose: bytes) -> tuple[bytes, ...]:
+        """Return 32 bytes for each key that are good for this purpose alone; the first is the one to prove with."""
+        return tuple(hmac.digest(secret, b"telegrad " + purpose, "sha256") for secret in self.secrets())
+
+    def __repr__(self) -> str:
+        return f"<Keyring: {'open' if self.is_open else f'{len(self._secrets)} keys'}>"
+
+
+def open_ring() -> Keyring:
+    """Return the ring of a group without a key: connections are encrypted, and anyone may make one."""
+    return Keyring((), is_open=True)
+
+
+def read_keys(path: str) -> list[bytes]:
+    """Return the keys in a file, one a line.
+
+    Raises:
+        UsageError: the file cannot be read, others may read or write it, or a key in it is too short.
+    """
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            lines = file.read(1 << 16).split(b"\n")
+    except OSError as error:
+        raise UsageError(f"the key file {path!r} cannot be read ({error})") from error
+    if hasattr(os, "getuid"):
+        if status.st_uid not in (os.getuid(), 0):
+            raise UsageError(
+                f"the key file {path!r} belongs to another user (uid {status.st_uid}): make one of your own"
+            )
+        if status.st_mode & 0o026:  # a group may read it: Kubernetes mounts secrets so
+            raise UsageError(
+                f"the key file {path!r} can be read or written by other users (mode {status.st_mode & 0o777:o}): "
+                f"chmod 600 {path} (in Kubernetes: defaultMode: 0440)"
+            )
+    keys = [
+        check_key(line.strip(), f"the key file {path!r}, line {number},")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not keys:
+        raise UsageError(f"the key file {path!r} is empty: write a key of at least {SHORTEST} bytes into it")
+    return keys
+
+
+@functools.lru_cache(maxsize=16)
+def _stretch(key: bytes) -> bytes:
+    if key.startswith(_MADE) and len(key) == _MADE_SIZE:
+        return hashlib.sha256(key).digest()
+    return hashlib.scrypt(key, salt=b"telegrad", n=1 << 14, r=8, p=1, dklen=32)
+
+
+def _version_of(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
