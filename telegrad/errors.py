@@ -207,6 +207,10 @@ class AuthenticationFailed(HandshakeError):
     """It does not hold the group's key, or its certificate is not accepted."""
 
 
+class StoreUntrusted(AuthenticationFailed, RendezvousError):
+    """The store where the group meets has a value that was not written with this worker's key."""
+
+
 class VersionMismatch(HandshakeError):
     """It speaks another version of Telegrad's protocol."""
 

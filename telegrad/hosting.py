@@ -21,6 +21,7 @@ from telegrad.errors import UsageError
 from telegrad.group.members import check_name, check_role
 from telegrad.processes import named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
+from telegrad.transport.keyring import Keyring, new_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,9 +45,10 @@ class LocalGroup:
         self._called_off = ""
         self._store: Any = None
         self._formed = self._closed = False
+        self._key = new_key()
         with socket.create_server((HOST, 0)) as listener:
             self._workers = [
-                _Worker(name, role, rank, self, listener.getsockname()[1], rpc_timeout)
+                _Worker(name, role, rank, self, listener.getsockname()[1], rpc_timeout, self._key)
                 for rank, (name, role) in enumerate(roles.items(), 1)
             ]
             try:
@@ -71,21 +73,18 @@ class LocalGroup:
         with self._wait(lambda: f"telegrad.local: {quoted(self.names)} start up"):
             from telegrad import rpc
             from telegrad.group.rendezvous import call_off
+            from telegrad.group.sealing import SealedStore
             from telegrad.group.stores import Meeting
-            from telegrad.group.tcp import tcp_store
+            from telegrad.group.tcp import serve_on
             from telegrad.rpc.life import enter_group
 
-        port = listener.getsockname()[1]
-        served = listener.dup().detach()  # the store closes it
-        store = tcp_store(
-            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=served, multi_tenant=False
-        )
+        size = 1 + len(self.names)
+        store = SealedStore(serve_on(listener)[0], Keyring([self._key]))
         with self._lock:
             self._store = store
             if self._called_off:
-                call_off(store, self._called_off)
+                call_off(store, size, self._called_off)
         options = rpc.TelegradOptions(rpc_timeout=rpc_timeout)
-        size = 1 + len(self.names)
         enter_group(
             self.driver, options, lambda timeout: Meeting(store, HOST, 0, size, names=(self.driver, *self.names))
         )
@@ -104,7 +103,7 @@ class LocalGroup:
                 if self._store is not None:
                     from telegrad.group.rendezvous import call_off
 
-                    call_off(self._store, self._called_off)
+                    call_off(self._store, 1 + len(self.names), self._called_off)
                 return
         log.warning("telegrad: the process of worker %r %s", worker.name, how)
 
@@ -173,7 +172,9 @@ class LocalGroup:
 class _Worker:
     """A worker's process, and what it prints."""
 
-    def __init__(self, name: str, role: str, rank: int, group: LocalGroup, port: int, timeout: float) -> None:
+    def __init__(
+        self, name: str, role: str, rank: int, group: LocalGroup, port: int, timeout: float, key: bytes
+    ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         own = [
@@ -185,9 +186,24 @@ class _Worker:
             str(1 + len(group.names)),
             "--master",
             f"{HOST}:{port}",
+            "--timeout",
+            str(timeout),
+            "--with-parent",
+            "--key-from-parent",
         ]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "telegrad", "worker", name, *own, "--timeout", str(timeout), "--with-parent"],
+            [
+                sys.executable,
+                "-m",
+                "telegrad",
+                "worker",
+                name,
+                *own,
+                "--timeout",
+                str(timeout),
+                "--with-parent",
+                "--key-from-parent",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -196,6 +212,10 @@ class _Worker:
             env=_environment(len(group.names)),
             **own_session(),
         )
+        with contextlib.suppress(OSError):  # it has ended at once, as is seen below
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{key.decode()}\n")
+            self._process.stdin.flush()
         self._pumps = [
             threading.Thread(target=self._pump, args=(pipe, stream), name=f"telegrad-{name}-{stream}", daemon=True)
             for pipe, stream in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr"))

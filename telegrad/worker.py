@@ -22,7 +22,8 @@ exit codes:
        for dead by the others of a dynamic group; or the parent has ended
   {INTERRUPTED}  Ctrl-C
 
-The key of the group is read from TELEGRAD_KEY. Functions that are called by their name are imported from the folder
+The key of the group is read from TELEGRAD_KEY, from the file that TELEGRAD_KEY_FILE names, or from this user's own key
+file. Functions that are called by their name are imported from the folder
 where this is started, among others.
 """
 
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.name is None and not given.role and supervised.NAME not in os.environ:
         parser.error("give the worker's name, or its --role")
+    key = _key_from_parent() if given.key_from_parent else None
     if given.with_parent:
         threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()
     from telegrad import errors, rpc  # here, since `--help` needs no torch
@@ -43,6 +45,7 @@ def main(arguments: list[str]) -> int:
             rpc_timeout=given.timeout,
             num_worker_threads=given.threads,
             address=given.address,
+            key=key,
         )
         rpc.init_rpc(
             given.name,
@@ -98,7 +101,16 @@ def _parser() -> argparse.ArgumentParser:
         help="end when that worker of a dynamic group dies; repeatable",
     )
     parser.add_argument("--with-parent", action="store_true", help="end when the standard input does")
+    parser.add_argument("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
     return parser
+
+
+def _key_from_parent() -> bytes:
+    """Return the first line of the standard input; nothing behind it is read."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line
 
 
 def _meeting_place(given: argparse.Namespace) -> str:

@@ -18,11 +18,14 @@ from typing import Any
 
 import cloudpickle
 
-from telegrad.group.stores import open_store
+from telegrad.group.keys import find_keys
+from telegrad.group.sealing import SealedStore
+from telegrad.group.stores import Meeting, open_store
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
+from telegrad.transport.keyring import Keyring
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
 KILL = 9  # as Windows has no name for it
@@ -38,6 +41,19 @@ def free_port() -> int:
             return port
 
 
+KEYS = Keyring([b"tgk1-" + 43 * b"A"])  # the same in each process that a test makes
+
+
+def sealed(store: Any, keys: Keyring = KEYS) -> SealedStore:
+    """Return a store of torch as the group layer uses it."""
+    return SealedStore(store, keys)
+
+
+def opened(url: str, rank: int, size: int | None, timeout: float, keys: Keyring = KEYS) -> Meeting:
+    """Open a store with a key that all have who do so in this process, or in one that it has forked."""
+    return open_store(url, rank, size, keys, timeout)
+
+
 @contextlib.contextmanager
 def agents(
     count: int,
@@ -51,7 +67,8 @@ def agents(
 
         def begin(rank: int) -> Worker:
             own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options, **of_rank(rank)})
-            meet = partial(open_store, f"file://{folder}/store", rank, None if dynamic else count)
+            keys = find_keys(own.key)
+            meet = partial(open_store, f"file://{folder}/store", rank, None if dynamic else count, keys)
             return start(f"w{rank}", meet, own, current.enter, role=role_of(rank))
 
         with ThreadPoolExecutor(count) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,10 @@ from tests.cluster import Process, agents, group
 
 # torch's store looks up the name of whoever connects; a name server that does not answer shall not take 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# The key that programs of one user share, and all else that they keep, shall not be this user's own.
+_STATE = tempfile.TemporaryDirectory(prefix="telegrad-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 if torch.version.cuda and not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()  # at once: torch 2.11 may crash where its compiler does so late in a process

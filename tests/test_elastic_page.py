@@ -14,6 +14,7 @@ import pytest
 import telegrad
 from telegrad.group.board import Board
 from telegrad.group.generations import BOARD, Ground, running_at
+from telegrad.group.keys import user_keys
 from tests.cluster import PATIENCE
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -33,9 +34,9 @@ def test_the_program_goes_on_without_one_that_was_killed(tmp_path: pathlib.Path)
     command = [sys.executable, str(path)]
     made = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
-        root = Board(Ground(place).open(PATIENCE).store, BOARD)
+        root = Board(Ground(place, user_keys()).open(PATIENCE).store, BOARD)
         until = time.monotonic() + 4 * PATIENCE
-        while len(getattr(running_at(root), "members", ())) < 2:
+        while not root.terms() or len(getattr(running_at(root), "members", ())) < 2:
             assert time.monotonic() < until
             time.sleep(0.01)
         made[0].kill()

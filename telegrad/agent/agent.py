@@ -36,6 +36,7 @@ from telegrad.agent.wording import attach, encoded
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError, ShutDown
 from telegrad.group.members import Identity, Member
+from telegrad.transport.keyring import Keyring
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import CALL, FAILURE, Message
@@ -101,13 +102,13 @@ class Agent:
         reached = listener.unix, listener.tcp
         return Member(self.name, id_, self.incarnation, self.program, host, *reached, self.settings.devices)
 
-    def join(self, me: Member, key: bytes, directory: Directory, used: Iterable[int] = ()) -> None:
+    def join(self, me: Member, keys: Keyring, directory: Directory, used: Iterable[int] = ()) -> None:
         """Take part in a group: from now on calls are accepted, which may touch the accelerators that are `used`."""
         self.name = me.name
         self._server.name_is(me.name)
         for index in used:
             self.streams.use(index)
-        self._connections.join(me, key, directory)
+        self._connections.join(me, keys, directory)
 
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
         """Leave: calls in flight fail, here and at those who called; `how` is for these, where it is not in order."""
@@ -153,9 +154,9 @@ class Agent:
         return self._server.served
 
     @property
-    def group_key(self) -> bytes:
-        """What the members of its group share."""
-        return self._connections.joined.key
+    def group(self) -> str:
+        """The identity of its group."""
+        return self._connections.joined.keys.group
 
     @property
     def started(self) -> int:

@@ -33,6 +33,7 @@ from telegrad.group.members import Identity, Member
 from telegrad.transport.blobs import SHARE_FROM, MemorySources
 from telegrad.transport.connect import Target, connect
 from telegrad.transport.handshake import Claim, StreamId
+from telegrad.transport.keyring import Keyring
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
 from telegrad.transport.listener import Listener
@@ -66,7 +67,7 @@ class _Joined(NamedTuple):
     """A group, as one of its workers sees it."""
 
     me: Member
-    key: bytes
+    keys: Keyring
     directory: Directory
     claim: Claim  # of this worker
 
@@ -116,11 +117,11 @@ class Connections:
             address, settings.tls, settings.transport, settings.silence, reactor.poller, self._accept
         )
 
-    def join(self, me: Member, key: bytes, directory: Directory) -> None:
+    def join(self, me: Member, keys: Keyring, directory: Directory) -> None:
         """From now on connections are accepted."""
         claim = Claim(me.name, me.id, me.incarnation, me.program)
-        self._joined = _Joined(me, key, directory, claim)
-        self.listener.serve(key, claim)
+        self._joined = _Joined(me, keys, directory, claim)
+        self.listener.serve(keys.derive(b"link")[0], claim)
 
     @property
     def joined(self) -> _Joined:
@@ -245,7 +246,7 @@ class Connections:
         settings = self._settings
         return connect(
             target,
-            self.joined.key,
+            self.joined.keys.derive(b"link")[0],
             self._claim_to(target.name),
             settings.tls,
             settings.transport,

@@ -58,7 +58,7 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
         found = _source(family, address)
         if found is None:
             continue
-        if _is_loopback(found) and not _means_loopback(host):
+        if _is_loopback(found) and not means_loopback(host):
             # Debian's /etc/hosts gives a host's own name 127.0.1.1, which other hosts cannot use.
             return _source(socket.AF_INET, (ELSEWHERE, ANY_PORT)) or found
         return found
@@ -134,7 +134,8 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _means_loopback(host: str) -> bool:
+def means_loopback(host: str) -> bool:
+    """Return True if a host is given by a loopback address, or by a name that stands for one everywhere."""
     try:
         return _is_loopback(host)
     except ValueError:  # a name

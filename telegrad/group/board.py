@@ -3,81 +3,122 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
-from typing import Any
 
-import torch.distributed as dist
-
-from telegrad.errors import RendezvousError, StoreLost
+from telegrad.errors import StoreLost, TelegradError
 from telegrad.group.asking import AskedAside
+from telegrad.group.sealing import SealedStore
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two looks
+TERMS = "terms"  # a list, of which the group's identity is the first; itself bound to no group
 SERVED, OPEN, OVER, SETTLING = "telegrad/served", "open", "over", "settling"
+REFUSED = "telegrad/refused"  # a hint: how many have come with another key
 GONE = "gone"  # what stands for the mark where no store answers, or not yet
 DYNAMIC = "telegrad/dynamic"  # where a dynamic group keeps its directory in a store
-_ABSENT = "absent"  # no key has this value
 
 
 class Board:
-    """A store that is never asked to wait: torch's own waits cannot be interrupted, and report on stderr."""
+    """Part of a store: the keys behind a prefix. Never asked to wait: torch's own waits cannot be interrupted."""
 
-    def __init__(self, store: Any, prefix: str = "", aside: bool = False) -> None:
-        """`aside`: it is served elsewhere, for long; where it is silent, that is noticed."""
+    def __init__(self, store: SealedStore, prefix: str = "", aside: bool = False, group: str = "") -> None:
+        """`aside`: it is served elsewhere, for long; where it is silent, that is noticed.
+
+        `group` is the identity to which all values but the terms are bound; else `terms` and `claim_terms` find it.
+        """
         self._prefix = prefix
+        self.group = group
         self._closed = ""
-        self._store: Any = dist.PrefixStore(prefix, store) if prefix else store
-        if aside:
-            self._store = AskedAside(self._store)
+        self._aside = AskedAside(store.raw) if aside else None
+        self._store: SealedStore | None = store.over(self._aside) if self._aside is not None else store
 
     def close(self, why: str = "this worker has left the group") -> None:
         """Let go of the store: what this process serves goes, too; `why` is what those hear who ask it."""
         self._closed = why
-        store, self._store = self._store, None
-        if isinstance(store, AskedAside):
-            store.close()
+        self._store, aside, self._aside = None, self._aside, None
+        if aside is not None:
+            aside.close()
 
     @contextlib.contextmanager
-    def _while_it_lasts(self) -> Iterator[Any]:
+    def _while_it_lasts(self) -> Iterator[SealedStore]:
         store = self._store  # loaded once: another thread may close this board meanwhile
         if store is None:
             raise StoreLost(self._closed)
         try:
             yield store
+        except TelegradError:
+            raise
         except RuntimeError as error:
             raise StoreLost(
                 f"the store was lost ({short(error)}): "
                 "the worker that serves it has ended or cannot be reached; see its log"
             ) from error
 
+    def _place(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
     def swap(self, key: str, expected: str, value: str) -> str:
-        """Write `value` where `expected` is found ("" is nothing); what is there now."""
+        """Write `value` where `expected` is found ("" is nothing); return what is there now.
+
+        Raises:
+            StoreLost: the store has gone.
+            StoreUntrusted: what is there was not written with the group's key.
+        """
         with self._while_it_lasts() as store:
-            return str(store.compare_set(key, expected, value).decode())
+            return store.swap(self.group, self._place(key), expected, value)
 
     def read(self, key: str) -> str:
-        """What is there, "" for nothing."""
-        found = self.swap(key, _ABSENT, _ABSENT)
-        return "" if found == _ABSENT else found
+        """Return what is there, "" for nothing; raises as `swap`."""
+        with self._while_it_lasts() as store:
+            return store.read(self.group, self._place(key))
 
     def write(self, key: str, value: str) -> None:
-        """Seen by others before whatever this board does next, though not yet when this returns."""
+        """Write, whatever is there. Seen by others before whatever this board does next."""
         with self._while_it_lasts() as store:
-            store.set(key, value)
+            store.write(self.group, self._place(key), value)
 
-    def count(self, key: str, more: int = 1) -> int:
-        if not more:
-            return int(self.read(key) or 0)  # a file would grow by what is added, nothing included
+    def terms(self) -> str:
+        """Return the terms of the group that meets here, "" where there are none; binds this board to that group."""
         with self._while_it_lasts() as store:
-            return int(store.add(key, more))
+            return self._bind(store.read("", self._place(TERMS)))
+
+    def claim_terms(self, terms: str, expected: str = "") -> str:
+        """Lay down terms where `expected` stands; return those that hold, and bind this board to their group."""
+        with self._while_it_lasts() as store:
+            return self._bind(store.swap("", self._place(TERMS), expected, terms))
+
+    def _bind(self, terms: str) -> str:
+        if terms:
+            self.group = str(json.loads(terms)[0])
+        return terms
+
+    def increment(self, key: str) -> int:
+        """Add one to a number; return the sum."""
+        with self._while_it_lasts() as store:
+            return store.increment(self.group, self._place(key))
+
+    def number(self, key: str) -> int:
+        """Return a number that `increment` adds to."""
+        return int(self.read(key) or 0)
+
+    def add_hint(self, key: str) -> int:
+        """Add one to a counter in one step; return the sum. It is not authenticated: nothing may rely on it."""
+        with self._while_it_lasts() as store:
+            return store.add(self._place(key), 1)
+
+    def hint(self, key: str) -> int:
+        """Return a counter that `add_hint` adds to."""
+        with self._while_it_lasts() as store:
+            return store.count(self._place(key))
 
     def read_all(self, keys: list[str]) -> list[str]:
-        """What is there under keys that are known to be there."""
+        """Return what is there under keys that are known to be there; raises as `swap`."""
         with self._while_it_lasts() as store:
-            return [value.decode() for value in store.multi_get(keys)]
+            return store.read_all(self.group, [self._place(key) for key in keys])
 
     def wait(self, key: str, until: float, meanwhile: Callable[[], None] = lambda: None) -> str:
-        """Look until something is there; "" when `until` came first."""
+        """Look until something is there; return "" when `until` came first."""
         for _ in looks(until):
             found = self.read(key)
             if found:
@@ -85,22 +126,22 @@ class Board:
             meanwhile()
         return ""
 
-    def wait_for_count(self, key: str, count: int, until: float) -> None:
+    def wait_for_hint(self, key: str, count: int, until: float) -> None:
         """Look until it has been counted so often, or until `until`."""
         for _ in looks(until):
-            if self.count(key, 0) >= count:
+            if self.hint(key) >= count:
                 return
 
     def __repr__(self) -> str:
-        kind = type(self._store).__name__ if self._store is not None else "closed"
+        kind = repr(self._store) if self._store is not None else "closed"
         return f"<Board {self._prefix or 'without a prefix'}, {kind}>"
 
 
-def mark_of(store: Any) -> str:
+def mark_of(store: SealedStore) -> str:
     """Who serves it says so; "" where that is no worker."""
     try:
         return Board(store).read(SERVED)
-    except RendezvousError:  # it was taken away in this moment
+    except StoreLost:  # it was taken away in this moment
         return GONE
 
 

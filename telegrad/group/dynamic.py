@@ -8,7 +8,6 @@ have seen it.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -19,7 +18,8 @@ from telegrad.group.board import Board
 from telegrad.group.directory import LEFT, LOST, Directory
 from telegrad.group.members import Member, listed, unknown
 from telegrad.group.places import Spot, is_here, stay_at
-from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, taken
+from telegrad.group.rendezvous import COMPLETE, LINGER, OPENED, ROUND, agree, taken, terms_of
+from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import Place
 from telegrad.group.succession import Seat
 
@@ -39,10 +39,11 @@ class DynamicGroup:
     """One worker's part in it."""
 
     def __init__(
-        self, store: Any, serves: bool = False, places: tuple[Spot, ...] = (), place: Place = (None, None)
+        self, store: SealedStore, serves: bool = False, places: tuple[Spot, ...] = (), place: Place = (None, None)
     ) -> None:
         """`serves`: the store ends with this worker. `places` are where newcomers look for it, `place` where it is."""
         self.places = places
+        self.keys = store.keys
         self.terms = ""
         self.store = Seat(1, -1, "", place[0] or "", place[1] or 0)  # as it was when this worker came
         self.over = ""  # why nobody can be looked up any more; stored once
@@ -63,10 +64,8 @@ class DynamicGroup:
         self._between = False  # the store was lost, and there is no other yet
         self._given_up: list[Directory] = []  # in stores of this member: who holds them for the group's is told better
 
-    def join(
-        self, me: Member, key: bytes | None, is_alive: Callable[[Member], bool] = lambda _: True
-    ) -> tuple[Member, bytes]:
-        """Claim a name and a rank, the lowest free one from 1 on where `me.id` is -1; what came of it, and the key.
+    def join(self, me: Member, is_alive: Callable[[Member], bool] = lambda _: True) -> Member:
+        """Claim a name and a rank, the lowest free one from 1 on where `me.id` is -1; return what came of it.
 
         Who has a role and no name gets the lowest number with it that makes a free one.
 
@@ -81,11 +80,11 @@ class DynamicGroup:
             StoreLost: it was lost.
         """
         board = self.directory.board
-        moved = self.directory.moved()
+        moved = self.directory.moved() if board.terms() else None
         if moved is not None:
             raise Moved(moved)
-        shared = agree(board, me, -1, key)
-        self.terms = board.read("terms")
+        agree(board, me, -1)
+        self.terms = board.terms()
         me, reserved = (me, "") if me.name else self._reserve_name(me)
         me = self._claim_rank(me, is_alive)
         try:
@@ -96,8 +95,8 @@ class DynamicGroup:
         self._listed_at = self.directory.add_name(me.name)
         self._me = me
         self._settle_in(me)
-        board.count("changes")
-        return me, shared
+        board.add_hint("changes")
+        return me
 
     def _settle_in(self, me: Member) -> None:
         """See, and say, who serves the store, and where it can be found."""
@@ -111,7 +110,7 @@ class DynamicGroup:
             self.directory.add_home(me.host)
         self.homes = self.directory.homes()
         self.known = self.directory.members()  # else, were the store lost now, it would serve one for itself alone
-        self._ends = self.directory.board.count("ends", 0)
+        self._ends = self.directory.board.number("ends")
 
     def _reserve_name(self, me: Member) -> tuple[Member, str]:
         for number in range(MOST_RANKS):
@@ -236,7 +235,7 @@ class DynamicGroup:
 
     def ended(self) -> bool:
         """Whether a worker has left since the last look with whom those end that only serve."""
-        ends = self.directory.board.count("ends", 0)
+        ends = self.directory.board.number("ends")
         before, self._ends = self._ends, ends
         return ends > before
 
@@ -246,7 +245,7 @@ class DynamicGroup:
             return False
         if not self._acknowledged:
             self._acknowledged = True
-            self.directory.board.count("seen")
+            self.directory.board.add_hint("seen")
         return True
 
     def leave(self) -> None:
@@ -274,28 +273,28 @@ class DynamicGroup:
 
     def _end_store(self) -> None:
         board = self.directory.board
-        others = len(self.directory.members()) + board.count("seen", 0)
+        others = len(self.directory.members()) + board.hint("seen")
         board.write("leaving", OPENED)
-        board.count("changes")
-        board.wait_for_count("seen", others, monotonic() + LINGER)
+        board.add_hint("changes")
+        board.wait_for_hint("seen", others, monotonic() + LINGER)
 
     def __repr__(self) -> str:
         state = f"over: {self.over}" if self.over else f"term {self.store.term}"
         return f"<DynamicGroup: {state}; with {listed([member.name for member in self.known])}>"
 
 
-def dynamic_group_lives(store: Any, is_alive: Callable[[Member], bool]) -> bool:
+def dynamic_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
     """Whether a dynamic group with members meets in this store."""
     directory = Directory(store)
-    return bool(directory.board.read("terms")) and any(map(is_alive, directory.members()))
+    return bool(directory.board.terms()) and any(map(is_alive, directory.members()))
 
 
-def fixed_group_lives(store: Any, is_alive: Callable[[Member], bool]) -> bool:
+def fixed_group_lives(store: SealedStore, is_alive: Callable[[Member], bool]) -> bool:
     """Whether a group of fixed size forms in this store, or has formed and runs."""
     number = Board(store).read(ROUND)
     board = Board(store, f"telegrad/{number}")
-    terms = board.read("terms") if number else ""
-    if not terms or board.read(COMPLETE) not in ("", OPENED):
+    terms = terms_of(board) if number else None
+    if terms is None or not isinstance(terms.size, int) or board.read(COMPLETE) not in ("", OPENED):
         return False
-    entries = [board.read(f"rank/{rank}") for rank in range(json.loads(terms)[0])]
+    entries = [board.read(f"rank/{rank}") for rank in range(terms.size)]
     return any(is_alive(Member.from_json(entry)) for entry in entries if entry)

@@ -1,11 +1,11 @@
 """How the workers of an elastic group meet through a store, one generation after the other: the rim of quorum.py.
 
-    terms      the key and the limits, by the first worker that came to this store
+    terms      the group's identity and limits, by the first worker that came to this store
     running    the last generation that has formed; once it has ended in order, its number below 0
     round      the number of the round in which the next one forms; of each round:
         places     how many have come; entry/PLACE is who
         verdict    who is in it; whoever has come first decides, or the next where that one has died
-        taken      how many of these have seen that; the last opens `ready`, behind which they are a group
+        taken      how many of these have seen that, as a hint; the last opens `ready`, behind which they are a group
 
 Who is not in a round's verdict goes to the next round, as all do where one of the chosen died before it had taken its
 place. Nothing that the store knows is needed, since those who come bring what they know with them, and say first which
@@ -21,16 +21,18 @@ import threading
 from collections.abc import Callable
 from math import inf
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, StoreLost, TelegradError, WorkerTaken
+from telegrad.errors import GroupEnded, GroupIncomplete, RendezvousError, StoreLost, WorkerTaken
 from telegrad.group.board import Board
 from telegrad.group.members import Member
 from telegrad.group.places import is_here
 from telegrad.group.quorum import Arrival, Before, Limits, Quorum, Verdict, members_of
-from telegrad.group.rendezvous import LINGER, OPENED, VOID, agree, first_of
+from telegrad.group.rendezvous import LINGER, OPENED, VOID, Terms, agree, new_terms, terms_of
+from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import Meeting, open_store
 from telegrad.progress import Wait
+from telegrad.transport.keyring import Keyring
 
 LAST_CALL = 3.0  # seconds without anybody new after which a first generation is complete that has enough
 KNOCK_AGAIN = 0.5  # seconds between looks whether one who is awaited, or comes first, still lives
@@ -49,9 +51,10 @@ class Formed(NamedTuple):
     number: int
     members: list[Member]
     survivors: int  # how many of these, by rank, were in the one before
+    terms: str = ""  # of the group, as the store has them; not part of the JSON
 
     def to_json(self) -> str:
-        return json.dumps(self)
+        return json.dumps(self[:3])
 
     @classmethod
     def from_json(cls, text: str) -> Formed:
@@ -62,8 +65,9 @@ class Formed(NamedTuple):
 class Ground:
     """Where the generations of a group meet: its store, which any worker of that host may serve."""
 
-    def __init__(self, init_method: str) -> None:
+    def __init__(self, init_method: str, keys: Keyring) -> None:
         self._init_method = init_method
+        self.keys = keys
         self.is_here = False  # a worker of this host serves it
         self._lock = threading.Lock()  # guards _meeting; held while the store is looked for
         self._meeting: Meeting | None = None
@@ -82,7 +86,7 @@ class Ground:
         with self._lock:
             meeting = self._meeting
             if meeting is None:
-                meeting = self._meeting = open_store(self._init_method, -1, None, timeout)
+                meeting = self._meeting = open_store(self._init_method, -1, None, self.keys, timeout)
                 meeting.open_up()
                 self.is_here = meeting.host is not None and meeting.port is not None and is_here(meeting.host)
             return meeting
@@ -101,6 +105,7 @@ class Coming(NamedTuple):
     """One worker on its way into the next generation."""
 
     ground: Ground | None  # None: a launcher says who is in it
+    keys: Keyring
     limits: Limits
     before: Before  # the generation that it knows
     rank: int  # the one that it would like to have
@@ -110,11 +115,11 @@ class Coming(NamedTuple):
         """Find the store."""
         if self.ground is None:
             size = os.environ.get("WORLD_SIZE", "")
-            return open_store("env://", -1, int(size), self.timeout)._replace(coming=self)
+            return open_store("env://", -1, int(size), self.keys, self.timeout)._replace(coming=self)
         return self.ground.open(self.timeout)._replace(rank=self.rank, coming=self)
 
-    def join(self, ground: Ground, me: Member, key: bytes | None, is_alive: IsAlive) -> tuple[Formed, bytes]:
-        """Become part of the next generation, as soon as there is one; it, and its key.
+    def join(self, ground: Ground, me: Member, is_alive: IsAlive) -> Formed:
+        """Become part of the next generation, as soon as there is one; return it.
 
         Raises:
             GroupIncomplete: too few came in time.
@@ -122,7 +127,7 @@ class Coming(NamedTuple):
             WorkerTaken: another has this worker's name.
             RendezvousError: the store was lost, or the group has other terms.
         """
-        return _Joining(ground, self, me, is_alive).join(key)
+        return _Joining(ground, self, me, is_alive).join()
 
 
 class _Joining:
@@ -138,7 +143,7 @@ class _Joining:
         self._until = monotonic() + coming.timeout
         self._quorum = Quorum(coming.limits)
         self._place = 0  # in the round
-        self._taken: tuple[Formed, bytes] | None = None  # the generation in which it has a place, and its key
+        self._taken: Formed | None = None  # the generation in which it has a place
         self._dead: set[str] = set()
         self._knocked: dict[str, float] = {}  # when, by incarnation
 
@@ -146,33 +151,33 @@ class _Joining:
     def _survives(self) -> bool:
         return bool(self._before.me)
 
-    def join(self, key: bytes | None) -> tuple[Formed, bytes]:
+    def join(self) -> Formed:
         with Wait("init_rpc", self._text, lambda: self._quorum.missing(), worker=self._me.name) as self._wait:
             while True:
                 meeting = self._ground.open(max(0.0, self._until - monotonic()))
                 self._wait.place = meeting.where
                 try:
-                    return self._join_at(meeting.store, key)
+                    return self._join_at(meeting.store)
                 except StoreLost:  # another may be served in its place, also by this worker
                     self._ground.forget(meeting)
                     if monotonic() > self._until:
                         raise
                 sleep(TRY_AGAIN)
 
-    def _join_at(self, store: Any, key: bytes | None) -> tuple[Formed, bytes]:
+    def _join_at(self, store: SealedStore) -> Formed:
         self._root = Board(store, BOARD)
+        terms = self._agree()
         self._tell()
         if self._taken is not None and self._has_formed():  # this store may be lost meanwhile, too
             return self._taken
         self._taken = None
-        shared = self._agree(key)
         while True:
             number = self._root.swap("round", "", "1")
-            self._board = Board(store, f"{BOARD}/{number}")
+            self._board = Board(store, f"{BOARD}/{number}", group=terms.group)
             goes = not self._board.read("verdict") or self._has_come()
-            generation = self._round(shared) if goes else None
+            generation = self._round(terms) if goes else None
             if generation is not None:
-                return generation, shared
+                return generation
             self._root.swap("round", number, str(int(number) + 1))
 
     def _tell(self) -> None:
@@ -181,18 +186,20 @@ class _Joining:
             last = Formed(self._before.number, list(self._before.members), 0)
             self._root.swap("running", "", last.to_json())
 
-    def _agree(self, key: bytes | None) -> bytes:
-        """The key; terms of an earlier run, of whom nobody lives, are replaced."""
+    def _agree(self) -> Terms:
+        """Return the group's terms; those of an earlier run, of whom nobody lives, are replaced."""
         while True:
-            terms = self._root.read("terms")
+            terms = terms_of(self._root)
             try:
-                return agree(self._root, self._me, str(self._limits), key)
-            except TelegradError:
-                running = running_at(self._root)
-                others = [first_of(self._root), *(running.members if running else [])]
-                if not terms or any(map(self._is_alive, others)):
+                return agree(self._root, self._me, str(self._limits))
+            except StoreLost:
+                raise
+            except RendezvousError:
+                if terms is None or any(map(self._is_alive, known_at(self._root, terms))):
                     raise
-            self._root.swap("terms", terms, "")
+            # The identity stays, so that what is left of the earlier run can be read.
+            mine = new_terms(str(self._limits), self._me, terms.group)
+            self._root.claim_terms(mine.to_json(), expected=terms.to_json())
 
     # One round
 
@@ -206,10 +213,10 @@ class _Joining:
             sleep(TRY_AGAIN)
         return False
 
-    def _round(self, shared: bytes) -> Formed | None:
+    def _round(self, terms: Terms) -> Formed | None:
         """The generation that forms in it, where this worker is part of that."""
         if not self._has_come():
-            self._place = self._board.count("places")
+            self._place = self._board.increment("places")
             self._board.write(f"entry/{self._place}", Arrival(self._me, self._before).to_json())
         self._quorum = Quorum(self._limits)
         self._quorum.dead = self._dead  # also those that were found in another round, or store
@@ -222,12 +229,12 @@ class _Joining:
         if refused is not None:
             self._refuse(refused)
         arrivals = [Arrival.from_json(entry) for entry in self._entries(verdict.places)]
-        generation = Formed(verdict.number, members_of(arrivals), verdict.survivors)
+        generation = Formed(verdict.number, members_of(arrivals), verdict.survivors, terms.to_json())
         if self._place not in verdict.places:
             if not self._survives:  # it may form any moment: those who are left must not be another one
                 self._before = Before(generation.number, tuple(generation.members))
             return None
-        self._taken = generation, shared
+        self._taken = generation
         if self._take_place(generation):
             return generation
         self._taken = None
@@ -250,7 +257,7 @@ class _Joining:
 
     def _take_place(self, generation: Formed) -> bool:
         """Whether all have taken theirs, so that it has formed."""
-        if self._board.count("taken") == len(generation.members):
+        if self._board.add_hint("taken") == len(generation.members):
             self._root.write("running", generation.to_json())  # before anyone goes, who may be lost at once
             self._board.swap("ready", "", OPENED)
         until = monotonic() + TAKE
@@ -301,11 +308,11 @@ class _Joining:
 
     def _see(self) -> None:
         """Who has come, and which generation runs."""
-        for place in range(1, self._board.count("places", 0) + 1):
+        for place in range(1, self._board.number("places") + 1):
             self._arrival(place)
         running = running_at(self._root)
         if running is not None and -running.number >= max(self._quorum.running.number, self._before.number) > 0:
-            self._root.count("seen")
+            self._root.add_hint("seen")
             raise GroupEnded(
                 f"the group for which {self._me} has waited has ended in order, after generation {-running.number}"
             )
@@ -355,19 +362,26 @@ def running_at(board: Board) -> Formed | None:
     return Formed.from_json(found) if found else None
 
 
-def waiting_at(store: Any, mine: Formed, most: int, is_alive: IsAlive) -> bool:
+def known_at(board: Board, terms: Terms) -> list[Member]:
+    """The workers that the store tells of: the first that came, and those of the running generation."""
+    running = running_at(board)
+    return [*([terms.first] if terms.first is not None else []), *(running.members if running else [])]
+
+
+def waiting_at(store: SealedStore, mine: Formed, most: int, is_alive: IsAlive) -> bool:
     """Whether somebody waits at the store who could come into the generation after this one; tells of it there."""
     root = Board(store, BOARD)
+    root.claim_terms(mine.terms)  # where the store is a new one, nobody may have come to it yet
     running = running_at(root)
-    if running is None or abs(running.number) < mine.number:  # the store is a new one
+    if running is None or abs(running.number) < mine.number:
         root.write("running", mine.to_json())
     number = root.read("round")
     if not number:
         return False
-    board = Board(store, f"{BOARD}/{number}")
+    board = Board(store, f"{BOARD}/{number}", group=root.group)
     if board.read("verdict"):
         return False
-    entries = [board.read(f"entry/{place}") for place in range(1, board.count("places", 0) + 1)]
+    entries = [board.read(f"entry/{place}") for place in range(1, board.number("places") + 1)]
     arrivals = [Arrival.from_json(entry) for entry in entries if entry]
     return any(_may_come(arrival, mine, most) and is_alive(arrival.member) for arrival in arrivals)
 
@@ -379,21 +393,20 @@ def _may_come(arrival: Arrival, mine: Formed, most: int) -> bool:
     return has_room and arrival.member.name not in {member.name for member in mine.members}
 
 
-def lives_at(store: Any, is_alive: IsAlive) -> bool:
+def lives_at(store: SealedStore, is_alive: IsAlive) -> bool:
     """Whether an elastic group runs, or forms, at this store."""
     root = Board(store, BOARD)
-    if not root.read("terms"):
-        return False
-    running = running_at(root)
-    return any(map(is_alive, [first_of(root), *(running.members if running else [])]))
+    terms = terms_of(root)
+    return terms is not None and any(map(is_alive, known_at(root, terms)))
 
 
 def end_at(meeting: Meeting, mine: Formed) -> None:
     """The group has ended in order: let those know who wait for it."""
     root = Board(meeting.store, BOARD)
     with contextlib.suppress(RendezvousError):  # the store has gone before
-        board = Board(meeting.store, f"{BOARD}/{root.read('round')}")
-        waiting = 0 if board.read("verdict") else board.count("places", 0)
+        root.claim_terms(mine.terms)
+        board = Board(meeting.store, f"{BOARD}/{root.read('round')}", group=root.group)
+        waiting = 0 if board.read("verdict") else board.number("places")
         root.write("running", mine._replace(number=-mine.number).to_json())
         if meeting.serves:
-            root.wait_for_count("seen", waiting, monotonic() + (LINGER if waiting else 0))
+            root.wait_for_hint("seen", waiting, monotonic() + (LINGER if waiting else 0))

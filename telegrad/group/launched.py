@@ -7,6 +7,7 @@ import os
 
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.group import on_ray
+from telegrad.group.keys import Key, find_keys, given_keys
 from telegrad.group.stores import Meeting, open_store
 from telegrad.group.surroundings import look_around, one_of_several
 
@@ -15,24 +16,24 @@ SAID_BY_ENVIRONMENT = "env://"
 log = logging.getLogger("telegrad")
 
 
-def open_meeting(init_method: str, rank: int, world_size: int | None, timeout: float) -> Meeting:
+def open_meeting(init_method: str, rank: int, world_size: int | None, key: Key, timeout: float) -> Meeting:
     """Open the store. What the program says holds; a rank without a size is that of a dynamic group.
 
     Raises:
-        UsageError: what is said, by the program or by the launcher, cannot be, or is not enough.
+        UsageError: what is said, by the program or by the launcher, cannot be, or is not enough; or there is no key.
         RendezvousError: the store cannot be opened.
     """
     if init_method != SAID_BY_ENVIRONMENT or rank != -1 or world_size is not None:
-        return open_store(init_method, rank, world_size, timeout)
+        return open_store(init_method, rank, world_size, find_keys(key), timeout)
     if on_ray.places_this_process(os.environ):
         _check_drivers()
-        return on_ray.meet(timeout)
+        return on_ray.meet(timeout, given_keys(key))
     found = look_around(os.environ)
     if found is None:
-        return open_store(init_method, rank, world_size, timeout)
+        return open_store(init_method, rank, world_size, find_keys(key), timeout)
     log.info("telegrad: %s", found)
     try:
-        return open_store(found.init_method, found.rank, found.size, timeout)
+        return open_store(found.init_method, found.rank, found.size, find_keys(key), timeout)
     except (UsageError, RendezvousError) as error:
         raise type(error)(f"{error} ({found})") from error
 

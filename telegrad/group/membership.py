@@ -25,6 +25,7 @@ from telegrad.errors import (
     RendezvousError,
     ShutDown,
     StoreLost,
+    StoreUntrusted,
     UnknownWorker,
 )
 from telegrad.group.directory import LEFT, LOST, Directory
@@ -87,6 +88,7 @@ class Membership:
         self._directory: Directory | None = None  # where it has looked
         self._seen_changes = self._seen_orphans = 0
         self._met: set[str] = set()  # who was listed there
+        self._warned: set[str] = set()  # of values that are not authentic
         self._missed_at = inf  # when those who are not are knocked at
         self.serving = Serving(me)
         self._wake = threading.Event()
@@ -351,8 +353,16 @@ class Membership:
                     self._end_with(group, acts)
             except StoreLost as error:
                 self._lose_store(group, str(error))
+            except StoreUntrusted as error:
+                self._warn_of_strangers(str(error))
         for act in acts:
             act()
+
+    def _warn_of_strangers(self, why: str) -> None:
+        """Say once for each text that the store cannot be believed; the members that are known stay so."""
+        if why not in self._warned:
+            self._warned.add(why)
+            log.warning("telegrad: worker %r goes on with the members that it knows: %s", self._me.name, why)
 
     def _directory_of(self, group: DynamicGroup) -> Directory:
         """Where to look; in another store than before, those who are not listed may be about to come."""

@@ -7,6 +7,7 @@ it is detached, since else it would end with the process that happened to start 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -15,9 +16,12 @@ from typing import Any
 
 from telegrad.errors import StoreUnreachable
 from telegrad.group.address import answers
-from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.dynamic import dynamic_group_lives
+from telegrad.group.keys import VARIABLE
+from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import LONGEST, Meeting, join_store
-from telegrad.group.tcp import tcp_store
+from telegrad.group.tcp import serve_tcp
+from telegrad.transport.keyring import Keyring, new_key
 
 NAMESPACE = "telegrad"  # of the actors' names, which have the job's number in them
 IDLE = 60.0  # seconds without workers until the store ends
@@ -38,8 +42,8 @@ def is_driver() -> bool:
     return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
 
 
-def meet(timeout: float) -> Meeting:
-    """Open the store of this job's group.
+def meet(timeout: float, given: Keyring | None) -> Meeting:
+    """Open the store of this job's group, with the keys that are given, else with the one that its keeper has made.
 
     Raises:
         StoreUnreachable: Ray did not start the actor that serves it, or it cannot be reached from here.
@@ -50,33 +54,39 @@ def meet(timeout: float) -> Meeting:
     known = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
     actor = ray.remote(Keeper).options(**known, num_cpus=0, resources=at_head)
     try:
-        host, port = ray.get(actor.remote(name).place.remote(), timeout=min(timeout, LONGEST))
+        keeper = actor.remote(name, os.environ.get(VARIABLE))
+        host, port, key = ray.get(keeper.place.remote(), timeout=min(timeout, LONGEST))
     except ray.exceptions.RayError as error:
         raise StoreUnreachable(
             f"the actor {name!r}, which serves the store of this job's group, did not start within {timeout:g} s "
             f"({type(error).__name__}): is Telegrad installed on the cluster's head node? `ray list actors` tells more"
         ) from error
-    return Meeting(join_store(host, port, timeout, lasting=True), host, -1, None, port)
+    keys = given or Keyring([key], source="the keeper of this job's group")
+    return Meeting(join_store(host, port, keys, timeout, lasting=True), host, -1, None, port)
 
 
 class Keeper:
-    """The actor that serves the store."""
+    """The actor that serves the store, and makes the key of the job's group, which Ray carries to its workers."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, key: str | None) -> None:
+        """`key` is the one that the environment of the first worker says, if any."""
         ray: Any = sys.modules["ray"]
         self._host = ray.util.get_node_ip_address()
-        self._store = tcp_store(self._host, 0, is_master=True, wait_for_workers=False)
+        self._key = key.encode("utf-8", "surrogateescape") if key else new_key()
+        raw, self._port = serve_tcp(self._host, 0)
+        self._store = SealedStore(raw, Keyring([self._key]))
         self._needed = monotonic()  # the last time that it was; no lock: a float is loaded and stored as a whole
         end = lambda: ray.kill(ray.get_actor(name, NAMESPACE))  # noqa: E731 - of itself, which Ray takes for no failure
         threading.Thread(target=self._watch, args=(end,), name="telegrad-keeper", daemon=True).start()
 
-    def place(self) -> tuple[str, int]:
+    def place(self) -> tuple[str, int, bytes]:
+        """Return the store's host and port, and the key."""
         self._needed = monotonic()
-        return self._host, self._store.port
+        return self._host, self._port, self._key
 
     def _watch(self, end: Callable[[], None]) -> None:
         while monotonic() - self._needed < IDLE:
             sleep(LOOK)
-            if any(answers(member.tcp, KNOCK) for member in DynamicGroup(self._store).members()):
+            if dynamic_group_lives(self._store, lambda member: answers(member.tcp, KNOCK)):
                 self._needed = monotonic()
         end()

@@ -13,14 +13,12 @@ it could form; the others go to the next round, too, where whoever replaces the 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
 from time import monotonic, time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from telegrad.errors import (
     AuthenticationFailed,
@@ -31,8 +29,9 @@ from telegrad.errors import (
     WorkerTaken,
 )
 from telegrad.group.attendance import Attendance
-from telegrad.group.board import OVER, SERVED, Board
+from telegrad.group.board import OVER, REFUSED, SERVED, Board
 from telegrad.group.members import Member, Members, named
+from telegrad.group.sealing import SealedStore
 from telegrad.progress import Times, Wait
 
 LINGER = 2.0  # seconds that the store's server waits for the others to go first
@@ -52,7 +51,7 @@ class Roster(NamedTuple):
     """The outcome of a rendezvous."""
 
     members: Members
-    key: bytes
+    group: str  # its identity
     round: int = 0  # of those that met in this store
 
 
@@ -65,10 +64,9 @@ class _Past(Exception):
 
 
 def join_static(
-    store: Any,
+    store: SealedStore,
     me: Member,
     world_size: int,
-    key: bytes | None,
     timeout: float,
     is_alive: Callable[[Member], bool] = lambda _: True,
     place: str = "",
@@ -81,16 +79,16 @@ def join_static(
     Raises:
         WorkerTaken: two workers claim one name or one rank.
         GroupIncomplete: some did not come in time.
-        AuthenticationFailed: not all were given the same key.
+        AuthenticationFailed: not all have the same key.
         RendezvousError: a rank is out of range, the workers expect groups of different sizes, or the store was lost.
     """
-    return _Static(store, me, world_size, timeout, is_alive, place, names).join(key)
+    return _Static(store, me, world_size, timeout, is_alive, place, names).join()
 
 
 class _Static:
     def __init__(
         self,
-        store: Any,
+        store: SealedStore,
         me: Member,
         world_size: int,
         timeout: float,
@@ -110,16 +108,20 @@ class _Static:
         self._formed_before: Board | None = None  # a group that has formed in this store without this worker
         self._before = ""  # what became of the last one that met there, where it may have to do with this one
 
-    def join(self, key: bytes | None) -> Roster:
+    def join(self) -> Roster:
+        self._refused = self._root.hint(REFUSED)  # before this worker came
         try:
             while True:
                 self._board = self._current_round()
                 try:
-                    roster = self._meet(key)
+                    roster = self._meet()
                 except _Past:
                     continue
                 self._look_for_the_last_group()
                 return roster
+        except AuthenticationFailed:
+            self._root.add_hint(REFUSED)
+            raise
         except StoreLost as error:
             if self._formed_before is not None:
                 raise StoreOver(str(error)) from error
@@ -131,7 +133,7 @@ class _Static:
             number = self._root.swap(ROUND, "", "1")
             self._round = int(number)
             board = Board(self._store, f"telegrad/{number}")
-            verdict = board.read(COMPLETE)
+            verdict = board.read(COMPLETE) if board.terms() else ""
             if not verdict or self._concerns(board, verdict):
                 self._look_back(int(number) - 1)
                 return board
@@ -140,11 +142,11 @@ class _Static:
     def _look_back(self, number: int) -> None:
         """What became of the round before."""
         board = Board(self._store, f"telegrad/{number}")
-        verdict = board.read(COMPLETE) if number else VOID
+        verdict = board.read(COMPLETE) if number and board.terms() else VOID
         if verdict == OPENED:
             self._formed_before = board
-            size = json.loads(board.read("terms"))[0]
-            self._before = f"another group of {size} has formed in this store before"
+            terms = terms_of(board)
+            self._before = f"another group of {terms.size if terms else '?'} has formed in this store before"
         elif verdict != VOID:
             self._before = f"the last group that met here failed: {json.loads(verdict)[1]}"
 
@@ -155,20 +157,20 @@ class _Static:
         kind, _, since, *_ = json.loads(verdict)
         return kind != GroupIncomplete.__name__ and time() - since < STALE and not board.read(f"rank/{self._me.id}")
 
-    def _meet(self, key: bytes | None) -> Roster:
-        self._board.count("here")
+    def _meet(self) -> Roster:
+        self._board.add_hint("here")
         self._attendance = Attendance(self._size, self._me.id, self._names)
         gate = COMPLETE
         try:
-            shared = self._claim(key)
-            if self._board.count("arrived") == self._size:
+            self._claim()
+            if self._board.add_hint("arrived") == self._size:
                 self._board.swap(COMPLETE, "", OPENED)
             with Wait("init_rpc", self._awaited, self._attendance.missing, self._place, self._me.name) as wait:
                 self._pass(COMPLETE, self._watch(wait))
                 members = self._read()
                 self._attendance.complete(members)
                 gate = READY
-                if self._board.count("read") == self._size:
+                if self._board.add_hint("read") == self._size:
                     self._root.write(SERVED, OVER)  # before anyone leaves, who could be back at once
                     self._board.swap(READY, "", OPENED)
                 self._pass(READY, self._doubt(members, wait))
@@ -178,15 +180,15 @@ class _Static:
             self._tell(gate, error)
             raise
         self._leave("gone", self._size)
-        return Roster(members, shared, self._round)
+        return Roster(members, self._board.group, self._round)
 
-    def _claim(self, key: bytes | None) -> bytes:
+    def _claim(self) -> None:
         me, size = self._me, self._size
         if not 0 <= me.id < size:
             raise RendezvousError(
                 f"worker {me.name!r} has rank {me.id}: in its group of {size}, ranks go from 0 to {size - 1}"
             )
-        shared = self._agree(key)
+        self._agree()
         entry = me.to_json()
         slots = [(f"rank/{me.id}", f"rank {me.id}")]
         if me.name:
@@ -197,13 +199,14 @@ class _Static:
                 other = Member.from_json(found)
                 self._check_present(other)
                 raise taken(what, other, me)
-        return shared
 
-    def _agree(self, key: bytes | None) -> bytes:
+    def _agree(self) -> None:
         try:
-            return agree(self._board, self._me, self._size, key)
+            agree(self._board, self._me, self._size)
         except TelegradError:
-            self._check_present(first_of(self._board))
+            terms = terms_of(self._board)
+            if terms is not None and terms.first is not None:
+                self._check_present(terms.first)
             raise
 
     def _check_present(self, other: Member) -> None:
@@ -249,14 +252,14 @@ class _Static:
         try:
             self._root.write(SERVED, OVER)
             self._board.swap(gate, "", _fault(error))
-            self._leave("told", self._board.count("here", 0))
+            self._leave("told", self._board.hint("here"))
         except RendezvousError:
             pass  # the store was lost, as those who wait will see for themselves
 
     def _leave(self, door: str, count: int) -> None:
         """Go; the worker of rank 0, who may serve the store, goes last."""
         try:
-            if self._board.count(door) >= count:
+            if self._board.add_hint(door) >= count:
                 self._board.write(f"{door}/all", OPENED)
             if self._me.id == 0:
                 self._board.wait(f"{door}/all", monotonic() + LINGER)
@@ -266,6 +269,8 @@ class _Static:
     def _incomplete(self, gate: str) -> GroupIncomplete:
         self._attendance.look(self._entry_of)
         self._attendance.knock(self._is_alive)
+        if refused := self._root.hint(REFUSED) - self._refused:
+            self._before = f"{refused} came with another key, and cannot be believed"
         who = self._absent() or "a worker came, but ended before all had met"
         return GroupIncomplete(
             f"the group of {self._size} workers is not {gate} after {self._timeout:g} s: {who}. "
@@ -325,32 +330,42 @@ def taken(what: str, first: Member, second: Member) -> WorkerTaken:
     )
 
 
-def agree(board: Board, me: Member, size: int | str, key: bytes | None) -> bytes:
-    """The group's key: given to all, or made by the first to come.
+class Terms(NamedTuple):
+    """What the first worker of a group lays down, for all that come later."""
 
-    `size` is that of the group; in words, where it has a least and a most. The first worker's terms hold. Of a given
-    key they show only a salted fingerprint.
+    group: str  # its identity
+    size: int | str  # in words, where it has a least and a most
+    first: Member | None  # None where the group was called off before anybody came
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Terms:
+        group, size, first, *_ = json.loads(text)
+        return cls(group, size, Member.of(first) if first else None)
+
+
+def new_terms(size: int | str, first: Member | None, group: str = "") -> Terms:
+    """Return terms for a new group; or for that one anew."""
+    return Terms(group or secrets.token_hex(16), size, first)
+
+
+def agree(board: Board, me: Member, size: int | str) -> Terms:
+    """Take the group's terms, or lay them down as the first to come; the board is bound to the group from then on.
 
     Raises:
-        AuthenticationFailed: not all were given the same key.
+        AuthenticationFailed: the first worker has another key.
         RendezvousError: the workers expect groups of different sizes.
     """
-    salt = secrets.token_hex(16)
-    terms = [size, salt, _fingerprint(salt, key), "" if key else secrets.token_hex(32), me.to_json()]
-    theirs, salt, fingerprint, made, entry, *_ = json.loads(board.swap("terms", "", json.dumps(terms)))
-    first = Member.from_json(entry)
-    if theirs != size:
+    terms = Terms.from_json(board.claim_terms(new_terms(size, me).to_json()))
+    if terms.size != size:
         same = "world_size" if isinstance(size, int) else "min_workers and max_workers"
+        first = terms.first or "who called it off"
         raise RendezvousError(
-            f"{me} expects a group of {size} workers, but {first} one of {theirs}: give all the same {same}"
+            f"{me} expects a group of {size} workers, but {first} one of {terms.size}: give all the same {same}"
         )
-    if not hmac.compare_digest(fingerprint, _fingerprint(salt, key)):
-        given = "different keys" if key and fingerprint else "a key to one of them only"
-        raise AuthenticationFailed(
-            f"{me} and {first} were given {given}: give all workers the same one "
-            "(TELEGRAD_KEY, or key=... in the options), or none"
-        )
-    return key or str(made).encode()
+    return terms
 
 
 def mixed(me: Member) -> RendezvousError:
@@ -361,16 +376,14 @@ def mixed(me: Member) -> RendezvousError:
     )
 
 
-def first_of(board: Board) -> Member:
-    """The worker whose terms hold."""
-    return Member.from_json(json.loads(board.read("terms"))[4])
+def terms_of(board: Board) -> Terms | None:
+    """Return the terms of the group that meets on a board, None where there are none."""
+    terms = board.terms()
+    return Terms.from_json(terms) if terms else None
 
 
-def _fingerprint(salt: str, key: bytes | None) -> str:
-    return hashlib.sha256(salt.encode() + key).hexdigest() if key else ""
-
-
-def call_off(store: Any, why: str) -> None:
-    """Have the group that forms in this store fail, for all its workers."""
-    number = Board(store).swap(ROUND, "", "1")
-    Board(store, f"telegrad/{number}").swap(COMPLETE, "", _fault(RendezvousError(why)))
+def call_off(store: SealedStore, size: int, why: str) -> None:
+    """Have the group of that size that forms in this store fail, for all its workers."""
+    board = Board(store, f"telegrad/{Board(store).swap(ROUND, '', '1')}")
+    board.claim_terms(new_terms(size, None).to_json())
+    board.swap(COMPLETE, "", _fault(RendezvousError(why)))

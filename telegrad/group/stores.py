@@ -25,7 +25,14 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
-from telegrad.errors import RendezvousError, StorePortTaken, StoreUnreachable, UsageError
+from telegrad.errors import (
+    RendezvousError,
+    StorePortTaken,
+    StoreUnreachable,
+    StoreUntrusted,
+    TelegradError,
+    UsageError,
+)
 from telegrad.group.address import await_name, spelled
 from telegrad.group.board import (
     DYNAMIC,
@@ -33,6 +40,7 @@ from telegrad.group.board import (
     LONGEST_PAUSE,
     OPEN,
     OVER,
+    REFUSED,
     SERVED,
     SETTLING,
     Board,
@@ -41,9 +49,11 @@ from telegrad.group.board import (
     short,
 )
 from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, spots
+from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept
-from telegrad.group.tcp import tcp_store
+from telegrad.group.tcp import reach_tcp, serve_tcp
 from telegrad.progress import Wait, attended
+from telegrad.transport.keyring import Keyring
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
@@ -51,7 +61,7 @@ FAR_PROBE = 5.0  # the same, where there is time
 TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store, where others may be looked at
 GOING = 4.0  # seconds for the store of a group that is over to go, and for one on a busy host to answer
 MARKED = 1.0  # seconds for a store that answers to be marked as that of a group, which is done once it is served
-REFUSED = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
+STRANGE = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
 RETURN = 10.0  # seconds for a store to be served anew by members who are on this host
 
 
@@ -61,7 +71,7 @@ Place = tuple[str | None, int | None]  # the host that serves a store, and the p
 class Meeting(NamedTuple):
     """An open store, and what its URL or the environment said."""
 
-    store: Any
+    store: SealedStore
     host: str | None  # where the store is served, if a host does
     rank: int
     world_size: int | None
@@ -78,6 +88,11 @@ class Meeting(NamedTuple):
             Board(self.store).write(SERVED, OPEN)
 
     @property
+    def keys(self) -> Keyring:
+        """Those that the store's values are sealed with."""
+        return self.store.keys
+
+    @property
     def place(self) -> Place:
         return self.host, self.port
 
@@ -87,8 +102,8 @@ class Meeting(NamedTuple):
         return self.file or spot(self.host or "", self.port)
 
 
-def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Meeting:
-    """Open or serve the store that `init_method` names.
+def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyring, timeout: float) -> Meeting:
+    """Open or serve the store that `init_method` names; what is in it is sealed with these keys.
 
     Raises:
         UsageError: the URL, the rank or the size is wrong, or a variable of the environment is missing.
@@ -108,12 +123,13 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     check_rank(rank, sized)
     timeout = min(timeout, LONGEST)
     if url.scheme == "env":
-        return _from_env(rank, sized, timeout)
+        return _from_env(rank, sized, timeout, keys)
     if url.scheme == "tcp":
-        return _tcp(spots(url), rank, sized, timeout)
+        return _tcp(spots(url), rank, sized, timeout, keys)
     if url.scheme == "file":
-        return Meeting(_file(init_method), None, rank, sized, file=init_method.partition("?")[0])
-    return _registered(init_method, rank, sized, timeout)
+        store = SealedStore(_file(init_method), keys)
+        return Meeting(store, None, rank, sized, file=init_method.partition("?")[0])
+    return _registered(init_method, rank, sized, timeout, keys)
 
 
 def check_rank(rank: int, size: int | None) -> None:
@@ -127,7 +143,7 @@ def check_rank(rank: int, size: int | None) -> None:
         raise UsageError(f"rank {rank} is not within a group of {size}: ranks go from 0 to {size - 1}")
 
 
-def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
+def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
     host = os.environ.get("MASTER_ADDR")
     if not host:
         raise UsageError(
@@ -136,11 +152,11 @@ def _from_env(rank: int, size: int | None, timeout: float) -> Meeting:
         )
     port = _from_environment("MASTER_PORT", "a free port (1 to 65535) on the host of rank 0; set it on all workers")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
-        return Meeting(join_store(host, port, timeout, lasting=True), host, rank, size)
+        return Meeting(join_store(host, port, keys, timeout, lasting=True), host, rank, size)
     if is_kept(host, port, os.environ):
-        store = join_store(host, port, timeout, lasting=True)
+        store = join_store(host, port, keys, timeout, lasting=True)
         return Meeting(store, host, rank, size, port, places=((host, port),))
-    return _tcp(tuple((each.strip(), port) for each in host.split(",")), rank, size, timeout)
+    return _tcp(tuple((each.strip(), port) for each in host.split(",")), rank, size, timeout, keys)
 
 
 def _from_environment(name: str, meaning: str) -> int:
@@ -163,7 +179,7 @@ def _file(init_method: str) -> Any:
         raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {short(error)}") from error
 
 
-def _registered(init_method: str, rank: int, size: int | None, timeout: float) -> Meeting:
+def _registered(init_method: str, rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
     """A URL scheme that a program taught torch."""
     patience = datetime.timedelta(seconds=timeout)
     try:
@@ -172,14 +188,14 @@ def _registered(init_method: str, rank: int, size: int | None, timeout: float) -
         raise UsageError(
             f"init_method {init_method!r} cannot be used: {short(error)}. Use env://, tcp://HOST:PORT or file:///PATH"
         ) from error
-    return Meeting(store, None, rank, found if found >= 0 else None)
+    return Meeting(SealedStore(store, keys), None, rank, found if found >= 0 else None)
 
 
-def _tcp(places: tuple[Spot, ...], rank: int, size: int | None, timeout: float) -> Meeting:
+def _tcp(places: tuple[Spot, ...], rank: int, size: int | None, timeout: float, keys: Keyring) -> Meeting:
     if len(places) == 1:
         await_name(places[0][0], timeout)
     if size is None:
-        store, (host, port), serves = open_dynamic(places, rank, timeout)
+        store, (host, port), serves = open_dynamic(places, rank, keys, timeout)
         return Meeting(store, host, rank, size, port, serves, places=places)
     if len(places) > 1:
         raise UsageError(
@@ -188,13 +204,13 @@ def _tcp(places: tuple[Spot, ...], rank: int, size: int | None, timeout: float) 
         )
     ((host, port),) = places
     if rank == 0:
-        store, serves = _serve_or_share((host, port), rank, timeout)
+        store, serves = _serve_or_share((host, port), rank, keys, timeout)
     else:
-        store, serves = join_store(host, port, timeout), False
+        store, serves = join_store(host, port, keys, timeout), False
     return Meeting(store, host, rank, size, port, serves)
 
 
-def open_dynamic(places: tuple[Spot, ...], rank: int, timeout: float) -> tuple[Any, Spot, bool]:
+def open_dynamic(places: tuple[Spot, ...], rank: int, keys: Keyring, timeout: float) -> tuple[SealedStore, Spot, bool]:
     """The store of a dynamic group, where it is, and whether this process serves it: where nobody does, if it should.
 
     Where nobody serves it, but members are on this host, one of them is about to.
@@ -202,26 +218,29 @@ def open_dynamic(places: tuple[Spot, ...], rank: int, timeout: float) -> tuple[A
     resolved = resolving(places)
     mine = own_place(resolved, rank)
     if len(resolved) == 1 and mine is None:
-        return _settled(join_store(*resolved[0], timeout), *resolved[0], timeout), resolved[0], False
+        store = join_store(*resolved[0], keys, timeout)
+        return _settled(store, *resolved[0], timeout), resolved[0], False
     if len(resolved) > 1 or (mine is not None and somebody_stays_at(mine)):
-        found = _open_any(resolved, mine, timeout)
+        found = _open_any(resolved, mine, keys, timeout)
         if found is not None:
             return *found, False
     assert mine is not None
-    store, serves = _serve_or_share(mine, rank, timeout, SETTLING)
+    store, serves = _serve_or_share(mine, rank, keys, timeout, SETTLING)
     return store, mine, serves
 
 
-def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tuple[Any, Spot] | None:
+def _open_any(
+    places: tuple[Spot, ...], mine: Spot | None, keys: Keyring, timeout: float
+) -> tuple[SealedStore, Spot] | None:
     """The store at one of these places; None where this worker should serve it."""
     text = f"nobody serves the store at {said(places)}"
-    sites = [_Site(place) for place in places]
+    sites = [_Site(place, keys) for place in places]
     with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], said(places))) as wait:
         for left in looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
             wait.look()
             for site in sites:
                 mark = site.look(PROBE, min(left, TAKEN))
-                if _is_in_use(site.store, mark):
+                if site.store is not None and _is_in_use(site.store, mark):
                     return site.store, site.place
             if mine is not None and not somebody_stays_at(mine):
                 return None
@@ -232,39 +251,41 @@ def _open_any(places: tuple[Spot, ...], mine: Spot | None, timeout: float) -> tu
     )
 
 
-def _is_in_use(store: Any, mark: str) -> bool:
+def _is_in_use(store: SealedStore, mark: str) -> bool:
     """Whether it is open; one that somebody else keeps, who leaves no mark, is so once a group meets there."""
     with contextlib.suppress(RendezvousError):
-        return mark == OPEN or (not mark and bool(Board(store, DYNAMIC).read("terms")))
+        return mark == OPEN or (not mark and bool(Board(store, DYNAMIC).terms()))
     return False
 
 
-def _settled(store: Any, host: str, port: int, timeout: float) -> Any:
+def _settled(store: SealedStore, host: str, port: int, timeout: float) -> SealedStore:
     """A store without a mark that nobody has used may be one in place of another, a moment before it says so."""
     mark = mark_of(store)
     if mark or _is_in_use(store, mark):
         return store
     sleep(LONGEST_PAUSE)
-    return store if not mark_of(store) else find_store(host, port, timeout)
+    return store if not mark_of(store) else find_store(host, port, store.keys, timeout)
 
 
-def _serve_or_share(place: Spot, rank: int, timeout: float, mark: str = OPEN) -> tuple[Any, bool]:
+def _serve_or_share(
+    place: Spot, rank: int, keys: Keyring, timeout: float, mark: str = OPEN
+) -> tuple[SealedStore, bool]:
     """A store that this process serves; else, and False, that of whoever was first, so that both hear of each other."""
     taken: StorePortTaken | None = None
-    rival = _Site(place)
+    rival = _Site(place, keys)
     text = f"port {place[1]}, where this worker should serve the store, is still in use"
     with Wait("init_rpc", lambda: text, place=spot(*place)) as wait:
         marked = monotonic() + MARKED
         for left in looks(monotonic() + min(GOING, timeout)):
             wait.look()
             try:
-                return serve(*place, mark), True
+                return serve(*place, keys, mark), True
             except StorePortTaken as error:
                 taken = error
             found = rival.look(PROBE, min(left, TAKEN))
             if found in (OVER, SETTLING, GONE):  # it may be about to be taken away, or to be open
                 continue
-            if rank != 0 or found == OPEN:
+            if rival.store is not None and (rank != 0 or found == OPEN):
                 return rival.store, False
             if monotonic() > marked:
                 break
@@ -272,12 +293,19 @@ def _serve_or_share(place: Spot, rank: int, timeout: float, mark: str = OPEN) ->
     raise taken
 
 
-def serve(host: str, port: int, mark: str = OPEN) -> Any:
+def serve(host: str, port: int, keys: Keyring, mark: str = OPEN) -> SealedStore:
+    """Serve a store at that place, which says of itself what `mark` says.
+
+    Raises:
+        StorePortTaken: another program has the port.
+        StoreUnreachable: it cannot be served.
+    """
     try:
-        # Many tenants: a process that serves this port already, for `torch.distributed` or an earlier group, shares it.
-        store = tcp_store(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-        store.set(SERVED, mark)
-    except RuntimeError as error:
+        store = SealedStore(serve_tcp(host, port, shared=True)[0], keys)
+        Board(store).write(SERVED, mark)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, TelegradError):
+            raise
         if any(sign in str(error) for sign in ("EADDRINUSE", "in use", "10048")):  # the last is its number on Windows
             raise StorePortTaken(
                 f"port {port}, where this worker should serve the store, is in use by another program "
@@ -288,28 +316,35 @@ def serve(host: str, port: int, mark: str = OPEN) -> Any:
     return store
 
 
-def join_store(host: str, port: int, timeout: float, lasting: bool = False) -> Any:
+def join_store(host: str, port: int, keys: Keyring, timeout: float, lasting: bool = False) -> SealedStore:
     """Wait for a store that another serves, and connect to it."""
     place = spot(host, port)
     text = f"nobody serves the store at {place}; is the worker of rank 0 running?"
     with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
-        return find_store(host, port, timeout, lasting, wait.look)
+        return find_store(host, port, keys, timeout, lasting, wait.look)
 
 
 def find_store(
-    host: str, port: int, timeout: float, lasting: bool = False, meanwhile: Callable[[], None] = lambda: None
-) -> Any:
+    host: str,
+    port: int,
+    keys: Keyring,
+    timeout: float,
+    lasting: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> SealedStore:
     """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
     until = monotonic() + timeout
-    site = _Site((host, port))
+    site = _Site((host, port), keys)
     for left in looks(until):
         meanwhile()
         mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
-        if mark not in (OVER, SETTLING, GONE) or (lasting and mark != GONE):
+        if site.store is not None and (mark not in (OVER, SETTLING) or lasting):
             return site.store
         until = min(until, site.until)
         if monotonic() >= until:
             break
+    if site.refused is not None:
+        raise site.refused
     if _listens(host, port):
         raise StoreUnreachable(
             f"what listens at {host}:{port} is not the group's store ({site.why}): "
@@ -334,9 +369,11 @@ def said(places: Sequence[Spot]) -> str:
 class _Site:
     """What is at a place: it is connected to once, since that may take torch seconds, and then looked at."""
 
-    def __init__(self, place: Spot) -> None:
+    def __init__(self, place: Spot, keys: Keyring) -> None:
         self.place = place
-        self.store: Any = None
+        self.store: SealedStore | None = None
+        self.refused: StoreUntrusted | None = None  # it was not written with the key of this worker
+        self._keys = keys
         self.why = "it came too late"  # that it is of no use
         self.until = inf  # when to look no more
 
@@ -345,17 +382,29 @@ class _Site:
         if self.store is None and _listens(*self.place, probe):  # else torch would look again after half a second
             found = _meet(*self.place, max(patience, PROBE))
             if not isinstance(found, Exception):
-                self.store = found
+                self.store = SealedStore(found, self._keys)
             else:
                 self.why = short(found)
                 if not isinstance(found, TimeoutError):
-                    self.until = min(self.until, monotonic() + REFUSED)
-        mark = mark_of(self.store) if self.store is not None else GONE
+                    self.until = min(self.until, monotonic() + STRANGE)
+        mark = self._mark()
         if mark == GONE:
             self.store = None
         else:
             self.why = "it is not open yet" if mark == SETTLING else "there is only the store of an earlier group"
         return mark
+
+    def _mark(self) -> str:
+        if self.store is None:
+            return GONE
+        try:
+            return mark_of(self.store)
+        except StoreUntrusted as error:  # an earlier program's, which is about to go, or another program's
+            if self.refused is None:
+                Board(self.store).add_hint(REFUSED)
+            self.refused = error
+            self.until = min(self.until, monotonic() + STRANGE)
+            return GONE
 
     def __repr__(self) -> str:
         return f"<_Site at {spot(*self.place)}: {self.why if self.store is None else 'a store'}>"
@@ -376,7 +425,7 @@ def _meet(host: str, port: int, patience: float) -> Any:
     def meet() -> None:
         allowed = datetime.timedelta(seconds=patience)
         try:
-            found.append(tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=allowed))
+            found.append(reach_tcp(host, port, allowed))
         except RuntimeError as error:
             found.append(TimeoutError("it does not answer") if "timed out" in str(error) else error)
 

@@ -178,11 +178,11 @@ class Takeover:
         if not seat.host or not seat.port or not answers((seat.host, seat.port), KNOCK):
             return None
         try:
-            found = Directory(find_store(seat.host, seat.port, REACH, lasting=True), aside=True)
+            found = Directory(find_store(seat.host, seat.port, self._group.keys, REACH, lasting=True), aside=True)
         except RendezvousError:
             return None
         with contextlib.suppress(StoreLost):
-            if found.board.read("terms") == self._group.terms:
+            if found.board.terms() == self._group.terms:
                 return found
         found.close()
         return None
@@ -205,7 +205,7 @@ class Takeover:
         members = [member for member in self._view.present() if member.incarnation != self._me.incarnation]
         for wanted in (home, 0):
             try:
-                store, port = serve_anew(host, wanted)
+                store, port = serve_anew(host, wanted, self._group.keys)
             except RendezvousError as error:
                 log.info("telegrad: worker %s cannot serve the group's store: %s", self._me, error)
                 return
@@ -305,19 +305,21 @@ class Takeover:
             if (port == mine.port and is_here(host)) or not answers((host, port), KNOCK):
                 continue
             with contextlib.suppress(RendezvousError):
-                self._call_over(Directory(find_store(host, port, REACH), aside=True), spot(host, port))
+                self._call_over(
+                    Directory(find_store(host, port, self._group.keys, REACH), aside=True), spot(host, port)
+                )
 
     def _answer_at(self, seat: Seat) -> None:
         """Somebody speaks of a store that does not hold, who may not be known here: those who use it are told there."""
         if any(member.incarnation == seat.incarnation for member in self._view.present()):
             return  # who serves it was told
         with contextlib.suppress(RendezvousError):
-            found = Directory(find_store(seat.host, seat.port, REACH, lasting=True), aside=True)
+            found = Directory(find_store(seat.host, seat.port, self._group.keys, REACH, lasting=True), aside=True)
             self._call_over(found, spot(seat.host, seat.port))
 
     def _call_over(self, other: Directory, place: str) -> None:
         with contextlib.closing(other):
-            if other.board.read("terms") != self._group.terms:
+            if other.board.terms() != self._group.terms:
                 self._leave_word(other, place)
                 return
             seat = other.moved() or other.served()

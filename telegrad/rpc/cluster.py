@@ -7,7 +7,6 @@ Everything below is told what it needs here; nothing below knows of this layer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +27,6 @@ from telegrad.rpc.values import open_roots
 from telegrad.rpc.worker import Worker
 from telegrad.witness.observer import Parts
 from telegrad.witness.witness import Witness
-
-KEY_VARIABLE = "TELEGRAD_KEY"
 
 
 def start(
@@ -74,9 +71,8 @@ def _join(
         feeding.serve(worker.agent, worker.references)
         persistence.serve(worker)
         me = worker.agent.describe(meeting.rank, host_identity())._replace(name=name, role=role)
-        key = options.key or os.environ.get(KEY_VARIABLE, "").encode() or None
         witness.watch(_parts(worker, meeting))
-        joined = join(meeting, me, key, timeout)
+        joined = join(meeting, me, timeout)
         _check(joined.me, joined.directory)
         worker.join(joined, _devices_of(joined.me, joined.directory))
         return worker

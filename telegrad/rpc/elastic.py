@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from telegrad.errors import GenerationOver, GroupIncomplete, UsageError
 from telegrad.group.generations import Coming, Ground, end_at
 from telegrad.group.joining import is_alive
+from telegrad.group.keys import find_keys
 from telegrad.group.launched import find_place
 from telegrad.group.quorum import Before, Limits
 from telegrad.group.steps import FINISH, HERE, LEAVING, SERVING, STAY
@@ -54,7 +55,8 @@ class Elastic:
         self._kind = kind
         launched = options.init_method.startswith("env:") and LAUNCHED in os.environ
         place, self._rank = find_place(options.init_method, rank)
-        self._ground = None if launched else Ground(place)
+        self._keys = find_keys(options.key)
+        self._ground = None if launched else Ground(place, self._keys)
         self._has_joined = False  # by init_rpc, just before the first step
         self._turning = threading.Lock()  # held by the one thread that goes to the next generation, or asks for it
 
@@ -65,7 +67,8 @@ class Elastic:
 
     def begin(self, before: Before = FIRST, timeout: float | None = None) -> Worker:
         """Become part of the next generation; `before` is the one that this process was in."""
-        coming = Coming(self._ground, self._limits, before, self._rank, self.timeout if timeout is None else timeout)
+        limit = self.timeout if timeout is None else timeout
+        coming = Coming(self._ground, self._keys, self._limits, before, self._rank, limit)
         worker = start(self._name, coming.meet, self.options, current.enter, self._kind, self._role)
         worker.elastic = self
         self._has_joined = before is FIRST

@@ -86,7 +86,7 @@ def init_rpc(
         limits = limits_of(min_workers, max_workers, world_size)
         _enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
         return
-    enter_group(name, options, partial(open_meeting, options.init_method, rank, world_size), role=role)
+    enter_group(name, options, partial(open_meeting, options.init_method, rank, world_size, options.key), role=role)
 
 
 def enter_group(

@@ -11,6 +11,8 @@ import torch
 from telegrad.devices import streams
 from telegrad.devices.maps import Devices
 from telegrad.errors import DeviceError, UsageError
+from telegrad.group.keys import Key
+from telegrad.transport.keyring import check_key
 from telegrad.transport.tls import TlsFiles
 
 DEFAULT_RPC_TIMEOUT = 60.0
@@ -72,7 +74,7 @@ class TelegradOptions(RpcBackendOptions):
         devices: Sequence[int | str | torch.device] | None = None,
         transport: str = "auto",
         address: str | None = None,
-        key: str | bytes | None = None,
+        key: str | bytes | bool | None = None,
         tls: TlsFiles | None = None,
         shared_memory: int = DEFAULT_SHARED_MEMORY,
         silence: float = 10.0,
@@ -92,7 +94,9 @@ class TelegradOptions(RpcBackendOptions):
             devices: the devices that calls may use; else those that the maps name.
             transport: "auto", or "unix" or "tcp" to force one.
             address: the address of this host under which others reach it; else the one that reaches the store.
-            key: the secret of the group; else `TELEGRAD_KEY`, else one is made when the workers meet.
+            key: the secret of the group, of at least 16 bytes; else it is read from `TELEGRAD_KEY`, from the file that
+                `TELEGRAD_KEY_FILE` names, or from a file that each user has. False for a group without one, in which
+                anyone who reaches a worker can run code.
             tls: certificate files, for encrypted and mutually authenticated TCP.
             shared_memory: bytes of memory files that this worker may lend to others of its host.
             silence: seconds after which another host that gives no sign of life, or a process of this host that is
@@ -117,7 +121,7 @@ class TelegradOptions(RpcBackendOptions):
         self.set_devices(devices or ())
         self.transport = transport
         self.address = address
-        self.key: bytes | None = key.encode() if isinstance(key, str) else key
+        self.key: Key = key if key is None or key is False else check_key(key, "the option key")
         self.tls = tls
         self.shared_memory = shared_memory
         self.silence: float = _seconds("silence", silence)

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from telegrad.agent.agent import DEFAULT
 from telegrad.errors import InvalidArgument, UsageError
-from telegrad.group.tcp import tcp_store
+from telegrad.group.tcp import reach_tcp, serve_tcp
 from telegrad.rpc import collectives, current
 from telegrad.rpc.groups import Group
 
@@ -35,8 +35,8 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
     brings = None
     if group[0].name == worker.me.name:
         address = worker.me.tcp[0]
-        store = tcp_store(address, 0, is_master=True, wait_for_workers=False)
-        brings = address, store.port, secrets.token_hex(8)
+        store, port = serve_tcp(address, 0)
+        brings = address, port, secrets.token_hex(8)
     met = collectives.meet("process_group", group, backend, brings, timeout)
     names = [name for name, _ in met]
     place = met[0][1]
@@ -47,7 +47,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
     address, port, key = place
     limit = datetime.timedelta(seconds=(worker.agent.timeout if timeout == DEFAULT else timeout) or LONGEST)
     if brings is None:
-        store = tcp_store(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store = reach_tcp(address, port, limit)
     made = _make(store, names.index(worker.me.name), names, backend, f"telegrad-{key}", limit)
     worker.at_end.append(lambda: _destroy(made))
     return made

@@ -67,7 +67,7 @@ class Worker:
 
     def join(self, joined: Joined, used: Iterable[int]) -> None:
         """Take part in a group; calls may touch the accelerators that are `used`."""
-        self.me, self.directory, key, generation = joined
+        self.me, self.directory, keys, generation = joined
         directory = self.directory
         self.references.name_is(self.me.name)
         # Before the agent joins, since the others may say farewell from that moment on.
@@ -81,7 +81,7 @@ class Worker:
             self.membership.none_joins = "who comes waits for the next generation: rpc.rendezvous_again() lets it in"
             if isinstance(self.parting, Together):
                 self.turning.went_on = self.parting.went_on
-        self.agent.join(self.me, key, directory, used)
+        self.agent.join(self.me, keys, directory, used)
         self.membership.begin()
         self.witness.joined(self.me.name, self.me.id, self.membership.present)
 

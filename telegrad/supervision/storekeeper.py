@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -20,7 +21,7 @@ _stores: list[Any] = []  # the one that is served, once it is; no lock: `append`
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: the host, the port and the descriptor of the listening socket; none where others keep the store."""
+    """`arguments`: the descriptor of the listening socket; none where others keep the store."""
     if arguments:  # meanwhile, since to import torch takes seconds
         threading.Thread(target=_serve, args=arguments, name="telegrad-serve", daemon=True).start()
     else:
@@ -34,22 +35,25 @@ def main(arguments: list[str]) -> None:
         elif _stores:
             from telegrad.group.directory import Directory
 
-            Directory(_stores[0]).end()
+            directory = Directory(_stores[0])
+            if directory.board.terms():
+                directory.end()
     for group in started:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
     os._exit(0)
 
 
-def _serve(host: str, port: str, listener: str) -> None:
+def _serve(listener: str) -> None:
     try:
-        from telegrad.group.board import OPEN, SERVED
-        from telegrad.group.tcp import tcp_store
+        from telegrad.group.board import OPEN, SERVED, Board
+        from telegrad.group.keys import find_keys
+        from telegrad.group.sealing import SealedStore
+        from telegrad.group.tcp import serve_on
 
-        store = tcp_store(
-            host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=int(listener), multi_tenant=False
-        )
-        store.set(SERVED, OPEN)
+        with socket.socket(fileno=int(listener)) as listening:
+            store = SealedStore(serve_on(listening)[0], find_keys())
+        Board(store).write(SERVED, OPEN)
         _stores.append(store)
     except BaseException:
         traceback.print_exc()

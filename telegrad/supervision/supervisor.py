@@ -19,7 +19,9 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from time import monotonic
 
+from telegrad.errors import UsageError
 from telegrad.group import supervised
+from telegrad.group.keys import VARIABLE, given_keys, user_keys
 from telegrad.processes import named, own_session, shared_cores
 from telegrad.progress import spelled
 from telegrad.supervision import children
@@ -28,6 +30,7 @@ from telegrad.supervision.lines import Lines
 from telegrad.supervision.output import STREAMS, Output
 from telegrad.supervision.policy import Act, EndStore, Policy, Say, Signal, Start
 from telegrad.supervision.roles import Plan, Seat
+from telegrad.transport.keyring import new_key
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # has a worker write down what it is at
@@ -59,6 +62,7 @@ class Supervisor:
         self._host = host
         self._listener = _listen(host, port) if node == 0 else None
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
+        self._key = _key_for_children(is_alone=not port)
         self._ready = False
         self._storekeeper: subprocess.Popen[bytes] | None = None
 
@@ -159,7 +163,7 @@ class Supervisor:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         own = {key: seat.filled_in(value) for key, value in seat.role.env.items()}
         named_so = supervised.variables(seat.name, seat.role.name, restarts, self._host, self._port)
-        return {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **named_so, **own}
+        return {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key, **named_so, **own}
 
     def _read(self, source: Source) -> bool:
         """Whether there was something; at the end of a stream it is watched no more."""
@@ -198,12 +202,13 @@ class Supervisor:
         descriptors: list[int] = []
         if self._listener is not None:
             descriptors = [self._listener.fileno()]
-            place = [self._host, str(self._port), str(descriptors[0])]
+            place = [str(descriptors[0])]
         process = subprocess.Popen(
             [sys.executable, "-m", "telegrad.supervision.storekeeper", *place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=descriptors,
+            env={**os.environ, **self._key},
             **own_session(),
         )
         if self._listener is not None:
@@ -279,3 +284,20 @@ class Supervisor:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=CROWD)
+
+
+def _key_for_children(is_alone: bool) -> dict[str, str]:
+    """Return the variable that hands a new key over; nothing where each process finds the group's key by itself.
+
+    Raises:
+        UsageError: there is no key, and this host is not alone; or the one that is given cannot be used.
+    """
+    if given_keys() is not None:
+        return {}
+    try:
+        user_keys()
+    except UsageError:
+        if not is_alone:
+            raise
+        return {VARIABLE: new_key().decode()}
+    return {}

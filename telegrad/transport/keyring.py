@@ -11,6 +11,7 @@ that `new_key` made have 256 random bits and need no stretching; their prefix te
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import hmac
@@ -40,7 +41,10 @@ def check_key(key: object, source: str) -> bytes:
     if isinstance(key, str):
         key = key.encode("utf-8", "surrogateescape")
     if not isinstance(key, bytes):
-        raise UsageError(f"{source} must be a str or bytes of at least {SHORTEST} bytes, not {type(key).__name__}")
+        raise UsageError(
+            f"{source} must be a str or bytes of at least {SHORTEST} bytes, or False for a group without a key, "
+            f"not {type(key).__name__}"
+        )
     if len(key) < SHORTEST:
         raise UsageError(
             f"{source} has {len(key)} bytes: a group's key needs at least {SHORTEST}, so that it cannot be guessed. "
@@ -52,9 +56,14 @@ def check_key(key: object, source: str) -> bytes:
 class Keyring:
     """The keys of one group, as this process knows them."""
 
-    def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False) -> None:
-        """`path` is the file that the keys came from, which is read again when it has changed. `is_open`: no key."""
+    def __init__(self, keys: Sequence[bytes], path: str = "", is_open: bool = False, source: str = "") -> None:
+        """`path` is the file that the keys came from, which is read again when it has changed.
+
+        `is_open`: there is no key. `source` tells people where the keys come from.
+        """
         self.is_open = is_open
+        self.source = source
+        self.group = ""  # the identity of the one group for which what is derived is good
         self._path = path
         self._secrets = (_OPEN,) if is_open else tuple(map(_stretch, keys))
         self._version = _version_of(path) if path else None
@@ -70,15 +79,24 @@ class Keyring:
 
     def derive(self, purpose: bytes) -> tuple[bytes, ...]:
         """Return 32 bytes for each key that are good for this purpose alone; the first is the one to prove with."""
-        return tuple(hmac.digest(secret, b"telegrad " + purpose, "sha256") for secret in self.secrets())
+        context = b"telegrad " + purpose + b" in " + self.group.encode()
+        return tuple(hmac.digest(secret, context, "sha256") for secret in self.secrets())
+
+    def within(self, group: str) -> Keyring:
+        """Return the same keys, of which nothing that is derived is good for another group."""
+        ring = copy.copy(self)
+        ring.group = group
+        return ring
 
     def __repr__(self) -> str:
-        return f"<Keyring: {'open' if self.is_open else f'{len(self._secrets)} keys'}>"
+        return (
+            f"<Keyring: {'open' if self.is_open else f'{len(self._secrets)} keys'} from {self.source or 'a program'}>"
+        )
 
 
 def open_ring() -> Keyring:
     """Return the ring of a group without a key: connections are encrypted, and anyone may make one."""
-    return Keyring((), is_open=True)
+    return Keyring((), is_open=True, source="key=False")
 
 
 def read_keys(path: str) -> list[bytes]:

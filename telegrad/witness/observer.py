@@ -159,7 +159,7 @@ class Observer:
         )
         told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
         if self.phase != JOINING:  # it has the group's key
-            told["group"] = blake2b(agent.group_key, digest_size=6, person=b"telegrad-group").hexdigest()
+            told["group"] = blake2b(agent.group.encode(), digest_size=6, person=b"telegrad-group").hexdigest()
             told["references"] = parts.references.counts()
 
     def word_on(self, caller: str, number: int) -> str:

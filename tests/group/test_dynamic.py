@@ -8,6 +8,7 @@ from telegrad.group.directory import Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.succession import Seat
+from tests.cluster import sealed
 
 
 def member(name: str, rank: int) -> Member:
@@ -15,10 +16,11 @@ def member(name: str, rank: int) -> Member:
 
 
 def test_an_end_that_was_told_in_the_next_store_is_heard_by_who_comes_over_later() -> None:
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     group = DynamicGroup(store)
-    group.join(member("server", 1), None)
-    following = Directory(dist.HashStore())
+    group.join(member("server", 1))
+    following = Directory(sealed(dist.HashStore()))
+    following.board.claim_terms(group.terms)
     following.end()
     group.move(following, Seat(2, 0, "life of boss", "127.0.0.1", 2), False)
     assert group.ended()
@@ -26,21 +28,26 @@ def test_an_end_that_was_told_in_the_next_store_is_heard_by_who_comes_over_later
 
 
 def test_who_comes_back_to_the_same_store_hears_of_an_end_once() -> None:
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     group = DynamicGroup(store)
-    group.join(member("server", 1), None)
+    group.join(member("server", 1))
     group.directory.end()
     assert group.ended()
     group.lose()
-    group.move(Directory(store), group.store, False)
+    again = Directory(store)
+    assert again.board.terms() == group.terms
+    group.move(again, group.store, False)
     assert not group.ended()
     group.directory.end()
     assert group.ended()
 
 
 def test_an_end_from_before_it_came_is_no_workers_own() -> None:
-    store = dist.HashStore()
-    Directory(store).end()
+    store = sealed(dist.HashStore())
+    DynamicGroup(store).join(member("earlier", 2))
+    directory = Directory(store)
+    assert directory.board.terms()
+    directory.end()
     group = DynamicGroup(store)
-    group.join(member("server", 1), None)
+    group.join(member("server", 1))
     assert not group.ended()

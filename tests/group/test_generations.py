@@ -18,8 +18,10 @@ from telegrad.group.board import Board
 from telegrad.group.generations import BOARD, Coming, Formed, Ground, end_at, lives_at, waiting_at
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Before, Limits
+from telegrad.group.rendezvous import Terms, new_terms
 from telegrad.group.stores import Meeting, open_store
-from tests.cluster import PATIENCE
+from telegrad.transport.keyring import Keyring, new_key
+from tests.cluster import KEYS, PATIENCE, sealed
 
 WAIT = 20.0
 
@@ -49,31 +51,46 @@ class Place:
         before: Before | None = None,
         life: int = 0,
         timeout: float = WAIT,
-        key: bytes | None = None,
-    ) -> Future[tuple[Formed, bytes]]:
-        ground = Ground(self.url)
-        coming = Coming(ground, limits, before or Before(), -1, timeout)
+        keys: Keyring = KEYS,
+    ) -> Future[Formed]:
+        ground = Ground(self.url, keys)
+        coming = Coming(ground, keys, limits, before or Before(), -1, timeout)
         coming.meet(0)
-        return self._pool.submit(coming.join, ground, member(name, life), key, self.lives)
+        return self._pool.submit(coming.join, ground, member(name, life), self.lives)
 
     def store(self) -> Board:
-        return Board(Ground(self.url).open(WAIT).store, BOARD)
+        return Board(self.ground().open(WAIT).store, BOARD)
+
+    def ground(self) -> Ground:
+        return Ground(self.url, KEYS)
+
+    def prepared(self, limits: Limits) -> Board:
+        """The first round of a group of which nobody has come yet but one that is gone."""
+        root = self.store()
+        root.claim_terms(new_terms(str(limits), member("first")).to_json())
+        root.swap("round", "", "1")
+        return Board(self.ground().open(WAIT).store, f"{BOARD}/1", group=root.group)
 
     def open(self, *arguments: Any) -> Meeting:
         """As `open_store`: the store that is there now. The file itself stays, since torch reads on where it was."""
         meeting = open_store(*arguments)
-        return meeting._replace(store=PrefixStore(f"store {self.stores}", meeting.store))
+        return meeting._replace(store=sealed(PrefixStore(f"store {self.stores}", meeting.store.raw), meeting.keys))
 
     def wait_until(self, seen: Callable[[Board], bool]) -> None:
         until = monotonic() + PATIENCE
         store = self.store()
-        while not seen(store):
+        while not (store.terms() and seen(store)):
             assert monotonic() < until
             sleep(0.01)
 
     def wait_for_places(self, count: int, number: int = 1) -> None:
-        store = Board(Ground(self.url).open(WAIT).store, f"{BOARD}/{number}")
-        self.wait_until(lambda _: store.count("places", 0) >= count and bool(store.read(f"entry/{count}")))
+        raw = self.ground().open(WAIT).store
+
+        def seen(root: Board) -> bool:
+            board = Board(raw, f"{BOARD}/{number}", group=root.group)
+            return board.number("places") >= count and bool(board.read(f"entry/{count}"))
+
+        self.wait_until(seen)
 
 
 @pytest.fixture
@@ -96,14 +113,14 @@ def as_before(formed: Formed, me: str, life: int = 0, without: tuple[str, ...] =
 def test_all_who_come_form_the_first_one(place: Place) -> None:
     coming = [place.come(name, Limits(2, 3)) for name in "abc"]
     results = [future.result(WAIT) for future in coming]
-    assert all(formed == results[0][0] and key == results[0][1] for formed, key in results)
-    assert (results[0][0].number, results[0][0].survivors, sorted(names(results[0][0]))) == (1, 0, ["a", "b", "c"])
+    assert all(formed == results[0] for formed in results)
+    assert (results[0].number, results[0].survivors, sorted(names(results[0]))) == (1, 0, ["a", "b", "c"])
 
 
 def test_the_last_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generations, "LAST_CALL", 0.2)
     coming = [place.come(name, Limits(2)) for name in "ab"]
-    assert [sorted(names(future.result(WAIT)[0])) for future in coming] == [["a", "b"]] * 2
+    assert [sorted(names(future.result(WAIT))) for future in coming] == [["a", "b"]] * 2
 
 
 def test_too_few_are_told(place: Place) -> None:
@@ -114,53 +131,47 @@ def test_too_few_are_told(place: Place) -> None:
 def test_survivors_come_first_and_let_in_who_waits(place: Place) -> None:
     limits = Limits(2, 3)
     first = [place.come(name, limits) for name in "abc"]
-    formed = first[0].result(WAIT)[0]
+    formed = first[0].result(WAIT)
     gone, *stay = names(formed)
     place.dead.add(f"{gone}/0")
     newcomer = place.come("x", limits)
     place.wait_for_places(1, 2)
-    assert waiting_at(Ground(place.url).open(WAIT).store, formed, 4, place.lives)
+    assert waiting_at(place.ground().open(WAIT).store, formed, 4, place.lives)
     again = [place.come(name, limits, as_before(formed, name), 1) for name in stay]
     for future in [newcomer, *again]:
-        assert names(future.result(WAIT)[0]) == [*stay, "x"]
-        assert future.result(WAIT)[0][::2] == (2, 2)
+        assert names(future.result(WAIT)) == [*stay, "x"]
+        assert future.result(WAIT)[:3:2] == (2, 2)
 
 
 def test_one_who_died_as_it_waited_is_in_nobodys_way(place: Place) -> None:
     limits = Limits(2, 2)
     place.dead.add("dead/0")
-    store = Ground(place.url).open(WAIT).store
-    Board(store, BOARD).swap("round", "", "1")
-    board = Board(store, f"{BOARD}/1")
-    board.write(f"entry/{board.count('places')}", Arrival(member("dead")).to_json())
+    board = place.prepared(limits)
+    board.write(f"entry/{board.increment('places')}", Arrival(member("dead")).to_json())
     coming = [place.come(name, limits) for name in "ab"]
-    assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
+    assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
 
 
 def test_one_who_died_as_it_was_chosen_is_replaced(place: Place) -> None:
     limits = Limits(2, 2)
-    store = Ground(place.url).open(WAIT).store
-    Board(store, BOARD).swap("round", "", "1")
-    board = Board(store, f"{BOARD}/1")
-    board.write(f"entry/{board.count('places')}", Arrival(member("ghost")).to_json())
+    board = place.prepared(limits)
+    board.write(f"entry/{board.increment('places')}", Arrival(member("ghost")).to_json())
     board.write("verdict", "[1, [1, 2], 0, []]")  # by the ghost, which dies then
-    board.count("places")
+    board.increment("places")
     board.write("entry/2", Arrival(member("ghost2")).to_json())
     coming = [place.come(name, limits) for name in "ab"]
-    assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
+    assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
 
 
 def test_a_chosen_one_that_never_takes_its_place(place: Place) -> None:
     limits = Limits(2, 3)
-    store = Ground(place.url).open(WAIT).store
-    Board(store, BOARD).swap("round", "", "1")
-    board = Board(store, f"{BOARD}/1")
-    board.write(f"entry/{board.count('places')}", Arrival(member("ghost")).to_json())
+    board = place.prepared(limits)
+    board.write(f"entry/{board.increment('places')}", Arrival(member("ghost")).to_json())
     coming = [place.come(name, limits) for name in "ab"]
     place.wait_for_places(3)
     place.dead.add("ghost/0")  # it had come first, and decides no more; or was chosen already
     place.come("c", limits)
-    assert all(len(names(future.result(WAIT)[0])) == 3 for future in coming)
+    assert all(len(names(future.result(WAIT))) == 3 for future in coming)
 
 
 def test_a_name_that_is_taken(place: Place) -> None:
@@ -174,39 +185,40 @@ def test_a_name_that_is_taken(place: Place) -> None:
 
 def test_another_key_or_other_limits_are_told_to_who_has_them(place: Place) -> None:
     limits = Limits(2, 2)
-    first = place.come("a", limits, key=b"one")
+    first = place.come("a", limits)
     place.wait_for_places(1)
     with pytest.raises(errors.AuthenticationFailed):
-        place.come("b", limits, key=b"two").result(WAIT)
+        place.come("b", limits, keys=Keyring([new_key()])).result(WAIT)
     with pytest.raises(errors.RendezvousError, match="min_workers and max_workers"):
-        place.come("c", Limits(2, 3), key=b"one").result(WAIT)
-    second = place.come("d", limits, key=b"one")
-    assert first.result(WAIT)[1] == second.result(WAIT)[1] == b"one"
+        place.come("c", Limits(2, 3)).result(WAIT)
+    second = place.come("d", limits)
+    assert first.result(WAIT) == second.result(WAIT)
 
 
 def test_terms_of_an_earlier_run_are_replaced(place: Place) -> None:
-    place.come("a", Limits(1, 1), key=b"one").result(WAIT)
+    first = place.come("a", Limits(1, 1)).result(WAIT)
     place.dead.add("a/0")
-    formed, key = place.come("b", Limits(1, 1), key=b"two").result(WAIT)
-    assert (names(formed), key) == (["b"], b"two")
+    formed = place.come("b", Limits(1, 2)).result(WAIT)
+    assert names(formed) == ["b"]
+    assert Terms.from_json(formed.terms).group == Terms.from_json(first.terms).group
 
 
 def test_who_waits_for_a_group_that_ends_is_told(place: Place) -> None:
-    formed = place.come("a", Limits(1, 1)).result(WAIT)[0]
+    formed = place.come("a", Limits(1, 1)).result(WAIT)
     spare = place.come("b", Limits(1, 1), timeout=0.5)
     place.wait_for_places(1, 2)
     sleep(1.0)  # a spare waits longer than its time
     assert not spare.done()
-    assert not waiting_at(Ground(place.url).open(WAIT).store, formed, 1, place.lives)
-    end_at(Ground(place.url).open(WAIT), formed)
+    assert not waiting_at(place.ground().open(WAIT).store, formed, 1, place.lives)
+    end_at(place.ground().open(WAIT), formed)
     with pytest.raises(errors.GroupEnded, match="after generation 1"):
         spare.result(WAIT)
     place.dead |= {"a/0", "b/0"}
-    assert names(place.come("c", Limits(1, 1)).result(WAIT)[0]) == ["c"]
+    assert names(place.come("c", Limits(1, 1)).result(WAIT)) == ["c"]
 
 
 def test_whether_a_group_is_there(place: Place) -> None:
-    store = Ground(place.url).open(WAIT).store
+    store = place.ground().open(WAIT).store
     assert not lives_at(store, place.lives)
     place.come("a", Limits(1, 1)).result(WAIT)
     assert lives_at(store, place.lives)
@@ -217,14 +229,14 @@ def test_whether_a_group_is_there(place: Place) -> None:
 def test_a_straggler_comes_back_as_a_new_one(place: Place) -> None:
     limits = Limits(1, 2)
     coming = [place.come(name, limits) for name in "ab"]
-    formed = coming[0].result(WAIT)[0]
+    formed = coming[0].result(WAIT)
     coming[1].result(WAIT)
-    second = place.come("a", limits, as_before(formed, "a"), 1, timeout=0.3).result(WAIT)[0]
+    second = place.come("a", limits, as_before(formed, "a"), 1, timeout=0.3).result(WAIT)
     assert (second.number, names(second)) == (2, ["a"])
     late = place.come("b", limits, as_before(formed, "b"), 1)
     place.wait_for_places(1, 3)
-    third = place.come("a", limits, as_before(second, "a", 1), 2).result(WAIT)[0]
-    assert third == late.result(WAIT)[0]
+    third = place.come("a", limits, as_before(second, "a", 1), 2).result(WAIT)
+    assert third == late.result(WAIT)
     assert (third.number, names(third), third.survivors) == (3, ["a", "b"], 1)
 
 
@@ -239,15 +251,19 @@ def test_who_loses_its_connection_keeps_its_place(place: Place, monkeypatch: pyt
 
     monkeypatch.setattr(Board, "wait", wait)
     coming = [place.come(name, Limits(2, 2)) for name in "ab"]
-    assert all(sorted(names(future.result(WAIT)[0])) == ["a", "b"] for future in coming)
-    assert Board(Ground(place.url).open(WAIT).store, f"{BOARD}/1").count("places", 0) == 2
+    assert all(sorted(names(future.result(WAIT))) == ["a", "b"] for future in coming)
+    store = place.store()
+    assert store.terms()
+    assert Board(place.ground().open(WAIT).store, f"{BOARD}/1", group=store.group).number("places") == 2
 
 
 def test_who_was_found_dead_is_not_awaited_after_the_store_was_lost(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(2, 2)
-    place.store().write("running", Formed(1, [member("gone")], 0).to_json())
+    store = place.store()
+    store.claim_terms(new_terms(str(limits), member("gone")).to_json())
+    store.write("running", Formed(1, [member("gone")], 0).to_json())
     place.dead.add("gone/0")
     lost = threading.Event()
     wait = Board.wait
@@ -263,7 +279,7 @@ def test_who_was_found_dead_is_not_awaited_after_the_store_was_lost(
     first = place.come("a", limits)
     assert lost.wait(WAIT)
     second = place.come("b", limits)
-    assert [names(future.result(WAIT)[0]) for future in (first, second)] == [["a", "b"]] * 2
+    assert [names(future.result(WAIT)) for future in (first, second)] == [["a", "b"]] * 2
 
 
 def test_who_loses_one_store_after_the_other_hears_that_its_generation_has_formed(
@@ -294,9 +310,9 @@ def test_who_loses_one_store_after_the_other_hears_that_its_generation_has_forme
     monkeypatch.setattr(Board, "read", lossy_read)
     coming = [place.come(name, Limits(2, 2)) for name in "ab"]
     assert lost_twice.wait(WAIT)
-    formed = next(future for future in as_completed(coming, WAIT)).result()[0]
-    waiting_at(Ground(place.url).open(WAIT).store, formed, 2, place.lives)  # as its members do now and then
-    assert [future.result(WAIT)[0] for future in coming] == [formed, formed]
+    formed = next(future for future in as_completed(coming, WAIT)).result()
+    waiting_at(place.ground().open(WAIT).store, formed, 2, place.lives)  # as its members do now and then
+    assert [future.result(WAIT) for future in coming] == [formed, formed]
 
 
 def test_who_comes_to_a_new_store_waits_for_those_who_wonder_whether_they_have_formed(
@@ -304,7 +320,7 @@ def test_who_comes_to_a_new_store_waits_for_those_who_wonder_whether_they_have_f
 ) -> None:
     monkeypatch.setattr(generations, "LAST_CALL", 0.1)
     limits = Limits(1, 4)
-    formed = place.come("a", limits).result(WAIT)[0]
+    formed = place.come("a", limits).result(WAIT)
     lost = threading.Event()
     wait = Board.wait
 
@@ -320,14 +336,14 @@ def test_who_comes_to_a_new_store_waits_for_those_who_wonder_whether_they_have_f
     assert lost.wait(WAIT)
     place.wait_until(lambda store: bool(store.read("running")))
     coming = [place.come(name, limits) for name in "bc"]
-    results = [future.result(WAIT)[0] for future in [again, *coming]]
+    results = [future.result(WAIT) for future in [again, *coming]]
     assert results[0].number == 2
     assert names(results[0])[0] == "a"
     assert results[1:] == results[:1] * 2
 
 
 def test_who_hears_late_of_a_store_that_was_lost_leaves_the_next_one_alone(place: Place) -> None:
-    ground = Ground(place.url)
+    ground = place.ground()
     lost = ground.open(WAIT)
     ground.forget(lost)
     found = ground.open(WAIT)
@@ -341,7 +357,7 @@ def test_two_threads_that_look_for_the_store_find_one(place: Place, monkeypatch:
         return open_store(*arguments)
 
     monkeypatch.setattr(generations, "open_store", slowly)
-    ground = Ground(place.url)
+    ground = place.ground()
     with ThreadPoolExecutor(2) as pool:
         first, second = [pool.submit(ground.open, WAIT) for _ in range(2)]
         assert first.result() is second.result() is ground.held
@@ -355,8 +371,8 @@ def test_interrupts_reach_who_waits(place: Place) -> None:
         raise KeyboardInterrupt
 
     place.come("a", Limits(1, 1)).result(WAIT)
-    ground = Ground(place.url)
-    coming = Coming(ground, Limits(1, 1), Before(), -1, WAIT)
+    ground = place.ground()
+    coming = Coming(ground, KEYS, Limits(1, 1), Before(), -1, WAIT)
     with pytest.raises(KeyboardInterrupt):
-        coming.join(ground, member("b"), None, lives)
+        coming.join(ground, member("b"), lives)
     assert ended.is_set()

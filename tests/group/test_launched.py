@@ -19,6 +19,7 @@ import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.group import address, on_ray
 from telegrad.group.address import await_name
+from telegrad.group.board import Board
 from telegrad.group.launched import open_meeting
 from telegrad.rpc.life import init_rpc
 from tests.cluster import free_port, processes, run_all
@@ -108,22 +109,22 @@ def test_what_the_program_says_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     url = f"tcp://127.0.0.1:{free_port()}"
-    met = open_meeting(url, -1, None, 30)
+    met = open_meeting(url, -1, None, None, 30)
     assert (met.rank, met.world_size) == (-1, None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    assert open_meeting("env://", 0, None, 30).world_size is None
-    assert open_meeting("env://", 0, 7, 30).world_size == 7
+    assert open_meeting("env://", 0, None, None, 30).world_size is None
+    assert open_meeting("env://", 0, 7, None, 30).world_size == 7
 
 
 def test_an_error_tells_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(errors.StoreUnreachable, match=r"nobody serves.*Slurm says that this is rank 3 of 4"):
-        open_meeting("env://", -1, None, 0.05)
+        open_meeting("env://", -1, None, None, 0.05)
     monkeypatch.setenv("SLURM_PROCID", "4")
     with pytest.raises(errors.UsageError, match=r"rank 4 is not within.*Slurm says"):
-        open_meeting("env://", -1, None, 0.05)
+        open_meeting("env://", -1, None, None, 0.05)
 
 
 def test_the_name_of_a_pod_that_is_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +203,10 @@ def test_on_ray_an_actor_serves_the_store_until_nobody_needs_it(monkeypatch: pyt
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(on_ray, "LOOK", 0.01)
-    met = [open_meeting("env://", -1, None, 30) for _ in range(2)]
+    met = [open_meeting("env://", -1, None, None, 30) for _ in range(2)]
     assert [(each.rank, each.world_size, each.serves) for each in met] == [(-1, None, False)] * 2
-    met[0].store.set("word", "heard")
-    assert met[1].store.get("word") == b"heard"
+    Board(met[0].store).write("word", "heard")
+    assert Board(met[1].store).read("word") == "heard"
     assert ray.asked == {
         "name": "telegrad-01000000",
         "namespace": "telegrad",
@@ -230,15 +231,15 @@ def test_ray_and_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "ray", FakeRay(driver=False))  # in a Ray that was started by srun
-    assert open_meeting("env://", -1, None, 30).world_size is None
+    assert open_meeting("env://", -1, None, None, 30).world_size is None
     monkeypatch.setitem(sys.modules, "ray", FakeRay())  # each task has a Ray of its own, or they are jobs of one
     with pytest.raises(errors.UsageError, match=r"one of several that Slurm has started.*set MASTER_ADDR"):
-        open_meeting("env://", -1, None, 30)
+        open_meeting("env://", -1, None, None, 30)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert open_meeting("env://", -1, None, 30).world_size is None
+    assert open_meeting("env://", -1, None, None, 30).world_size is None
 
 
 def test_an_actor_that_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", FakeRay(starts=False))
     with pytest.raises(errors.StoreUnreachable, match=r"actor 'telegrad-01000000', .* did not start within 3 s"):
-        open_meeting("env://", -1, None, 3)
+        open_meeting("env://", -1, None, None, 3)

@@ -20,12 +20,13 @@ from telegrad.group.board import Board
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
-from telegrad.group.stores import open_store
-from tests.cluster import PATIENCE, free_port, processes, run_all
+from telegrad.group.sealing import SealedStore
+from telegrad.transport.keyring import Keyring, new_key
+from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed
 
 T = TypeVar("T")
-Stores = Callable[[], dist.Store]
-Join = tuple[dist.Store, Member, int, bytes | None, float]
+Stores = Callable[[], SealedStore]
+Join = tuple[SealedStore, Member, int, float]
 
 WAIT = 30.0  # torch looks up the name of each address that connects: with a slow name service 5 s a time
 
@@ -48,8 +49,8 @@ def together(*joins: Join) -> list[Any]:
         return [future.result(PATIENCE) for future in futures]
 
 
-def crowd(store: dist.Store, size: int, timeout: float = WAIT, key: bytes | None = None) -> list[Join]:
-    return [(store, member(f"w{rank}", rank), size, key, timeout) for rank in range(size)]
+def crowd(store: SealedStore, size: int, timeout: float = WAIT) -> list[Join]:
+    return [(store, member(f"w{rank}", rank), size, timeout) for rank in range(size)]
 
 
 @pytest.fixture(params=["hash", "file", "tcp"])
@@ -57,40 +58,36 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
     """Makes one worker's store after another, all of one place."""
     if request.param == "hash":
         store = dist.HashStore()
-        return lambda: store
+        return lambda: sealed(store)
     if request.param == "file":
-        return lambda: dist.FileStore(f"{tmp_path}/store", -1)
+        return lambda: sealed(dist.FileStore(f"{tmp_path}/store", -1))
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return lambda: dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+    return lambda: sealed(dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False))
 
 
-def test_all_learn_of_all_and_share_a_key(stores: Stores) -> None:
-    rosters = together(*[(stores(), member(f"w{rank}", rank), 4, None, WAIT) for rank in range(4)])
+def test_all_learn_of_all_and_of_their_group(stores: Stores) -> None:
+    rosters = together(*[(stores(), member(f"w{rank}", rank), 4, WAIT) for rank in range(4)])
     for roster in rosters:
         assert list(roster.members) == [member(f"w{rank}", rank) for rank in range(4)]
-        assert roster.key == rosters[0].key
-    assert len(rosters[0].key) >= 32
+        assert roster.group == rosters[0].group
+    assert len(rosters[0].group) >= 32
 
 
 def test_one_group_after_the_other_meets_in_a_store_that_lasts(stores: Stores) -> None:
-    keys = [{roster.key for roster in together(*crowd(stores(), 2))} for _ in range(4)]
-    assert all(len(of_one_group) == 1 for of_one_group in keys)
-    assert len(set.union(*keys)) == 4
+    groups = [{roster.group for roster in together(*crowd(stores(), 2))} for _ in range(4)]
+    assert all(len(of_one_group) == 1 for of_one_group in groups)
+    assert len(set.union(*groups)) == 4
 
 
-def test_a_given_key_is_never_in_the_store() -> None:
+def test_who_has_another_key_is_refused_and_mentioned_to_the_others() -> None:
     store = dist.HashStore()
-    rosters = together(*crowd(store, 3, key=b"a secret"))
-    assert {roster.key for roster in rosters} == {b"a secret"}
-    assert "secret" not in Board(store, "telegrad/1").read("terms")
-
-
-@pytest.mark.parametrize("keys", [(b"a", b"b"), (b"a", None), (None, b"a")])
-def test_different_keys_are_told_to_all(keys: tuple[bytes | None, bytes | None]) -> None:
-    store = dist.HashStore()
-    found = together(*[(store, member(f"w{rank}", rank), 2, key, WAIT) for rank, key in enumerate(keys)])
-    assert [type(error) for error in found] == [errors.AuthenticationFailed] * 2
-    assert all("TELEGRAD_KEY" in str(error) for error in found)
+    keys = [Keyring([new_key()]), Keyring([new_key()])]
+    mine, other = together(*[(sealed(store, ring), member(f"w{rank}", rank), 2, 0.5) for rank, ring in enumerate(keys)])
+    refused, missed = (mine, other) if isinstance(mine, errors.AuthenticationFailed) else (other, mine)
+    assert type(refused) is errors.StoreUntrusted
+    assert "TELEGRAD_KEY" in str(refused)
+    assert type(missed) is errors.GroupIncomplete
+    assert "1 came with another key" in str(missed)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,7 @@ def test_different_keys_are_told_to_all(keys: tuple[bytes | None, bytes | None])
 )
 def test_what_is_taken_twice_is_told_to_all(stores: Stores, second: tuple[str, int], what: str) -> None:
     workers = [member("w0", 0), member("w1", 1), member(*second)]
-    found = together(*[(stores(), worker, 3, None, WAIT) for worker in workers])
+    found = together(*[(stores(), worker, 3, WAIT) for worker in workers])
     for error in found:
         assert type(error) is errors.WorkerTaken
         assert what in str(error)
@@ -108,7 +105,7 @@ def test_what_is_taken_twice_is_told_to_all(stores: Stores, second: tuple[str, i
 
 def test_two_that_serve_the_store_hear_of_each_other() -> None:
     def join(name: str) -> Roster:
-        return join_static(open_store(url, 0, 2, WAIT).store, member(name, 0), 2, None, WAIT)
+        return join_static(opened(url, 0, 2, WAIT).store, member(name, 0), 2, WAIT)
 
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(2) as made:
@@ -119,7 +116,7 @@ def test_two_that_serve_the_store_hear_of_each_other() -> None:
 
 def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE", 0.01)
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     joins = crowd(store, 3)
 
     def await_missing(names: list[str]) -> None:
@@ -137,37 +134,37 @@ def test_who_is_missing_is_seen_by_other_threads_while_a_group_forms(monkeypatch
         second = pool.submit(join_static, *joins[1])
         await_missing(["rank 2"])
         third = pool.submit(join_static, *joins[2])
-        assert len({future.result(PATIENCE).key for future in (first, second, third)}) == 1
+        assert len({future.result(PATIENCE).group for future in (first, second, third)}) == 1
     assert not [wait for wait in progress.under_way() if wait.worker in ("w0", "w1", "w2")]
 
 
 def test_different_sizes_are_told_to_all() -> None:
-    store = dist.HashStore()
-    found = together(*[(store, member(f"w{rank}", rank), size, None, WAIT) for rank, size in enumerate((2, 3))])
+    store = sealed(dist.HashStore())
+    found = together(*[(store, member(f"w{rank}", rank), size, WAIT) for rank, size in enumerate((2, 3))])
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
     assert all("world_size" in str(error) for error in found)
 
 
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_out_of_range_is_told_to_all(rank: int) -> None:
-    store = dist.HashStore()
-    found = together((store, member("w0", 0), 2, None, WAIT), (store, member("stray", rank), 2, None, WAIT))
+    store = sealed(dist.HashStore())
+    found = together((store, member("w0", 0), 2, WAIT), (store, member("stray", rank), 2, WAIT))
     assert [type(error) for error in found] == [errors.RendezvousError] * 2
     assert all(f"'stray' has rank {rank}" in str(error) and "0 to 1" in str(error) for error in found)
 
 
 def test_who_did_not_come_is_named_to_all() -> None:
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     came = crowd(store, 5)
     patient = came[3]
-    hasty = (*came[0][:4], 0.05)
+    hasty = (*came[0][:3], 0.05)
     found = together(hasty, patient)
     assert [type(error) for error in found] == [errors.GroupIncomplete] * 2
     assert all("ranks 1, 2, 4 did not come" in str(error) and "0.05 s" in str(error) for error in found)
 
 
 def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     waiting = threading.Event()
     real = Board.wait
 
@@ -188,12 +185,14 @@ def test_who_gives_up_lets_the_others_know(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_late_double_waits_for_the_next_group_and_hears_of_the_one_that_has_formed() -> None:
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     together(*crowd(store, 2))
-    late = outcome(join_static, store, member("late", 1), 2, None, 0.05)
+    late = outcome(join_static, store, member("late", 1), 2, 0.05)
     assert isinstance(late, errors.GroupIncomplete)
     assert "rank 0 did not come; another group of 2 has formed in this store before" in str(late)
-    assert Board(store, "telegrad/1").read("complete") == Board(store, "telegrad/1").read("ready") == "opened"
+    formed = Board(store, "telegrad/1")
+    assert formed.terms()
+    assert formed.read("complete") == formed.read("ready") == "opened"
 
 
 def test_a_lost_store_is_told() -> None:
@@ -201,16 +200,16 @@ def test_a_lost_store_is_told() -> None:
     joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
     del served
     with pytest.raises(errors.RendezvousError, match="the store was lost"):
-        join_static(joined, member("w1", 1), 2, None, WAIT)
+        join_static(sealed(joined), member("w1", 1), 2, WAIT)
 
 
-def meet_again_and_again(rank: int, url: str, size: int, times: int) -> list[tuple[int, bytes]]:
+def meet_again_and_again(rank: int, url: str, size: int, times: int) -> list[tuple[int, str]]:
     seen = []
     for _ in range(times):
-        meeting = open_store(url, rank, size, WAIT)
-        roster = join_static(meeting.store, member(f"w{rank}", rank), size, None, WAIT)
+        meeting = opened(url, rank, size, WAIT)
+        roster = join_static(meeting.store, member(f"w{rank}", rank), size, WAIT)
         del meeting
-        seen.append((len(roster.members), roster.key))
+        seen.append((len(roster.members), roster.group))
     return seen
 
 
@@ -234,7 +233,7 @@ def test_many_meet_quickly() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False) for _ in range(16)]
     start = time.perf_counter()
-    rosters = together(*[(client, member(f"w{rank}", rank), 16, None, WAIT) for rank, client in enumerate(clients)])
+    rosters = together(*[(sealed(client), member(f"w{rank}", rank), 16, WAIT) for rank, client in enumerate(clients)])
     assert all(len(roster.members) == 16 for roster in rosters)
     assert time.perf_counter() - start < 2
 
@@ -250,12 +249,12 @@ def names(group: DynamicGroup) -> list[str]:
 
 
 def join(
-    stores: Stores, name: str, id_: int = -1, key: bytes | None = None, **hooks: Callable[[Member], bool]
-) -> tuple[DynamicGroup, Member, bytes]:
+    stores: Stores, name: str, id_: int = -1, **hooks: Callable[[Member], bool]
+) -> tuple[DynamicGroup, Member, str]:
     group = DynamicGroup(stores())
     newcomer = member(name, id_)._replace(incarnation=str(next(incarnations)))
-    me, shared = group.join(newcomer, key, **hooks)
-    return group, me, shared
+    me = group.join(newcomer, **hooks)
+    return group, me, group.directory.board.group
 
 
 def test_workers_join_find_each_other_and_leave(stores: Stores) -> None:
@@ -306,7 +305,7 @@ def test_who_crashed_is_taken_over_only_if_it_is_dead(stores: Stores) -> None:
     with pytest.raises(errors.WorkerTaken):
         join(stores, "b", is_alive=is_alive)
     again = member("a")._replace(incarnation="anew")
-    _, me = None, DynamicGroup(stores()).join(again, None, is_alive)[0]
+    me = DynamicGroup(stores()).join(again, is_alive)
     assert asked == [alive, dead]
     assert other.find("a") == me != dead
     with pytest.raises(errors.UnknownWorker):
@@ -315,10 +314,10 @@ def test_who_crashed_is_taken_over_only_if_it_is_dead(stores: Stores) -> None:
 
 
 def test_what_was_taken_over_is_not_freed_by_its_former_owner() -> None:
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     former, _, _ = join(lambda: store, "a", 0)
     heir = DynamicGroup(store)
-    me, _ = heir.join(member("a", 0)._replace(incarnation="anew"), None, lambda _: False)
+    me = heir.join(member("a", 0)._replace(incarnation="anew"), lambda _: False)
     former.leave()
     assert heir.find("a") == heir.find(0) == me
 
@@ -331,12 +330,11 @@ def test_many_join_at_once(stores: Stores) -> None:
     assert names(made[0][0]) == sorted(f"w{number}" for number in range(16))
 
 
-@pytest.mark.parametrize("key", [None, b"other"])
-def test_a_newcomer_with_another_key_is_refused(key: bytes | None) -> None:
+def test_a_newcomer_with_another_key_is_refused() -> None:
     store = dist.HashStore()
-    group, _, _ = join(lambda: store, "a", key=b"secret")
-    with pytest.raises(errors.AuthenticationFailed):
-        join(lambda: store, "b", key=key)
+    group, _, _ = join(lambda: sealed(store), "a")
+    with pytest.raises(errors.AuthenticationFailed, match="TELEGRAD_KEY"):
+        join(lambda: sealed(store, Keyring([new_key()])), "b")
     assert names(group) == ["a"]
 
 
@@ -344,7 +342,7 @@ def test_the_groups_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic, "BETWEEN", 0.1)
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     joined = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
-    group, _, _ = join(lambda: joined, "a")
+    group, _, _ = join(lambda: sealed(joined), "a")
     del served
     with pytest.raises(errors.RendezvousError, match="the store was lost"):
         group.find("b")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from telegrad import errors
 from telegrad.group import stores
 from telegrad.group.board import DYNAMIC, OPEN, OVER, SERVED, Board, mark_of
-from telegrad.group.stores import Meeting, open_store
-from telegrad.group.tcp import tcp_store
-from tests.cluster import free_port, in_threads, processes, wait_until
+from telegrad.group.stores import Meeting
+from telegrad.group.tcp import reach_tcp
+from tests.cluster import KEYS, free_port, in_threads, opened, processes, sealed, wait_until
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
 
@@ -69,11 +69,11 @@ def test_rank_0_serves_and_others_come_even_earlier(url: str) -> None:
 
     def serve() -> Meeting:
         assert late.wait(30)
-        return open_store(url, 0, 2, 30)
+        return opened(url, 0, 2, 30)
 
     def join() -> Meeting:
         late.set()
-        return open_store(url, 1, 2, 30)
+        return opened(url, 1, 2, 30)
 
     served, joined = in_threads(serve, join)
     assert meets(served, joined)
@@ -82,7 +82,7 @@ def test_rank_0_serves_and_others_come_even_earlier(url: str) -> None:
 
 
 def test_rank_and_size_in_the_url() -> None:
-    meeting = open_store(f"tcp://127.0.0.1:{free_port()}?rank=0&world_size=3", -1, None, 30)
+    meeting = opened(f"tcp://127.0.0.1:{free_port()}?rank=0&world_size=3", -1, None, 30)
     assert (meeting.rank, meeting.world_size) == (0, 3)
 
 
@@ -91,11 +91,11 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    served = open_store("env://", -1, 2, 30)
+    served = opened("env://", -1, 2, 30)
     assert served.rank == 0
-    joined = open_store("env://", 1, 2, 30)
+    joined = opened("env://", 1, 2, 30)
     assert meets(served, joined)
-    assert open_store("env://", 1, None, 30).world_size is None  # no size: a dynamic group
+    assert opened("env://", 1, None, 30).world_size is None  # no size: a dynamic group
 
 
 def test_under_torchrun_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,21 +104,21 @@ def test_under_torchrun_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    first, second = open_store("env://", 0, 2, 30), open_store("env://", 1, 2, 30)
+    first, second = opened("env://", 0, 2, 30), opened("env://", 1, 2, 30)
     assert meets(first, second)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # which each agent counts for itself
-    assert Board(open_store("env://", 0, 2, 30).store).read("word") == "heard"
+    assert Board(opened("env://", 0, 2, 30).store).read("word") == "heard"
 
 
 def test_a_file(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
-    assert meets(open_store(url, 0, 2, 30), open_store(url, 1, 2, 5))
-    assert open_store(url, 1, 2, 30).host is None
+    assert meets(opened(url, 0, 2, 30), opened(url, 1, 2, 5))
+    assert opened(url, 1, 2, 30).host is None
 
 
 def test_a_file_that_cannot_be() -> None:
     with pytest.raises(errors.StoreUnreachable, match="/nonexistent/store"):
-        open_store("file:///nonexistent/store", 0, 2, 30)
+        opened("file:///nonexistent/store", 0, 2, 30)
 
 
 def test_a_scheme_that_the_program_registered() -> None:
@@ -129,7 +129,7 @@ def test_a_scheme_that_the_program_registered() -> None:
 
     with contextlib.suppress(RuntimeError):  # registered by an earlier run of this test in this process
         dist.register_rendezvous_handler("ours", handler)
-    meeting = open_store("ours://", 1, 2, 30)
+    meeting = opened("ours://", 1, 2, 30)
     assert (meeting.rank, meeting.world_size, meeting.host) == (1, 2, None)
 
 
@@ -149,7 +149,7 @@ def test_a_scheme_that_the_program_registered() -> None:
 )
 def test_urls_that_say_nothing(url: str) -> None:
     with pytest.raises(errors.UsageError):
-        open_store(url, 0, 2, 30)
+        opened(url, 0, 2, 30)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_variable_that_is_missing_or_wrong_is_named(
         monkeypatch.setenv(each, good)
     monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(errors.UsageError, match=name):
-        open_store("env://", -1, 2, 30)
+        opened("env://", -1, 2, 30)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_rank_or_a_size_that_cannot_be_is_told_before_the_store_is_looked_for(
     url: str, rank: int, size: int, words: str
 ) -> None:
     with pytest.raises(errors.UsageError, match=words):
-        open_store(url, rank, size, 30)
+        opened(url, rank, size, 30)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -192,7 +192,7 @@ def test_a_host_that_does_not_resolve_is_told_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MASTER_PORT", "29500")
     began = time.monotonic()
     with pytest.raises(errors.UsageError, match=r"'nowhere.invalid' cannot be resolved.*MASTER_ADDR"):
-        open_store("env://", rank, 2, 30)
+        opened("env://", rank, 2, 30)
     assert time.monotonic() - began < 1
 
 
@@ -200,21 +200,21 @@ def test_who_serves_next_waits_for_the_last_groups_store_to_go() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with processes(1) as (other,):
         other.run(serve_a_store_that_is_over, url)
-        opened = []
-        thread = threading.Thread(target=lambda: opened.append(open_store(url, 0, 2, 30)))
+        found: list[Meeting] = []
+        thread = threading.Thread(target=lambda: found.append(opened(url, 0, 2, 30)))
         thread.start()
         thread.join(0.3)
         assert thread.is_alive()  # rather than an error: that server is about to go
         other.kill()
         thread.join(30)
-        assert opened[0].serves
+        assert found[0].serves
 
 
 _held: list[Meeting] = []
 
 
 def serve_a_store_that_is_over(url: str) -> None:
-    _held.append(open_store(url, 0, 2, 30))
+    _held.append(opened(url, 0, 2, 30))
     Board(_held[0].store).swap(SERVED, OPEN, OVER)
 
 
@@ -222,16 +222,16 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "GOING", 0.2)
     with stranger(b"HTTP/1.0 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(errors.StorePortTaken, match=f"port {port}.*MASTER_PORT") as caught:
-            open_store(f"tcp://127.0.0.1:{port}", 0, 2, 30)
+            opened(f"tcp://127.0.0.1:{port}", 0, 2, 30)
         assert "\n" not in str(caught.value)
         assert caught.value.__cause__ is not None
 
 
 def test_a_store_that_is_marked_a_moment_after_it_answers_is_shared() -> None:
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    marks = threading.Timer(0.1, other.set, (SERVED, OPEN))
+    marks = threading.Timer(0.1, Board(sealed(other)).write, (SERVED, OPEN))
     marks.start()
-    assert not open_store(f"tcp://127.0.0.1:{other.port}", 0, 2, 30).serves
+    assert not opened(f"tcp://127.0.0.1:{other.port}", 0, 2, 30).serves
     marks.join()
 
 
@@ -239,9 +239,9 @@ def test_a_store_without_a_mark_is_in_use_where_a_group_meets() -> None:
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = ("127.0.0.1", other.port)
     with pytest.raises(errors.StoreUnreachable, match="nobody serves"):
-        stores._open_any((place,), None, 0.1)
-    Board(other, DYNAMIC).write("terms", "[]")
-    found = stores._open_any((place,), None, 30)
+        stores._open_any((place,), None, KEYS, 0.1)
+    Board(sealed(other), DYNAMIC).claim_terms('["group"]')
+    found = stores._open_any((place,), None, KEYS, 30)
     assert found is not None
     assert found[1] == place
 
@@ -250,15 +250,15 @@ def test_the_port_of_another_programs_store(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(stores, "MARKED", 0.1)
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(errors.StorePortTaken):
-        open_store(f"tcp://127.0.0.1:{other.port}", 0, 2, 30)
+        opened(f"tcp://127.0.0.1:{other.port}", 0, 2, 30)
 
 
 def test_a_process_shares_its_own_store() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     host, port = _host_port(url)
     for_torch = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-    assert meets(open_store(url, 0, 2, 30), open_store(url, 1, 2, 5))
-    assert Board(for_torch).read("word") == "heard"
+    assert meets(opened(url, 0, 2, 30), opened(url, 1, 2, 5))
+    assert Board(sealed(for_torch)).read("word") == "heard"
 
 
 def _host_port(url: str) -> tuple[str, int]:
@@ -270,14 +270,14 @@ def test_nobody_serves() -> None:
     port = free_port()
     start = time.monotonic()
     with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port}.*rank 0"):
-        open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.05)
+        opened(f"tcp://127.0.0.1:{port}", 1, 2, 0.05)
     assert time.monotonic() - start < 1
 
 
 def test_torch_is_not_asked_before_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_meet", None)  # it would sleep for half a second between its tries
     with pytest.raises(errors.StoreUnreachable):
-        open_store(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.05)
+        opened(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.05)
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.0 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
@@ -285,17 +285,17 @@ def test_a_stranger_in_the_stores_place(answer: bytes | None) -> None:
     with stranger(answer) as port:
         start = time.monotonic()
         with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port} is not the group's store"):
-            open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
+            opened(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
         assert time.monotonic() - start < 2
 
 
 def test_whoever_serves_a_dynamic_group_is_listed_first() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    served = open_store(url, 0, None, 30)
+    served = opened(url, 0, None, 30)
     with pytest.raises(errors.StoreUnreachable, match="not open yet"):
-        open_store(url, 1, None, 0.1)
+        opened(url, 1, None, 0.1)
     served.open_up()
-    assert meets(served, open_store(url, 1, None, 30))
+    assert meets(served, opened(url, 1, None, 30))
 
 
 def noted(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
@@ -312,9 +312,9 @@ def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.M
     monkeypatch.setattr(stores, "_meet", noted(stores._meet, met))
     monkeypatch.setattr(stores, "mark_of", noted(mark_of, looked))
     url = f"tcp://127.0.0.1:{free_port()}"
-    served = open_store(url, 0, None, 30)
+    served = opened(url, 0, None, 30)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(open_store, url, 1, None, 30)
+        joining = pool.submit(opened, url, 1, None, 30)
         wait_until(lambda: len(looked) > 3)
         served.open_up()
         assert meets(served, joining.result(30))
@@ -325,44 +325,44 @@ def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.M
     """torch looks up the name of the other end, for which a name server may take seconds."""
     tries = []
 
-    def connect(*given: Any, **options: Any) -> object:
+    def connect(*given: Any) -> object:
         tries.append(given)
         if len(tries) == 1:
             stuck.wait(30)
-        return tcp_store(*given, **options)
+        return reach_tcp(*given)
 
     stuck = threading.Event()
     url = f"tcp://127.0.0.1:{free_port()}"
-    served = open_store(url, 0, 2, 30)
+    served = opened(url, 0, 2, 30)
     monkeypatch.setattr(stores, "TAKEN", 0.05)
     monkeypatch.setattr(stores, "PROBE", 0.05)
-    monkeypatch.setattr(stores, "tcp_store", connect)
-    assert meets(served, open_store(url, 1, 2, 30))
+    monkeypatch.setattr(stores, "reach_tcp", connect)
+    assert meets(served, opened(url, 1, 2, 30))
     stuck.set()
     assert len(tries) == 2
 
 
 def test_a_store_that_is_over_is_not_joined() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    old = open_store(url, 0, 2, 30)
+    old = opened(url, 0, 2, 30)
     assert Board(old.store).read(SERVED) == OPEN
     assert Board(old.store).swap(SERVED, OPEN, OVER) == OVER
     with pytest.raises(errors.StoreUnreachable, match="earlier group"):
-        open_store(url, 1, 2, 0.02)
-    again = open_store(url, 0, 2, 30)
-    assert meets(again, open_store(url, 1, 2, 30))
+        opened(url, 1, 2, 0.02)
+    again = opened(url, 0, 2, 30)
+    assert meets(again, opened(url, 1, 2, 30))
 
 
 def test_a_worker_without_a_rank_serves_where_nobody_does() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    meetings = in_threads(*[lambda: open_store(url, -1, None, 30)] * 4)
+    meetings = in_threads(*[lambda: opened(url, -1, None, 30)] * 4)
     assert all(meets(meetings[0], other) for other in meetings)
     assert {(meeting.rank, meeting.world_size) for meeting in meetings} == {(-1, None)}
 
 
 def test_a_lost_store_is_told_briefly() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    served, joined = open_store(url, 0, 2, 30), open_store(url, 1, 2, 30)
+    served, joined = opened(url, 0, 2, 30), opened(url, 1, 2, 30)
     del served
     with pytest.raises(errors.RendezvousError, match="the store was lost") as caught:
         Board(joined.store).read("a")
@@ -371,11 +371,12 @@ def test_a_lost_store_is_told_briefly() -> None:
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_a_board(kind: str, tmp_path: Path) -> None:
-    store = {
+    raw = {
         "hash": dist.HashStore,
         "file": lambda: dist.FileStore(f"{tmp_path}/store", -1),
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
     }[kind]()
+    store = sealed(raw)
     board = Board(store, "prefix")
     assert board.read("a") == "" == board.wait("a", 0)
     assert board.swap("a", "", "1") == "1"
@@ -384,5 +385,6 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
     assert board.swap("a", "", "3") == "3"
     board.write("b", "4")
     assert board.read_all(["a", "b"]) == ["3", "4"]
-    assert [board.count("n"), board.count("n"), board.count("n", 0)] == [1, 2, 2]
+    assert [board.add_hint("n"), board.add_hint("n"), board.hint("n")] == [1, 2, 2]
+    assert [board.increment("m"), board.increment("m"), board.number("m")] == [1, 2, 2]
     assert Board(store).read("a") == ""

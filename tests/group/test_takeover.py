@@ -22,7 +22,7 @@ from telegrad.group.directory import Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.rpc import cluster, current
-from tests.cluster import PATIENCE, Process, free_port, processes
+from tests.cluster import KEYS, PATIENCE, Process, free_port, processes, sealed
 from tests.rpc.test_membership import account, call, error_of, join, names, next_event, serve
 
 SOON = 2.0  # seconds within which all goes on
@@ -147,13 +147,15 @@ def test_who_comes_while_nobody_serves_does_not_begin_another_group() -> None:
 
 def test_a_store_that_goes_as_soon_as_it_was_found_is_followed_by_the_next() -> None:
     place = ("127.0.0.1", free_port())
-    first = stores.serve(*place)
+    first = stores.serve(*place, KEYS)
     found = dist.TCPStore(*place, is_master=False, wait_for_workers=False)
     del first
-    later = stores.serve(*place)
+    later = stores.serve(*place, KEYS)
     me = Member("a", 1, "incarnation", "program", "host", "", ("127.0.0.1", 1))
-    joined = joining.join(stores.Meeting(found, place[0], 1, None, place[1], places=(place,)), me, None, PATIENCE)
-    assert Directory(later).members() == [joined.me]
+    joined = joining.join(stores.Meeting(sealed(found), place[0], 1, None, place[1], places=(place,)), me, PATIENCE)
+    directory = Directory(later)
+    assert directory.board.terms()
+    assert directory.members() == [joined.me]
     assert isinstance(joined.directory, DynamicGroup)
     joined.directory.leave()
 

@@ -26,7 +26,7 @@ from telegrad.group.members import Member
 from telegrad.group.stores import open_store
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
+from tests.cluster import KEYS, PATIENCE, Process, agents, free_port, group, in_threads, init, processes, run_all
 
 ONE_SECOND = 1.0
 
@@ -141,7 +141,7 @@ def test_a_farewell_that_comes_while_a_worker_still_joins(monkeypatch: pytest.Mo
 
     def live(rank: int) -> None:
         options = TelegradOptions(rpc_timeout=PATIENCE)
-        meet = partial(open_store, f"tcp://127.0.0.1:{port}", rank, 2)
+        meet = partial(open_store, f"tcp://127.0.0.1:{port}", rank, 2, KEYS)
         start(f"early{rank}", meet, options, lambda worker: None).shutdown(True, PATIENCE / 2)
 
     in_threads(lambda: live(0), lambda: live(1))
@@ -288,13 +288,14 @@ def test_ways_to_meet(url: str, tmp_path: pathlib.Path) -> None:
         assert run_all(made, meet, url.format(port=free_port(), folder=tmp_path)) == [(3, None)] * 2
 
 
-def test_different_keys_are_told_early() -> None:
+def test_who_has_another_key_is_told() -> None:
     def join(rank: int, port: int) -> Outcome:
-        return error_of(lambda: init(rank, 2, port, key=f"key{rank}", rpc_timeout=10))
+        return error_of(lambda: init(rank, 2, port, key=f"the key of rank {rank}", rpc_timeout=5))
 
     with processes(2) as made:
         found = run_all(made, join, free_port())
-        assert [kind for kind, _, _ in found] == [errors.AuthenticationFailed] * 2
+        assert [kind for kind, _, _ in found] == [errors.GroupIncomplete, errors.StoreUntrusted]
+        assert "1 came with another key" in found[0][1]
 
 
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:

@@ -21,7 +21,7 @@ from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents, processes
+from tests.cluster import KEYS, PATIENCE, agents, processes
 
 
 class Crowd:
@@ -33,7 +33,7 @@ class Crowd:
 
     def add(self, name: str, rank: int = -1) -> Worker:
         options = TelegradOptions(rpc_timeout=PATIENCE)
-        made = self.workers[name] = start(name, partial(open_store, self.url, rank, None), options, current.enter)
+        made = self.workers[name] = start(name, partial(open_store, self.url, rank, None, KEYS), options, current.enter)
         return made
 
     def lose(self, name: str) -> None:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import random
 from collections.abc import Iterator
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import telegrad.rpc as rpc
 from telegrad import errors
 from telegrad.group.board import Board
+from telegrad.group.keys import user_keys
 from telegrad.group.stores import open_store
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, run_all
@@ -102,7 +103,11 @@ def begin_to_join(place: Place, rank: int = 1, size: int = 2) -> None:
 
 def wait_until_claimed(url: str, rank: int) -> None:
     """Until a worker of that rank waits for the others of its group."""
-    board = Board(open_store(url, 1, 2, PATIENCE).store, "telegrad/1")
+    board = Board(open_store(url, 1, 2, user_keys(), PATIENCE).store, "telegrad/1")
+    until = monotonic() + PATIENCE
+    while not board.terms():
+        assert monotonic() < until
+        sleep(0.01)
     assert board.wait(f"rank/{rank}", monotonic() + PATIENCE)
 
 

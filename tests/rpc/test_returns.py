@@ -24,7 +24,7 @@ from telegrad.rpc.cluster import start
 from telegrad.rpc.once import Desk
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents
+from tests.cluster import KEYS, PATIENCE, agents
 
 LATER = 0.3  # seconds after which somebody comes
 
@@ -39,7 +39,7 @@ class Stage:
 
     def come(self, name: str, **options: Any) -> Worker:
         own = TelegradOptions(**{"rpc_timeout": PATIENCE, **options})
-        worker = start(name, partial(open_store, self._place, next(self._ranks), None), own, current.enter)
+        worker = start(name, partial(open_store, self._place, next(self._ranks), None, KEYS), own, current.enter)
         self.all.append(worker)
         return worker
 

@@ -25,7 +25,7 @@ TLS_HELLO = bytes.fromhex("16030100c8010000c40303")
 
 @pytest.fixture
 def worker() -> Iterator[tuple[Worker, Worker]]:
-    with agents(2, transport="tcp", key="the group's key") as (a, b):
+    with agents(2, transport="tcp", key="the key of the group") as (a, b):
         yield a, b
 
 

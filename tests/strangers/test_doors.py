@@ -21,7 +21,7 @@ from telegrad.transport.listener import Listener
 from telegrad.transport.poller import READ, Poller
 from tests.strangers.door import HAS_PROC, eventually
 
-KEY = b"the group's key"
+KEY = b"the key of the group"
 ME = Claim("w0", 0, "x", "")
 
 

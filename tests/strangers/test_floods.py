@@ -32,7 +32,7 @@ from tests.strangers.door import (
     wait_closed,
 )
 
-KEY = "the group's key"
+KEY = "the key of the group"
 CROWD = 1000
 NORMAL = 0.05  # seconds of a call, on a busy machine; what waits for strangers waits for seconds
 MEGABYTE = 1 << 20

@@ -18,7 +18,7 @@ from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim
 from telegrad.transport.tls import TlsFiles
 from tests.transport.test_tls import Authority
 
-KEY = b"the group's key"
+KEY = b"the key of the group"
 ME, OTHER = Claim("w0", 0, "x", ""), Claim("w1", 1, "y", "")
 TIMEOUT = 0.4
 NAMED = (AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch)

@@ -40,7 +40,7 @@ from tests.cluster import agents
 from tests.strangers.door import knock, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
 
-KEY = "the group's key"
+KEY = "the key of the group"
 NO_FRAME = PREFIX.pack(CALL, 0, 0, 0, 0, 2**63, 1)
 
 

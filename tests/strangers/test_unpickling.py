@@ -19,7 +19,7 @@ from telegrad.wire.messages import CALL, NOTICE, Message, encode
 from tests.cluster import agents
 from tests.strangers.door import knock, say, wait_closed
 
-KEY = "the group's key"
+KEY = "the key of the group"
 MARK = b"said by a stranger"
 exploded: list[tuple[bytes, ...]] = []
 

@@ -51,6 +51,7 @@ from telegrad.compat.rpc.backend_registry import (
 )
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from telegrad.errors import UsageError
+from telegrad.group.keys import find_keys
 from telegrad.group.members import check_name
 from telegrad.group.stores import open_store
 from telegrad.rpc import (
@@ -142,12 +143,13 @@ def init_rpc(
     if rank < 0 and not world_size:
         rank = _missing_rank(rpc_backend_options.init_method)
     patience = rpc_backend_options.rpc_timeout or float("inf")
-    meeting = open_store(rpc_backend_options.init_method, rank, world_size, patience)
+    keys = find_keys(getattr(rpc_backend_options, "key", None))
+    meeting = open_store(rpc_backend_options.init_method, rank, world_size, keys, patience)
     dist_autograd._init(rank)
     known = {"met": meeting} if backend is BackendType.TENSORPIPE else {}
     if not known:
         meeting.open_up()
-    _init_rpc_backend(backend, meeting.store, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
+    _init_rpc_backend(backend, meeting.store.raw, name, meeting.rank, meeting.world_size, rpc_backend_options, **known)
 
 
 def _missing_rank(init_method: str) -> int:

@@ -11,6 +11,8 @@ from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.compat.rpc.references import RRef
 from telegrad.errors import UsageError
+from telegrad.group.keys import find_keys
+from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import Meeting
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions, current
 from telegrad.rpc.life import enter_group
@@ -94,7 +96,10 @@ def _join_group(
         )
     if store is None:
         raise UsageError("a store is needed for the workers to meet")
-    enter_group(name, rpc_backend_options, lambda timeout: met or Meeting(store, None, rank, world_size), RRef)
+    if met is None:
+        met = Meeting(SealedStore(store, find_keys(rpc_backend_options.key)), None, rank, world_size)
+    meeting = met
+    enter_group(name, rpc_backend_options, lambda timeout: meeting, RRef)
     assert current.worker is not None
     return TensorPipeAgent(current.worker)
 

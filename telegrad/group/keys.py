@@ -1,0 +1,78 @@
+"""Finds the key of a group: what proves that a process belongs to it.
+
+From the first of these that says anything:
+
+    key=... in the options     a key, or False for a group without one
+    TELEGRAD_KEY               a key; programs that start workers hand theirs over in this way
+    TELEGRAD_KEY_FILE          a file with a key; with a second line while the key is being replaced
+    the user's own key file    `key` in the user's state folder, made by the first process that needs it
+
+So processes that one user starts one by one, on one host or on hosts with a shared home, have the same key without
+being told. The key itself is never put into the store where workers meet, nor anything that was made from it alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from telegrad.errors import UsageError
+from telegrad.private_files import create_once, state_folder
+from telegrad.transport.keyring import Keyring, check_key, new_key, open_ring, read_keys
+
+VARIABLE, FILE_VARIABLE = "TELEGRAD_KEY", "TELEGRAD_KEY_FILE"
+FILE = "key"  # in the user's state folder
+
+Key = str | bytes | bool | None  # as users give it; of the two bool only False has a meaning
+
+log = logging.getLogger("telegrad")
+
+
+def find_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -> Keyring:
+    """Return the keys to use where the options say `given`.
+
+    Raises:
+        UsageError: there is none, or it is too short, or its file is not safe.
+    """
+    found = given_keys(given, environment)
+    return found if found is not None else user_keys()
+
+
+def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -> Keyring | None:
+    """Return the keys that the program or its environment says, None where neither says any.
+
+    Raises:
+        UsageError: a key is too short, or its file is not safe.
+    """
+    if given is False:
+        log.warning(
+            "telegrad: key=False: this group has no key. Anyone who reaches its workers can run code as their users"
+        )
+        return open_ring()
+    if given is not None:
+        return Keyring([check_key(given, "the option key")], source="the option key")
+    if VARIABLE in environment:
+        return Keyring([check_key(environment[VARIABLE], VARIABLE)], source=VARIABLE)
+    if FILE_VARIABLE in environment:
+        path = environment[FILE_VARIABLE]
+        return Keyring(read_keys(path), path, source=f"{FILE_VARIABLE} ({path})")
+    return None
+
+
+def user_keys() -> Keyring:
+    """Return the keys in this user's own file, which is made where it is missing.
+
+    Raises:
+        UsageError: it cannot be made, or is not safe.
+    """
+    try:
+        path = str(state_folder() / FILE)
+        create_once(path, new_key() + b"\n")
+    except UsageError as error:
+        raise UsageError(
+            f"this group has no key, and this user's own key file cannot be used: {error}. Give all workers the same "
+            f"key of at least 16 bytes in {VARIABLE}, name a file that holds it in {FILE_VARIABLE}, or pass key=...; "
+            "key=False makes a group without a key, in which anyone who reaches a worker can run code"
+        ) from error
+    return Keyring(read_keys(path), path, source=path)

@@ -1,0 +1,187 @@
+"""Authenticates what a store holds: a store is a place that anyone on the network may read and write.
+
+Each value is sealed with the group's key. The seal covers the group, the place in the store, the life of the process
+that wrote it, a serial number that grows with each value at that place, and the value itself. So a value cannot be made
+up, nor moved to another place or another group. A value that was replaced cannot be put back for a process that has
+seen the newer one; nor can one be removed, since members remove by a sealed empty value.
+
+A stranger who reaches the store can still stop a group from forming, by removing or spoiling values: whoever reads such
+a value gets StoreUntrusted.
+
+Counters (`hint`) are not sealed: a store adds to them in one step. Nothing may rely on them but when to look again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import json
+import secrets
+from typing import Any, NamedTuple
+
+from telegrad.errors import StoreUntrusted
+from telegrad.transport.keyring import Keyring
+
+ABSENT = "absent"  # never the value of a key, so that it can be looked up by comparing with this
+_FORMAT = "tg1"
+
+
+class Opened(NamedTuple):
+    """A value whose seal is right."""
+
+    value: str
+    serial: int
+    is_current: bool  # it is sealed with the key that this process seals with
+
+
+NOTHING = Opened("", 0, True)
+
+
+class Sealer:
+    """Seals and opens values. Pure, but for the keys, which may come from a file that changes."""
+
+    def __init__(self, keys: Keyring, life: str) -> None:
+        self._keys = keys
+        self._life = life
+        self._sealed = itertools.count()
+
+    def seal(self, group: str, place: str, value: str, serial: int) -> str:
+        """Return the value as it stands in the store."""
+        life = (
+            f"{self._life}-{next(self._sealed)}"  # so that no two writers seal the same, and each knows who was first
+        )
+        text = json.dumps([group, place, serial, life, value])
+        return f"{_FORMAT} {serial} {life} {_macs(self._keys, text)[0]} {value}"
+
+    def open(self, group: str, place: str, sealed: str) -> Opened:
+        """Return the value.
+
+        Raises:
+            StoreUntrusted: no key of this process has sealed it, for this place of this group.
+        """
+        if not sealed:
+            return NOTHING
+        kind, _, rest = sealed.partition(" ")
+        number, _, rest = rest.partition(" ")
+        life, _, rest = rest.partition(" ")
+        mac, _, value = rest.partition(" ")
+        if kind == _FORMAT and number.isdecimal() and len(number) < 20 and mac.isascii():
+            text = json.dumps([group, place, int(number), life, value])
+            for position, expected in enumerate(_macs(self._keys, text)):
+                if hmac.compare_digest(mac, expected):
+                    return Opened(value, int(number), position == 0)
+        raise unauthenticated(place)
+
+
+def _macs(keys: Keyring, text: str) -> list[str]:
+    return [hmac.digest(key, text.encode(), "sha256").hex() for key in keys.derive(b"store")]
+
+
+class SealedStore:
+    """A store of torch, or one with its methods, whose values are sealed. For any thread, as far as the store is."""
+
+    def __init__(self, store: Any, keys: Keyring) -> None:
+        self.raw = store
+        self.keys = keys
+        self._sealer = Sealer(keys, secrets.token_hex(8))
+        # The highest serial number seen, by group and place. No lock: where two threads store at once, the lower number
+        # may stay, and one older value would be taken.
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def over(self, store: Any) -> SealedStore:
+        """Return the same over another way to ask the store."""
+        other = SealedStore(store, self.keys)
+        other._sealer, other._seen = self._sealer, self._seen
+        return other
+
+    def swap(self, group: str, place: str, expected: str, value: str) -> str:
+        """Write `value` where `expected` is found ("" is nothing); return what is there now."""
+        raw = "" if not expected and (group, place) not in self._seen else self._look_up(place)
+        while True:
+            found = self._open(group, place, raw)
+            if found.value != expected:
+                return found.value
+            now = self._replace(group, place, raw, value, found.serial + 1)
+            if now is None:
+                return value
+            raw = now
+
+    def increment(self, group: str, place: str) -> int:
+        """Add one to a number; return the sum."""
+        raw: str | None = self._look_up(place)
+        while raw is not None:
+            found = self._open(group, place, raw)
+            more = int(found.value or 0) + 1
+            raw = self._replace(group, place, raw, str(more), found.serial + 1)
+        return more
+
+    def _replace(self, group: str, place: str, raw: str, value: str, serial: int) -> str | None:
+        """Write a value where `raw` stands; return None, or what stands there instead."""
+        sealed = self._sealer.seal(group, place, value, serial)
+        now = str(self.raw.compare_set(place, raw, sealed).decode("utf-8", "replace"))
+        if now != sealed:
+            return now
+        self._seen[group, place] = serial
+        return None
+
+    def read(self, group: str, place: str) -> str:
+        """Return what is there, "" for nothing."""
+        raw = self._look_up(place)
+        found = self._open(group, place, raw)
+        if not found.is_current:  # the key is being rotated: the older one will be unknown soon
+            self._replace(group, place, raw, found.value, found.serial + 1)
+        return found.value
+
+    def write(self, group: str, place: str, value: str) -> None:
+        """Write, whatever is there."""
+        serial = self._open(group, place, self._look_up(place)).serial + 1
+        self.raw.set(place, self._sealer.seal(group, place, value, serial))
+        self._seen[group, place] = serial
+
+    def read_all(self, group: str, places: list[str]) -> list[str]:
+        """Return what is at places where something is known to be."""
+        found = self.raw.multi_get(places)
+        return [
+            self._open(group, place, raw.decode("utf-8", "replace")).value
+            for place, raw in zip(places, found, strict=True)
+        ]
+
+    def add(self, place: str, more: int) -> int:
+        """Add to a counter that is not sealed; return the sum."""
+        return int(self.raw.add(place, more))
+
+    def count(self, place: str) -> int:
+        """Return a counter that is not sealed."""
+        raw = self._look_up(place)
+        if raw and not raw.lstrip("-").isdecimal():
+            raise unauthenticated(place)
+        return int(raw or 0)
+
+    def _look_up(self, place: str) -> str:
+        raw = self.raw.compare_set(place, ABSENT, ABSENT).decode("utf-8", "replace")
+        return "" if raw == ABSENT else str(raw)
+
+    def _open(self, group: str, place: str, raw: str) -> Opened:
+        found = self._sealer.open(group, place, raw)
+        if found.serial < self._seen.get((group, place), 0):
+            raise StoreUntrusted(
+                f"the group's store has an older value at {place!r} than it had before, or none: somebody without the "
+                "group's key writes to it, or it was served anew"
+            )
+        if found.serial:
+            self._seen[group, place] = found.serial
+        return found
+
+    def __repr__(self) -> str:
+        return f"<SealedStore over {type(self.raw).__name__}>"
+
+
+def unauthenticated(place: str) -> StoreUntrusted:
+    """Return the error for a value that no key of this process has sealed."""
+    return StoreUntrusted(
+        f"what stands in the group's store at {place!r} was not written with this worker's key. The workers have "
+        "different keys, or the store is another program's. Give all workers the same key: TELEGRAD_KEY, "
+        "TELEGRAD_KEY_FILE or key=... in the options; without any of these, workers of one user share the key in "
+        "that user's state folder, which hosts without a shared home do not have in common. If the store is a file "
+        "of an earlier run, remove it or name another"
+    )
