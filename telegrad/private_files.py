@@ -1,0 +1,387 @@
+"""Create files and folders where other users of the host may have planted names.
+
+Another user can make symlinks, folders and files in each folder that all may write, such as /tmp, before this process
+writes there. A process that opens a name which it did not make itself writes where that user chose. So all files of
+this package are made by this module, which follows three rules:
+
+1. A private folder belongs to this user, no other user may write it, and it is no symlink. `fstat` checks that on an
+   open descriptor, and files are made relative to that descriptor, so no later change of names matters.
+2. A file is made with O_EXCL and O_NOFOLLOW under a name with a random part. A file that others shall find under a
+   fixed name is renamed to it once it is complete.
+3. A path that the user has named is followed, unless another user has put a symlink of it into a sticky folder that
+   all may write. Linux refuses the same where `fs.protected_symlinks` is set, which it is not on each host.
+
+Windows has no owners in this sense and no descriptors of folders. The same functions work there without the checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import pathlib
+import secrets
+import stat
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from telegrad.errors import UsageError
+
+Path = str | os.PathLike[str]
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700  # modes
+LARGEST_VALUE = 1 << 20  # bytes of a file that `create_once` reads back
+_NAME = "telegrad"  # of private folders
+_POSIX = hasattr(os, "geteuid") and hasattr(os, "O_NOFOLLOW") and os.open in os.supports_dir_fd
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | getattr(os, "O_BINARY", 0)
+_READ = os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO shall not block
+_LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_FOLLOW
+_MOST_STEPS = 1000  # in the resolution of one path; symlinks that lead in a circle end there
+
+log = logging.getLogger("telegrad")
+
+
+class UnsafePath(PermissionError):
+    """Another user owns a file or folder that should be this user's, or may change it, or has planted a symlink."""
+
+
+class Folder:
+    """An open folder. Its methods act in this folder, whatever its path leads to meanwhile. Use it in a `with`."""
+
+    def __init__(self, path: str, descriptor: int | None = None) -> None:
+        self.path = pathlib.Path(path)
+        self._descriptor = descriptor  # None where the platform has none
+
+    def __enter__(self) -> Folder:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def create(self, name: str) -> IO[bytes]:
+        """Create a private file and open it for writing.
+
+        Raises:
+            FileExistsError: the name is taken, if only by a symlink.
+        """
+        return os.fdopen(os.open(self._name(name), _CREATE, PRIVATE_FILE, **self._in()), "wb")
+
+    def names(self) -> list[str]:
+        """Return the names of all that is in the folder."""
+        return os.listdir(self.path if self._descriptor is None else self._descriptor)
+
+    def size_of_own(self, name: str) -> int | None:
+        """Return the size of a regular file of this user; None for all else."""
+        try:
+            found = os.stat(self._name(name), follow_symlinks=False, **self._in())
+        except OSError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) and _is_own(found) else None
+
+    def remove(self, name: str) -> None:
+        """Remove a file, unless it has gone or may not be removed."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._name(name), **self._in())
+
+    def private(self, name: str) -> Folder:
+        """Open a private folder inside of this one; make it if it is missing.
+
+        Raises:
+            UnsafePath: it is another user's, or others may write it, or it is a symlink.
+            OSError: it cannot be made.
+        """
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self._name(name), PRIVATE_FOLDER, **self._in())
+        return _open(os.path.join(self.path, name), _check_private, self._descriptor)
+
+    def _name(self, name: str) -> str:
+        return os.path.join(self.path, name) if self._descriptor is None else name
+
+    def _in(self) -> dict[str, Any]:
+        return {} if self._descriptor is None else {"dir_fd": self._descriptor}
+
+
+# Private folders and files
+
+
+def private_folder(purpose: str) -> Folder:
+    """Open this user's folder for files of one kind, such as "dumps"; make it if it is missing.
+
+    It lies in `telegrad` below XDG_RUNTIME_DIR, else below XDG_STATE_HOME or ~/.local/state, else in a folder with a
+    random name among the temporary files. A folder that another user has made or may write is passed over with a
+    warning.
+
+    Raises:
+        OSError: none can be made.
+    """
+    for base, made in ((os.environ.get("XDG_RUNTIME_DIR", ""), False), (_state_home(), True)):
+        try:
+            with _private_in(base, made) as own:
+                return own.private(purpose)
+        except UnsafePath as error:
+            log.warning("telegrad: %s; another folder is used. Remove it, or make it this user's alone", error)
+        except OSError:  # it is not there, or cannot be written, as in many containers
+            pass
+    with _temporary() as own:
+        return own.private(purpose)
+
+
+def state_folder() -> pathlib.Path:
+    """Return the folder for what programs of this user remember, `$XDG_STATE_HOME/telegrad`; make it if it is missing.
+
+    Raises:
+        UsageError: it cannot be made, or it is not this user's alone.
+    """
+    try:
+        with _private_in(_state_home(), True) as folder:
+            return folder.path
+    except OSError as error:
+        raise UsageError(
+            f"this user has no private folder for what telegrad keeps: {error}; mend that, or set XDG_STATE_HOME to "
+            "a folder of this user"
+        ) from error
+
+
+def create_once(path: Path, data: bytes) -> bytes:
+    """Create a private file with `data`, unless it is there; return what is there.
+
+    Of several callers at once, also in other processes, one creates the file, and all return the same. The file is
+    complete from the moment on at which it is there.
+
+    Raises:
+        UsageError: it cannot be made, or what is there is not this user's alone.
+    """
+    path = os.fspath(path)
+    temporary = _beside(path)
+    try:
+        with os.fdopen(os.open(temporary, _CREATE, PRIVATE_FILE), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # else its name may survive a power failure without its content
+        try:
+            os.link(temporary, path)
+            return data
+        except FileExistsError:
+            return _read_private(path)
+        finally:
+            os.unlink(temporary)
+    except OSError as error:
+        raise UsageError(f"{path!r} can be neither made nor read: {error}") from error
+
+
+def _state_home() -> str:
+    """Return the folder for users' state as the XDG specification has it."""
+    return os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+
+
+def _private_in(base: str, made: bool) -> Folder:
+    """Open the folder `telegrad` in `base`; with `made`, that is made if it is missing."""
+    if not os.path.isabs(base):  # no variable, or "~" where the system does not know the user
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", base)
+    base = resolved(base)
+    if made:
+        os.makedirs(base, PRIVATE_FOLDER, exist_ok=True)
+    with _open(base, _check_base) as folder:
+        return folder.private(_NAME)
+
+
+def _temporary() -> Folder:
+    """Open a folder of this user among the temporary files: the one of an earlier process, if there is one."""
+    user = os.geteuid() if _POSIX else "user"
+    with _open(resolved(tempfile.gettempdir())) as folder:
+        for name in sorted(folder.names()):
+            if name.startswith(f"{_NAME}-{user}-"):
+                with contextlib.suppress(OSError):  # another user has made it
+                    return folder.private(name)
+        return folder.private(f"{_NAME}-{user}-{secrets.token_hex(8)}")
+
+
+def _open(path: str, check: Callable[[int, str], None] | None = None, inside: int | None = None) -> Folder:
+    """Open the folder at `path`, by its last part in the folder of the descriptor `inside`, and check it."""
+    if not _POSIX:
+        return Folder(path)
+    try:
+        descriptor = os.open(path if inside is None else os.path.basename(path), _LISTED, dir_fd=inside)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):  # FreeBSD has EMLINK for a symlink
+            raise UnsafePath(errno.EPERM, "it is no folder, but a symlink or a file", path) from None
+        raise
+    try:
+        if check is not None:
+            check(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Folder(path, descriptor)
+
+
+def _check_base(descriptor: int, path: str) -> None:
+    """Check that no user but this one and root can put another folder in the place of one that is in here."""
+    found = os.fstat(descriptor)
+    if not _is_trusted(found):
+        raise PermissionError(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one", path)
+
+
+def _check_private(descriptor: int, path: str) -> None:
+    found = os.fstat(descriptor)
+    _refuse_foreign(found, path)
+    if (
+        found.st_mode & 0o077
+    ):  # others can read it, as they can what `mkdir` makes, but they cannot have put files there
+        os.fchmod(descriptor, PRIVATE_FOLDER)
+
+
+def _refuse_foreign(found: os.stat_result, path: str) -> None:
+    if not _is_own(found):
+        raise UnsafePath(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one, {os.geteuid()}", path)
+    if found.st_mode & 0o022:
+        raise UnsafePath(errno.EPERM, f"other users may write it (mode {stat.S_IMODE(found.st_mode):o})", path)
+
+
+def _read_private(path: str) -> bytes:
+    with os.fdopen(os.open(path, _READ), "rb") as file:
+        found = os.fstat(file.fileno())
+        if _POSIX:
+            _refuse_foreign(found, path)
+            if found.st_mode & 0o077:
+                raise UnsafePath(errno.EPERM, "other users may read it: remove it, as they may know what it says", path)
+            if not stat.S_ISREG(found.st_mode):
+                raise UnsafePath(errno.EPERM, "it is no regular file", path)
+        data = file.read(LARGEST_VALUE + 1)
+    if len(data) > LARGEST_VALUE:
+        raise OSError(errno.EFBIG, f"it has over {LARGEST_VALUE} bytes", path)
+    return data
+
+
+def _owner(found: os.stat_result) -> int:
+    return found.st_uid
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return not _POSIX or _owner(found) == os.geteuid()
+
+
+def _is_trusted(found: os.stat_result) -> bool:
+    return _is_own(found) or _owner(found) == 0
+
+
+# Paths that the user has named
+
+
+def resolved(path: Path) -> str:
+    """Return `path` without symlinks.
+
+    Raises:
+        UnsafePath: another user has put one of the symlinks into a sticky folder that all may write.
+    """
+    path = os.path.join(os.getcwd(), os.fspath(path))
+    if not _POSIX:
+        return os.path.abspath(path)
+    ahead, here = deque(path.split("/")), "/"
+    for _ in range(_MOST_STEPS):
+        if not ahead:
+            return here
+        part = ahead.popleft()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            here = os.path.dirname(here)
+            continue
+        inner = os.path.join(here, part)
+        try:
+            found = os.lstat(inner)
+        except FileNotFoundError:
+            return os.path.join(inner, *ahead)
+        if not stat.S_ISLNK(found.st_mode) or inner.startswith("/proc/"):  # nobody can plant what the kernel tells
+            here = inner
+            continue
+        _refuse_planted(found, here, inner, "a symlink")
+        target = os.readlink(inner)
+        ahead.extendleft(reversed(target.split("/")))
+        here = "/" if target.startswith("/") else here
+    raise OSError(errno.ELOOP, "its symlinks lead in a circle", path)
+
+
+def make_folder(path: Path) -> str:
+    """Make a folder, and those above it, if they are missing; return its path without symlinks.
+
+    Raises:
+        UnsafePath: as for `resolved`.
+    """
+    found = resolved(path)
+    os.makedirs(found, exist_ok=True)
+    return resolved(found)  # a symlink may have been planted since
+
+
+def open_folder(path: Path) -> Folder:
+    """Open a folder, whoever owns it; make it, private, if it is missing.
+
+    Raises:
+        UnsafePath: as for `resolved`.
+    """
+    found = resolved(path)
+    os.makedirs(found, PRIVATE_FOLDER, exist_ok=True)
+    return _open(found)
+
+
+def create(path: Path) -> IO[bytes]:
+    """Create a file and open it for writing.
+
+    Raises:
+        FileExistsError: the name is taken, if only by a symlink.
+        UnsafePath: as for `resolved`.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.fdopen(os.open(os.path.join(resolved(folder), name), _CREATE, 0o666), "wb")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file, which takes the place of `path` at the end of the `with`; at an error, `path` stays as it was.
+
+    A device or a pipe, such as /dev/stdout, is written to as it is.
+
+    Raises:
+        UnsafePath: as for `resolved`, or another user has put a device or a pipe into such a folder.
+    """
+    target = resolved(path)
+    try:
+        before = os.stat(target)
+    except FileNotFoundError:
+        before = None
+    if before is not None and (not stat.S_ISREG(before.st_mode) or target.startswith("/proc/")):
+        _refuse_planted(before, os.path.dirname(target), target, "no regular file")
+        with open(target, "wb") as file:
+            yield file
+        return
+    temporary = _beside(target)
+    try:
+        with os.fdopen(os.open(temporary, _CREATE, 0o666), "wb") as file:
+            yield file
+        if before is not None and _is_own(before):
+            os.chmod(temporary, stat.S_IMODE(before.st_mode))
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _beside(path: str) -> str:
+    """Return a name in the same folder that nobody can guess."""
+    return os.path.join(os.path.dirname(path), f".{_NAME}-{secrets.token_hex(8)}.tmp")
+
+
+def _refuse_planted(found: os.stat_result, folder: str, path: str, what: str) -> None:
+    """Refuse what another user has put into a sticky folder that all may write, unless that folder is that user's."""
+    above = os.stat(folder)
+    is_shared = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
+    if _POSIX and is_shared and not _is_trusted(found) and _owner(found) != _owner(above):
+        raise UnsafePath(
+            errno.EPERM, f"user {_owner(found)} has put {what} there, in a folder that all may write", path
+        )

@@ -1,0 +1,63 @@
+"""Do something as another user of this host: for tests of what that user must not bring about."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from telegrad import private_files
+
+NOBODY = 65534  # a user, and a group
+
+
+def is_root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+def as_nobody(act: Callable[[], object]) -> None:
+    """Call `act` in a child process that is another user; only root can."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            act()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0, "the other user could not do it"
+
+
+@pytest.fixture
+def shared() -> Iterator[pathlib.Path]:
+    """A folder like /tmp: all may write, each can remove only what is his own."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], pathlib.Path]], None]:
+    """Have another user make something at the path that the given function returns.
+
+    Where the tests run without root, this user makes it, and the module is told that it is another's.
+    """
+
+    def made(act: Callable[[], pathlib.Path]) -> None:
+        if is_root():
+            as_nobody(act)
+            return
+        planted = os.lstat(act())
+        owner, key = private_files._owner, (planted.st_dev, planted.st_ino)
+        monkeypatch.setattr(
+            private_files, "_owner", lambda found: NOBODY if (found.st_dev, found.st_ino) == key else owner(found)
+        )
+
+    return made

@@ -1,0 +1,366 @@
+"""Files and folders beside those that another user has planted."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import logging
+import os
+import pathlib
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from telegrad import private_files
+from telegrad.errors import UsageError
+from telegrad.private_files import (
+    UnsafePath,
+    create,
+    create_once,
+    make_folder,
+    open_folder,
+    private_folder,
+    replacing,
+    resolved,
+    state_folder,
+)
+from tests.other_user import plant, shared
+
+__all__ = ["plant", "shared"]
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners of files here")
+Plant = Callable[[Callable[[], pathlib.Path]], None]
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """No variable names a folder, but HOME does."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path) -> pathlib.Path:
+    """The folder of temporary files is one that others may write."""
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    return shared
+
+
+def mode(path: pathlib.Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def link_to(target: pathlib.Path, path: pathlib.Path) -> Callable[[], pathlib.Path]:
+    def act() -> pathlib.Path:
+        path.symlink_to(target)
+        return path
+
+    return act
+
+
+def folder_at(path: pathlib.Path, rights: int) -> Callable[[], pathlib.Path]:
+    def act() -> pathlib.Path:
+        path.mkdir()
+        path.chmod(rights)
+        return path
+
+    return act
+
+
+def file_at(path: pathlib.Path) -> Callable[[], pathlib.Path]:
+    def act() -> pathlib.Path:
+        path.touch()
+        return path
+
+    return act
+
+
+# Private folders
+
+
+def test_a_private_folder_is_in_the_first_place_that_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, home: pathlib.Path, temporary: pathlib.Path
+) -> None:
+    for name in ("run", "state"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for gone, base in (
+        ("XDG_RUNTIME_DIR", tmp_path / "run"),
+        ("XDG_STATE_HOME", tmp_path / "state"),
+        ("HOME", home / ".local" / "state"),
+    ):
+        with private_folder("dumps") as folder:
+            assert folder.path == base / "telegrad" / "dumps"
+            assert mode(folder.path) == mode(base / "telegrad") == 0o700
+        monkeypatch.setenv(gone, "" if gone.startswith("XDG") else os.devnull)
+    with private_folder("dumps") as folder:
+        assert folder.path.parent.parent == temporary
+        assert mode(folder.path.parent) == 0o700
+        made = folder.path
+    with private_folder("dumps") as folder:
+        assert folder.path == made  # each process has no folder of its own: they would never be removed
+
+
+def test_a_runtime_folder_that_is_not_there_is_not_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, home: pathlib.Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with private_folder("dumps") as folder:
+        assert folder.path.is_relative_to(home)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["telegrad", "telegrad/dumps"])
+@pytest.mark.parametrize("planted", ["folder", "open folder", "link", "file"])
+def test_a_private_folder_that_another_user_has_planted_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    shared: pathlib.Path,
+    plant: Plant,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    planted: str,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared))
+    path = shared / name
+    if name != "telegrad":
+        (shared / "telegrad").mkdir()
+        (shared / "telegrad").chmod(0o1777)
+    precious = tmp_path / "precious"
+    precious.mkdir(mode=0o700)
+    acts = {
+        "folder": folder_at(path, 0o700),
+        "open folder": folder_at(path, 0o777),
+        "link": link_to(precious, path),
+        "file": file_at(path),
+    }
+    plant(acts[planted])
+    with caplog.at_level(logging.WARNING), private_folder("dumps") as folder:
+        assert not folder.path.is_relative_to(shared)
+        folder.create("file").close()
+    assert list(precious.iterdir()) == []
+    assert "another folder is used" in caplog.text
+
+
+def test_a_folder_of_this_user_that_others_may_write_is_not_used(
+    home: pathlib.Path, temporary: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = home / ".local" / "state" / "telegrad"
+    own.mkdir(parents=True)
+    own.chmod(0o777)
+    with caplog.at_level(logging.WARNING), private_folder("dumps") as folder:
+        assert folder.path.is_relative_to(temporary)
+    assert "other users may write it (mode 777)" in caplog.text
+    with pytest.raises(UsageError, match=r"other users may write it \(mode 777\).*XDG_STATE_HOME"):
+        state_folder()
+
+
+def test_a_folder_that_others_can_only_read_is_closed_to_them(home: pathlib.Path) -> None:
+    own = home / ".local" / "state" / "telegrad"
+    own.mkdir(parents=True)
+    own.chmod(0o755)
+    assert state_folder() == own
+    assert mode(own) == 0o700
+
+
+def test_planted_folders_among_temporary_files_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, temporary: pathlib.Path, tmp_path: pathlib.Path, plant: Plant
+) -> None:
+    monkeypatch.setenv("HOME", os.devnull)
+    planted = temporary / f"telegrad-{os.geteuid()}-0"
+    plant(link_to(tmp_path, planted))
+    with private_folder("dumps") as folder:
+        assert folder.path.parent.parent == temporary
+        assert folder.path.parent != planted
+        assert not (tmp_path / "dumps").exists()
+
+
+def test_nothing_is_said_where_a_user_has_no_home(
+    monkeypatch: pytest.MonkeyPatch, temporary: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", "/nonexistent/home")
+    monkeypatch.setattr(os, "makedirs", refuse)
+    with private_folder("dumps") as folder:
+        assert folder.path.is_relative_to(temporary)
+    assert not caplog.records
+    with pytest.raises(UsageError, match=r"no private folder .* set XDG_STATE_HOME"):
+        state_folder()
+
+
+def refuse(path: str, *_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied", path)
+
+
+def test_the_state_is_below_no_folder_of_another_user(
+    monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, plant: Plant
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(shared / "theirs"))
+    plant(folder_at(shared / "theirs", 0o777))
+    with pytest.raises(UsageError, match="it belongs to user"):
+        state_folder()
+    assert list((shared / "theirs").iterdir()) == []
+
+
+def test_what_a_folder_holds_is_told_by_its_owner(tmp_path: pathlib.Path) -> None:
+    with open_folder(tmp_path / "dumps") as folder:
+        with folder.create("own") as file:
+            file.write(b"12345")
+        (tmp_path / "dumps" / "link").symlink_to("own")
+        (tmp_path / "dumps" / "folder").mkdir()
+        assert {name: folder.size_of_own(name) for name in folder.names()} == {"own": 5, "link": None, "folder": None}
+        assert folder.size_of_own("gone") is None
+        for name in ("own", "link", "gone", "folder"):
+            folder.remove(name)
+        assert folder.names() == ["folder"]
+
+
+def test_a_folder_that_is_open_stays_the_same(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with open_folder(tmp_path / "dumps") as folder:
+        (tmp_path / "dumps").rename(tmp_path / "moved")
+        (tmp_path / "dumps").symlink_to("elsewhere")
+        folder.create("file").close()
+    assert [path.name for path in (tmp_path / "moved").iterdir()] == ["file"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+# One value of several processes
+
+
+def test_one_of_several_callers_creates_a_file(home: pathlib.Path) -> None:
+    path = state_folder() / "key"
+    with ThreadPoolExecutor(8) as pool:
+        values = list(pool.map(lambda number: create_once(path, b"%d" % number * 1000), range(64)))
+    assert set(values) == {path.read_bytes()}
+    assert mode(path) == 0o600
+    assert [each.name for each in path.parent.iterdir()] == ["key"]  # temporary files have gone
+
+
+@pytest.mark.parametrize("rights", [0o640, 0o604, 0o620, 0o602])
+def test_a_file_that_others_can_open_is_no_value(home: pathlib.Path, rights: int) -> None:
+    path = state_folder() / "key"
+    path.write_bytes(b"known to others")
+    path.chmod(rights)
+    with pytest.raises(UsageError, match="other users may"):
+        create_once(path, b"new")
+    assert path.read_bytes() == b"known to others"
+
+
+def test_a_link_a_pipe_a_folder_or_a_large_file_is_no_value(home: pathlib.Path) -> None:
+    folder = state_folder()
+    (folder / "secret").write_bytes(b"secret")
+    (folder / "secret").chmod(0o600)
+    (folder / "link").symlink_to("secret")
+    os.mkfifo(folder / "pipe", 0o600)
+    (folder / "folder").mkdir(mode=0o700)
+    with open(folder / "large", "wb") as file:
+        file.truncate(private_files.LARGEST_VALUE + 1)
+    (folder / "large").chmod(0o600)
+    for name in ("link", "pipe", "folder", "large"):
+        with pytest.raises(UsageError, match=f"{name}' can be neither made nor read"):
+            create_once(folder / name, b"new")
+
+
+def test_a_value_of_another_user_is_refused(shared: pathlib.Path, plant: Plant) -> None:
+    def act() -> pathlib.Path:
+        (shared / "key").write_bytes(b"theirs")
+        (shared / "key").chmod(0o600)
+        return shared / "key"
+
+    plant(act)
+    with pytest.raises(UsageError, match="belongs to user"):
+        create_once(shared / "key", b"mine")
+
+
+def test_where_there_are_no_hard_links_it_is_said(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse)
+    path = state_folder() / "key"
+    with pytest.raises(UsageError, match="Permission denied"):
+        create_once(path, b"new")
+    assert not list(path.parent.iterdir())
+
+
+# Paths that the user has named
+
+
+def test_own_links_are_followed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real" / "inner").mkdir(parents=True)
+    (tmp_path / "absolute").symlink_to(tmp_path / "real")
+    (tmp_path / "relative").symlink_to("absolute/inner/..")
+    (tmp_path / "circle").symlink_to("circle")
+    monkeypatch.chdir(tmp_path / "real")
+    real = os.path.realpath(tmp_path / "real")
+    for path in (tmp_path / "relative" / "x" / "y", "x/y", "./inner/../x//y", "../absolute/x/y"):
+        assert resolved(path) == os.path.join(real, "x", "y")
+    assert resolved(tmp_path / "relative" / "inner") == os.path.join(real, "inner")
+    with pytest.raises(OSError, match="in a circle"):
+        resolved(tmp_path / "circle")
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_links_that_another_user_has_planted_are_not(
+    shared: pathlib.Path, tmp_path: pathlib.Path, plant: Plant, below: str
+) -> None:
+    (tmp_path / "precious").write_text("precious")
+    plant(link_to(tmp_path, shared / "run"))
+    path = shared / "run" / below / "precious"
+    for act in (resolved, make_folder, open_folder, create, lambda path: replacing(path).__enter__()):
+        with pytest.raises(UnsafePath, match="has put a symlink there"):
+            act(path)
+    assert [each.name for each in tmp_path.iterdir() if each.name != "home"] == ["precious"]
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_file_takes_the_place_of_another_at_its_end(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    with contextlib.suppress(ZeroDivisionError), replacing(path) as file:
+        file.write(b"half")
+        1 / 0  # noqa: B018
+    assert path.read_text() == "old"
+    with replacing(tmp_path / "link") as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert mode(path) == 0o600
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["home", "link", "trace.json"]
+
+
+def test_a_device_is_written_to() -> None:
+    with replacing(os.devnull) as file:
+        file.write(b"away")
+    reading, writing = os.pipe()
+    with replacing(f"/dev/fd/{writing}") as file, gzip.open(file, "wt") as text:
+        text.write("through a pipe")
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        assert gzip.decompress(file.read()) == b"through a pipe"
+
+
+def test_a_pipe_that_another_user_has_planted_is_not_written_to(shared: pathlib.Path, plant: Plant) -> None:
+    def act() -> pathlib.Path:
+        os.mkfifo(shared / "trace.json")
+        os.chmod(shared / "trace.json", 0o666)
+        return shared / "trace.json"
+
+    plant(act)
+    with pytest.raises(UnsafePath, match="no regular file"), replacing(shared / "trace.json"):
+        pass
+
+
+def test_a_file_is_created_only_where_nothing_is(tmp_path: pathlib.Path) -> None:
+    with create(tmp_path / "data") as file:
+        file.write(b"data")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("data", "link"):
+        with pytest.raises(FileExistsError):
+            create(tmp_path / name)
+    assert not (tmp_path / "nowhere").exists()
