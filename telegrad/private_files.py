@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import pathlib
@@ -26,7 +27,7 @@ import stat
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import Any
 
 from telegrad.errors import UsageError
 
@@ -63,7 +64,7 @@ class Folder:
         if self._descriptor is not None:
             os.close(self._descriptor)
 
-    def create(self, name: str) -> IO[bytes]:
+    def create(self, name: str) -> io.BufferedWriter:
         """Create a private file and open it for writing.
 
         Raises:
@@ -75,13 +76,13 @@ class Folder:
         """Return the names of all that is in the folder."""
         return os.listdir(self.path if self._descriptor is None else self._descriptor)
 
-    def size_of_own(self, name: str) -> int | None:
-        """Return the size of a regular file of this user; None for all else."""
+    def own_file(self, name: str) -> os.stat_result | None:
+        """Return the status of a regular file of this user; None for all else."""
         try:
             found = os.stat(self._name(name), follow_symlinks=False, **self._in())
         except OSError:
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) and _is_own(found) else None
+        return found if stat.S_ISREG(found.st_mode) and _is_own(found) else None
 
     def remove(self, name: str) -> None:
         """Remove a file, unless it has gone or may not be removed."""
@@ -97,13 +98,37 @@ class Folder:
         """
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._name(name), PRIVATE_FOLDER, **self._in())
-        return _open(os.path.join(self.path, name), _check_private, self._descriptor)
+        return opened(os.path.join(self.path, name), _check_private, self._descriptor)
 
     def _name(self, name: str) -> str:
         return os.path.join(self.path, name) if self._descriptor is None else name
 
     def _in(self) -> dict[str, Any]:
         return {} if self._descriptor is None else {"dir_fd": self._descriptor}
+
+
+def opened(path: str, check: Callable[[int, str], None] | None = None, inside: int | None = None) -> Folder:
+    """Open the folder at `path`, by its last part in the folder of the descriptor `inside`, and check it.
+
+    Raises:
+        UnsafePath: it is a symlink, or no folder.
+        OSError: it cannot be opened.
+    """
+    if not _POSIX:
+        return Folder(path)
+    try:
+        descriptor = os.open(path if inside is None else os.path.basename(path), _LISTED, dir_fd=inside)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):  # FreeBSD has EMLINK for a symlink
+            raise UnsafePath(errno.EPERM, "it is no folder, but a symlink or a file", path) from None
+        raise
+    try:
+        if check is not None:
+            check(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Folder(path, descriptor)
 
 
 # Private folders and files
@@ -186,38 +211,19 @@ def _private_in(base: str, made: bool) -> Folder:
     base = resolved(base)
     if made:
         os.makedirs(base, PRIVATE_FOLDER, exist_ok=True)
-    with _open(base, _check_base) as folder:
+    with opened(base, _check_base) as folder:
         return folder.private(_NAME)
 
 
 def _temporary() -> Folder:
     """Open a folder of this user among the temporary files: the one of an earlier process, if there is one."""
     user = os.geteuid() if _POSIX else "user"
-    with _open(resolved(tempfile.gettempdir())) as folder:
+    with opened(resolved(tempfile.gettempdir())) as folder:
         for name in sorted(folder.names()):
             if name.startswith(f"{_NAME}-{user}-"):
                 with contextlib.suppress(OSError):  # another user has made it
                     return folder.private(name)
         return folder.private(f"{_NAME}-{user}-{secrets.token_hex(8)}")
-
-
-def _open(path: str, check: Callable[[int, str], None] | None = None, inside: int | None = None) -> Folder:
-    """Open the folder at `path`, by its last part in the folder of the descriptor `inside`, and check it."""
-    if not _POSIX:
-        return Folder(path)
-    try:
-        descriptor = os.open(path if inside is None else os.path.basename(path), _LISTED, dir_fd=inside)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):  # FreeBSD has EMLINK for a symlink
-            raise UnsafePath(errno.EPERM, "it is no folder, but a symlink or a file", path) from None
-        raise
-    try:
-        if check is not None:
-            check(descriptor, path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return Folder(path, descriptor)
 
 
 def _check_base(descriptor: int, path: str) -> None:
@@ -326,10 +332,10 @@ def open_folder(path: Path) -> Folder:
     """
     found = resolved(path)
     os.makedirs(found, PRIVATE_FOLDER, exist_ok=True)
-    return _open(found)
+    return opened(found)
 
 
-def create(path: Path) -> IO[bytes]:
+def create(path: Path) -> io.BufferedWriter:
     """Create a file and open it for writing.
 
     Raises:
@@ -341,7 +347,7 @@ def create(path: Path) -> IO[bytes]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[io.BufferedWriter]:
     """Open a new file, which takes the place of `path` at the end of the `with`; at an error, `path` stays as it was.
 
     A device or a pipe, such as /dev/stdout, is written to as it is.

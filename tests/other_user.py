@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad import private_files
-
 NOBODY = 65534  # a user, and a group
 
 
@@ -54,6 +52,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], pathlib.Pat
         if is_root():
             as_nobody(act)
             return
+        from telegrad import private_files
+
         planted = os.lstat(act())
         owner, key = private_files._owner, (planted.st_dev, planted.st_ino)
         monkeypatch.setattr(

@@ -4,30 +4,58 @@ The data of each save have names of their own, and its table of contents takes i
 folder is a complete checkpoint at any moment from its first one on: the older one until then, the newer one from then
 on. What no table of contents names is a leftover. The table's time is later than that of all in the same place that
 were there before, whatever the clocks say.
+
+Others may write in the folder where checkpoints are. So each file is made new, under a name that nobody can guess, and
+nothing is removed through a symlink.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+import pathlib
+import secrets
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
+
+from telegrad.private_files import create, make_folder, opened, resolved
 
 Path = str | os.PathLike[str]
 
 CONTENTS = ".metadata"  # the file that makes a folder a checkpoint
 DATA = ".distcp"  # how the names of all others end
+TEMPORARY = ".tmp"  # how the name of the former ends until it is complete
 
 
 class Files(FileSystem):
     """Those of torch's writers, but that a new table of contents takes the place of an older one in one step."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._actual: dict[str, str] = {}  # of files for a time: torch's name for each, and the one that it has
+
+    def init_path(self, path: Path) -> Path:
+        return pathlib.Path(resolved(path))
+
+    def mkdir(self, path: Path) -> None:
+        make_folder(path)
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
+        actual = os.fspath(path)
+        if actual.endswith(TEMPORARY):
+            actual = f"{actual.removesuffix(TEMPORARY)}.{secrets.token_hex(8)}{TEMPORARY}"
+            self._actual[os.fspath(path)] = actual
+        with create(actual) as stream:
+            yield stream
+
     def exists(self, path: Path) -> bool:  # else torch's writer warns of it, and removes it first
         return False
 
     def rename(self, path: Path, new_path: Path) -> None:
+        path = self._actual.pop(os.fspath(path), path)
         folder = os.path.dirname(os.path.abspath(new_path))
         newest = max((moment for moment, _ in _dated(os.path.dirname(folder))), default=0)
         now = os.stat(path).st_mtime_ns
@@ -62,36 +90,37 @@ def latest(folder: Path) -> str | None:
 
 def tidy(path: str, data: Collection[str]) -> None:
     """Remove what is left in a complete checkpoint of older ones; `data` are the names of its own files."""
-    for name in _data_in(path):
-        if name not in data:
-            _remove_file(os.path.join(path, name))
+    _remove_in(resolved(path), lambda name: _is_part(name) and name not in data)
 
 
 def discard(path: str, mark: str) -> None:
     """Remove what a save has written that failed: its files begin with its `mark`."""
-    for name in _data_in(path):
-        if name.startswith(mark):
-            _remove_file(os.path.join(path, name))
+    _remove_in(resolved(path), lambda name: name.startswith(mark) or (_is_part(name) and not name.endswith(DATA)))
     with contextlib.suppress(OSError):  # something else is in it
         os.rmdir(path)
 
 
 def keep_newest(path: str, count: int) -> None:
-    """Of the complete checkpoints beside this one, with it, keep so many; remove what others left that were killed."""
+    """Of the complete checkpoints beside this one, with it, keep so many; remove what others left that were killed.
+
+    Symlinks beside it, and where they lead to, stay.
+    """
     folder = os.path.dirname(os.path.abspath(path))
-    found = sorted(_dated(folder))
+    found = sorted(_dated(folder, links=False))
     for _, old in found[:-count]:
         _remove(old)
-    begun = min((os.stat(os.path.join(path, name)).st_mtime_ns for name in _data_in(path)), default=0)
+    begun = min(
+        (os.stat(os.path.join(path, name)).st_mtime_ns for name in os.listdir(path) if _is_part(name)), default=0
+    )
     complete = {name for _, name in found}
-    for each in _folders(folder):
+    for each in _folders(folder, links=False):
         if each not in complete and _is_leftover(each, begun):
             _remove(each)
 
 
-def _dated(folder: str) -> list[tuple[int, str]]:
+def _dated(folder: str, links: bool = True) -> list[tuple[int, str]]:
     """The complete checkpoints in a folder, and when they were completed."""
-    return [(moment, path) for path in _folders(folder) if (moment := _completed(path))]
+    return [(moment, path) for path in _folders(folder, links) if (moment := _completed(path))]
 
 
 def _completed(path: str) -> int:
@@ -106,37 +135,40 @@ def _is_leftover(path: str, begun: int) -> bool:
     """Whether a folder has nothing in it but what an incomplete save has written before `begun`."""
     try:
         with os.scandir(path) as entries:
-            found = [(each.name.endswith((DATA, ".tmp")), each.stat().st_mtime_ns) for each in entries]
+            found = [
+                (each.name.endswith((DATA, TEMPORARY)), each.stat(follow_symlinks=False).st_mtime_ns)
+                for each in entries
+            ]
     except OSError:
         return False
     return bool(found) and all(ours and moment < begun for ours, moment in found)
 
 
-def _folders(folder: str) -> list[str]:
+def _folders(folder: str, links: bool) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            return [each.path for each in entries if each.is_dir()]
+            return [each.path for each in entries if each.is_dir(follow_symlinks=links)]
     except OSError:
         return []
 
 
-def _data_in(path: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return [name for name in os.listdir(path) if name.endswith(DATA)]
-    return []
+def _is_part(name: str) -> bool:
+    """Whether a file of that name is a part of a checkpoint, besides its table of contents."""
+    return name.endswith(DATA) or (name.startswith(CONTENTS) and name.endswith(TEMPORARY))
 
 
 def _remove(path: str) -> None:
     """The table of contents goes first, so that half of a checkpoint is none."""
-    for name in (CONTENTS, f"{CONTENTS}.tmp", *_data_in(path)):
-        _remove_file(os.path.join(path, name))
+    _remove_in(path, CONTENTS.__eq__)
+    _remove_in(path, _is_part)
     with contextlib.suppress(OSError):  # somebody has put something else into it
         os.rmdir(path)
 
 
-def _remove_file(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.remove(path)
+def _remove_in(path: str, is_wanted: Callable[[str], bool]) -> None:
+    with contextlib.suppress(OSError), opened(path) as folder:
+        for name in filter(is_wanted, folder.names()):
+            folder.remove(name)
 
 
 def _sync(folder: str) -> None:

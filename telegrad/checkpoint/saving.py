@@ -97,7 +97,7 @@ def _complete(path: str, begun: Begun, keep: int | None, waited_for: bool) -> No
     planner, writer = DefaultSavePlanner(), writer_to(path, True)
     planner.set_up_planner({}, is_coordinator=True)
     plans, metadata = planner.create_global_plan([plan for _, plan in begun.values()])
-    mark = secrets.token_hex(4)
+    mark = secrets.token_hex(8)
     plans = [_marked(plan, mark) for plan in writer.prepare_global_plan(plans)]
     by_worker = dict(zip(begun, plans, strict=True))
     try:

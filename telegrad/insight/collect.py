@@ -26,6 +26,7 @@ from telegrad.insight.clocks import Exchange, Reading, Relation
 from telegrad.insight.source import Source
 from telegrad.insight.sources import own_group
 from telegrad.insight.timeline import Recorded
+from telegrad.private_files import replacing
 from telegrad.rpc import current, rpc_async, rpc_sync, workers
 
 EXCHANGES = 50  # with each worker, whenever clocks are compared
@@ -304,6 +305,7 @@ def _recorded(
 
 def _write(path: str, recorded: dict[str, Recorded]) -> str:
     file = timeline.joined(recorded, OWN)
-    with gzip.open(path, "wt") if path.endswith(".gz") else open(path, "w") as out:
-        json.dump(file, out, separators=(",", ":"))
+    data = json.dumps(file, separators=(",", ":")).encode()
+    with replacing(path) as out:
+        out.write(gzip.compress(data) if path.endswith(".gz") else data)
     return f"{path}: {timeline.summary(file)}"

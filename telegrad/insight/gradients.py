@@ -19,6 +19,7 @@ from telegrad.autograd.record import Inside, Origin, RecvNode, Send
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
 from telegrad.insight import drawing, graphs
 from telegrad.insight.graphs import LEAF, OPERATION, RECEIVE, ROOT, SEND, Node, Part
+from telegrad.private_files import replacing
 from telegrad.rpc import RRef, current, rpc_async
 
 PATIENCE = 30.0  # seconds that a worker has to look at its graph
@@ -82,7 +83,9 @@ class GradientGraph:
             raise UsageError(
                 f"a picture is saved as .svg or .dot, not as {path.suffix or 'a file without a suffix'}: {path}"
             )
-        path.write_text(writers[path.suffix](), encoding="utf-8")
+        text = writers[path.suffix]()
+        with replacing(path) as file:
+            file.write(text.encode())
 
 
 def _in_words(part: Part) -> str:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import time
 from collections import deque
 from collections.abc import Sequence
+from io import RawIOBase
 from pathlib import Path
-from typing import IO
+
+from telegrad.private_files import create, make_folder
 
 LAST_LINES = 10  # of a worker, in the message that it has ended the group
+MOST_ALIKE = 1000  # folders of runs that begin in one second
 STREAMS = {"stdout": 1, "stderr": 2}
 NAME = "telegrad"  # before lines of our own
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # as terminals number them; red is for ourselves
@@ -27,9 +31,9 @@ class Output:
         Raises:
             OSError: it cannot be made.
         """
-        self.folder = _fresh(Path(folder))
+        self.folder = _fresh(folder)
         self._coloured = {stream: _takes_colours(descriptor) for stream, descriptor in STREAMS.items()}
-        self._files: dict[str, IO[bytes]] = {}
+        self._files: dict[str, RawIOBase] = {}
         self._colours: dict[str, int] = {NAME: _OURS}
         self._last: dict[str, deque[bytes]] = {}
 
@@ -41,7 +45,7 @@ class Output:
         with contextlib.suppress(OSError):  # the disk is full: the others must not end for that
             file = self._files.get(name)
             if file is None:
-                file = self._files[name] = open(self.path(name), "ab", buffering=0)  # noqa: SIM115
+                file = self._files[name] = create(self.path(name)).detach()
             file.write(data)
 
     def lines(self, name: str, stream: str, lines: Sequence[bytes]) -> None:
@@ -65,18 +69,23 @@ class Output:
             file.close()
 
 
-def _fresh(folder: Path) -> Path:
+def _fresh(folder: str) -> Path:
+    """Make a folder that nobody else has made, and have `latest` lead to it; others may write in `folder`."""
+    above = Path(make_folder(folder))
     stem = time.strftime("%Y-%m-%d_%H-%M-%S")
-    for number in range(1000):
-        own = folder / (f"{stem}_{number}" if number else stem)
-        with contextlib.suppress(FileExistsError):
-            own.mkdir(parents=True)
+    for number in range(MOST_ALIKE):
+        own = above / (f"{stem}_{number}" if number else stem)
+        try:
+            own.mkdir()
             break
-    with contextlib.suppress(OSError):  # the system has no links, or another run does the same
-        fresh = folder / f".{own.name}"
+        except FileExistsError:
+            if number == MOST_ALIKE - 1:
+                raise
+    with contextlib.suppress(OSError):  # the system has no links, or `latest` is another user's
+        fresh = above / f".latest-{secrets.token_hex(8)}"
         fresh.symlink_to(own.name)
-        fresh.replace(folder / "latest")
-    return own
+        fresh.replace(above / "latest")
+    return Path(folder) / own.name
 
 
 def _write(descriptor: int, data: bytes) -> None:

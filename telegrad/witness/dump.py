@@ -1,6 +1,6 @@
 """Writes what a worker can tell to a file: when a call of it runs out of time, when it loses another, on SIGUSR2.
 
-`TELEGRAD_DUMPS` names the folder, or says `off`; without, it is one of this user in the folder for temporary files.
+`TELEGRAD_DUMPS` names the folder, or says `off`; without, it is a private one of this user (`telegrad.private_files`).
 The newest files stay. On SIGUSR2, where the program has no use of its own for that, the stacks of all threads are
 written as well, which works even where the interpreter is held by one of them.
 """
@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import pathlib
+import re
+import secrets
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,45 +23,60 @@ from time import monotonic
 from typing import Any
 
 from telegrad import instruments
+from telegrad.private_files import Folder, open_folder, private_folder
 from telegrad.threads import Background
 
 VARIABLE = "TELEGRAD_DUMPS"
 PAUSE = 60.0  # seconds between two files of one worker that nobody has asked for
-KEPT = 32  # files in the folder
-OURS = f"{'[0-9]' * 8}-{'[0-9]' * 6}-*-*.json"  # the names of these, among whatever else may be there
+KEPT = 32  # files of this user in the folder
+LARGEST = 16 << 20  # bytes of one file; the oldest events are left out of a larger one
+ALL = 64 << 20  # bytes of this user's files in the folder; the newest stays
+OURS = re.compile(r"[0-9]{8}-[0-9]{6}-[\w-]+\.json")  # the names of these files, among others in the folder
 
 log = logging.getLogger("telegrad")
 
 
-def folder() -> pathlib.Path | None:
-    """Where the files are; None where none are wanted."""
-    said = os.environ.get(VARIABLE, "")
-    if said == "off":
-        return None
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    return pathlib.Path(said or os.path.join(tempfile.gettempdir(), f"telegrad-{user}"))
-
-
 def write(worker: str, reason: str, content: dict[str, Any]) -> pathlib.Path | None:
-    """A new file; None where none are wanted.
+    """Write a new file, which only this user can read, and remove old ones of this user; return None where none are
+    wanted.
 
     Raises:
-        OSError: none can be.
+        OSError: it cannot be written.
     """
-    place = folder()
-    if place is None:
+    named = os.environ.get(VARIABLE, "")
+    if named == "off":
         return None
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = place / f"{time.strftime('%Y%m%d-%H%M%S')}-{worker.replace(':', '_')}-{os.getpid()}.json"
-    try:
-        path.write_text(json.dumps({"reason": reason, **content}))
-    except OSError:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)  # a part of it is of no use
-        raise
-    for old in sorted(place.glob(OURS))[:-KEPT]:
-        old.unlink(missing_ok=True)
-    return path
+    text = _text({"reason": reason, **content})
+    who = re.sub(r"[^\w-]", "_", worker, flags=re.ASCII)[:128]
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{who}-{os.getpid()}-{secrets.token_hex(8)}.json"
+    with open_folder(named) if named else private_folder("dumps") as folder:
+        try:
+            with folder.create(name) as file:
+                file.write(text)
+        except OSError:
+            folder.remove(name)  # a part of it is of no use
+            raise
+        _remove_old(folder, name)
+        return folder.path / name
+
+
+def _text(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content).encode()
+    while len(text) > LARGEST and content.get("events"):
+        events = content["events"]
+        content = {**content, "events": events[(len(events) + 1) // 2 :]}
+        text = json.dumps(content).encode()
+    return text
+
+
+def _remove_old(folder: Folder, newest: str) -> None:
+    own = [(name, found) for name in folder.names() if OURS.fullmatch(name) and (found := folder.own_file(name))]
+    own.sort(key=lambda each: (each[0] == newest, each[1].st_mtime_ns), reverse=True)
+    used = 0
+    for number, (name, found) in enumerate(own):
+        used += found.st_size
+        if number >= KEPT or (used > ALL and name != newest):
+            folder.remove(name)
 
 
 class Dumper:

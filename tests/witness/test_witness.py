@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pathlib
@@ -22,6 +23,7 @@ from telegrad.errors import CallTimeout
 from telegrad.insight.files import Written
 from telegrad.insight.outside import look_at
 from telegrad.insight.sources import HostGroup, OwnGroup, groups_here
+from telegrad.private_files import Folder
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from telegrad.witness import desk, dump
@@ -343,9 +345,13 @@ def test_what_a_worker_is_at_is_written_down(
     assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700
     (tmp_path / "dumps" / "config.json").write_text("of the program")
     for _ in range(3):
-        dump.write("another", "because", {})
+        last = dump.write("another", "because", {})
     assert len(list((tmp_path / "dumps").iterdir())) == 3
     assert (tmp_path / "dumps" / "config.json").exists()
+    monkeypatch.setattr(dump, "ALL", 1)
+    newest = dump.write("another", "because", {})
+    assert sorted(path.name for path in (tmp_path / "dumps").glob("*-another-*")) == [newest.name]
+    assert newest.name != last.name
 
 
 def test_what_cannot_be_written_is_said_once(
@@ -363,12 +369,16 @@ def test_what_cannot_be_written_is_said_once(
 def test_of_a_file_that_cannot_be_written_whole_nothing_stays(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_half(path: pathlib.Path, text: str) -> None:
-        path.write_bytes(text[: len(text) // 2].encode())
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Half(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def create(folder: Folder, name: str) -> io.BytesIO:
+        (folder.path / name).write_bytes(b"half")
+        return Half()
 
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(pathlib.Path, "write_text", write_half)
+    monkeypatch.setattr(Folder, "create", create)
     with pytest.raises(OSError, match="No space"):
         dump.write("w0", "because", {})
     assert list(tmp_path.iterdir()) == []

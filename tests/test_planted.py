@@ -1,0 +1,172 @@
+"""Another user of the host plants names where this one writes: nothing of this user's is changed, removed or told."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import telegrad
+from telegrad import checkpoint
+from telegrad.checkpoint.folders import keep_newest
+from telegrad.insight import collect
+from telegrad.supervision.output import Output
+from telegrad.witness import dump
+from tests.other_user import plant, shared
+
+__all__ = ["plant", "shared"]
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners of files here")
+Plant = Callable[[Callable[[], pathlib.Path]], None]
+SECONDS = 60  # whose names the attacker plants beforehand
+
+
+@pytest.fixture
+def precious(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A file of this user that nobody else may read."""
+    path = tmp_path / "precious"
+    path.write_text("precious")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("place", ["default", "named"])
+def test_dumps_follow_no_names_that_can_be_guessed(
+    monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, precious: pathlib.Path, plant: Plant, place: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(shared / name))
+    folder = shared / (f"telegrad-{os.geteuid()}" if place == "default" else "dumps")
+    monkeypatch.setenv(dump.VARIABLE, "" if place == "default" else str(folder))
+    pid = os.getpid()  # which others see in /proc
+
+    def act() -> pathlib.Path:
+        for each in (folder, shared / "XDG_RUNTIME_DIR", shared / "XDG_STATE_HOME"):
+            each.mkdir()
+            each.chmod(0o777)
+            (each / "telegrad").symlink_to(precious.parent)
+        now = time.time()
+        for second in range(SECONDS):
+            moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now + second))
+            for name in (f"{moment}-w0-{pid}.json", f"{moment}-{pid}-w0.json"):
+                (folder / name).symlink_to(precious)
+        return folder
+
+    plant(act)
+    written = dump.write("w0", "because", {"account": {}})
+    assert written is not None
+    assert precious.read_text() == "precious"
+    assert [each.name for each in precious.parent.iterdir()] == ["precious"]
+    assert written.lstat().st_mode & 0o077 == 0
+    assert len(list(folder.glob("2*.json"))) >= 2 * SECONDS  # what is another's was not removed as old
+
+
+def test_dumps_of_others_in_a_folder_that_was_named_stay(monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path) -> None:
+    monkeypatch.setenv(dump.VARIABLE, str(shared))
+    monkeypatch.setattr(dump, "KEPT", 1)
+    secret = shared / "20200101-000000-link-1.json"
+    secret.symlink_to("elsewhere")
+    for _ in range(3):
+        dump.write("../w0", "because", {})
+    assert len(list(shared.iterdir())) == 2
+    assert secret.is_symlink()
+
+
+def test_a_large_dump_keeps_its_latest_events(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(dump, "LARGEST", 200)
+    path = dump.write("w0", "because", {"account": {}, "events": list(range(1000))})
+    assert path is not None
+    assert path.stat().st_size <= 200
+    assert "999]" in path.read_text()
+
+
+def test_a_checkpoint_removes_nothing_through_a_link(
+    shared: pathlib.Path, tmp_path: pathlib.Path, plant: Plant, here: None
+) -> None:
+    old = checkpoint.save({"epoch": 1}, tmp_path / "best").wait()
+    before = sorted(os.listdir(old))
+
+    def act() -> pathlib.Path:
+        (shared / "1").symlink_to(old)
+        return shared / "1"
+
+    plant(act)
+    new = checkpoint.save({"epoch": 2}, shared / "2", keep=1).wait()
+    assert sorted(os.listdir(old)) == before
+    assert os.path.exists(os.path.join(new, ".metadata"))
+    keep_newest(new, 1)
+    assert sorted(os.listdir(old)) == before
+
+
+def test_a_checkpoint_is_not_written_through_links(
+    shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
+) -> None:
+    folder = shared / "open"  # which this user has made for others, too
+    folder.mkdir()
+    folder.chmod(0o1777)
+
+    def act() -> pathlib.Path:
+        for name in (".metadata.tmp", "__0_0.distcp", "__0_1.distcp"):
+            (folder / name).symlink_to(precious)
+        return folder / ".metadata.tmp"
+
+    plant(act)
+    checkpoint.save({"weight": torch.ones(3), "epoch": 1}, folder).wait()
+    state = {"weight": torch.zeros(3), "epoch": 0}
+    checkpoint.load(state, folder)
+    assert state["epoch"] == 1
+    assert precious.read_text() == "precious"
+
+
+def test_a_checkpoint_is_not_written_where_another_user_leads(
+    shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
+) -> None:
+    def act() -> pathlib.Path:
+        (shared / "run").symlink_to(precious.parent)
+        return shared / "run"
+
+    plant(act)
+    for path in (shared / "run", shared / "run" / "1"):
+        with pytest.raises(Exception, match="has put a symlink there"):
+            checkpoint.save({"epoch": 1}, path).wait()
+    assert [each.name for each in precious.parent.iterdir()] == ["precious"]
+
+
+def test_traces_and_pictures_are_not_written_through_links(
+    shared: pathlib.Path, precious: pathlib.Path, plant: Plant, here: None
+) -> None:
+    for name in ("trace.json", "graph.svg"):
+
+        def act(path: pathlib.Path = shared / name) -> pathlib.Path:
+            path.symlink_to(precious)
+            return path
+
+        plant(act)
+    with pytest.raises(OSError, match="has put a symlink there"):
+        collect._write(str(shared / "trace.json"), {})
+    with telegrad.autograd.context() as context_id, pytest.raises(OSError, match="has put a symlink there"):
+        telegrad.insight.graph(context_id).save(shared / "graph.svg")
+    assert precious.read_text() == "precious"
+
+
+def test_logs_of_a_run_are_in_a_folder_that_it_has_made(
+    monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, tmp_path: pathlib.Path, plant: Plant
+) -> None:
+    monkeypatch.setattr("telegrad.supervision.output.time.strftime", lambda _: "now")
+    monkeypatch.setattr("telegrad.supervision.output.MOST_ALIKE", 10)
+
+    def act() -> pathlib.Path:
+        for number in range(10):
+            (shared / (f"now_{number}" if number else "now")).symlink_to(tmp_path)
+        return shared / "now"
+
+    plant(act)
+    with pytest.raises(FileExistsError):
+        Output(str(shared)).raw("w0", b"line\n")
+    assert list(tmp_path.iterdir()) == []
