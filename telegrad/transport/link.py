@@ -177,9 +177,11 @@ class Link:
             self._outbox.extend(before)
             data = encode(message, table)
             self.sent += len(data) + sum(each.size for each in prepared)
-            for at in range(FDS_AT_ONCE, len(fds), FDS_AT_ONCE):  # more than one write may carry go ahead
-                self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[at : at + FDS_AT_ONCE])))
-            self._outbox.append(Chunk(data, tuple(fds[:FDS_AT_ONCE])))
+            # More descriptors than one write carries go ahead: the receiver takes them in the order of the table.
+            while len(fds) > FDS_AT_ONCE:
+                self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[:FDS_AT_ONCE])))
+                del fds[:FDS_AT_ONCE]
+            self._outbox.append(Chunk(data, tuple(fds)))
             self._outbox.extend(behind)
             self._flush()
         self.lanes_out.make_wanted()

@@ -136,3 +136,20 @@ def test_an_argument_that_is_returned_frees_its_block_with_the_answer() -> None:
 def test_blocks_that_were_never_passed_are_refused() -> None:
     with pytest.raises(ProtocolViolation, match="never passed"):
         SharedMaps(Streams()).attach(1, 10)
+
+
+def firsts(tensors: list[torch.Tensor]) -> list[int]:
+    return [int(tensor[0]) for tensor in tensors]
+
+
+@needs_sharing
+@pytest.mark.parametrize("common", [False, True], ids=["lent", "common"])
+@pytest.mark.parametrize("count", [64, 65, 150, 600])
+def test_many_tensors_of_one_message_arrive_in_order(count: int, common: bool) -> None:
+    """One write carries 64 descriptors."""
+    with agents(2, transport="unix", shared_memory=1 << 30) as group:
+        agent = group[0].agent
+        sent = [(agent.common(1 << 16) if common else torch.empty(1 << 16, dtype=torch.uint8)) for _ in range(count)]
+        values = [tensor.view(torch.int32).fill_(number) for number, tensor in enumerate(sent)]
+        for _ in range(2):  # the blocks are new to the receiver, then known
+            assert agent.call("w1", firsts, (values,), None) == list(range(count))
