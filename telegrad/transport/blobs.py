@@ -60,7 +60,10 @@ class Prepared(NamedTuple):
 
 
 class Outgoing:
-    """What leaves. `prepare`, `rollback` and `reclaim` are for any thread, all else under the connection's lock."""
+    """What leaves.
+
+    `prepare`, `passes_descriptor`, `rollback` and `reclaim` are for any thread, all else under the connection's lock.
+    """
 
     def __init__(self, peer: str, stores: MemorySources, lanes: Lanes) -> None:
         self._peer = peer
@@ -72,12 +75,12 @@ class Outgoing:
         self._trial: DeviceBlock | None = None
         self._shares_devices: bool | None = None if stores.pool is not None else False  # None: not known yet
 
-    def prepare(self, blob: Blob) -> Prepared:
-        """Decide how a blob travels, and copy it into a block where it is by that."""
+    def prepare(self, blob: Blob, shares: bool = True) -> Prepared:
+        """Decide how a blob travels, and copy it into a block where it is by that; no memory file unless `shares`."""
         if isinstance(blob, Bound):
-            return self._prepare_bound(blob)
+            return self._prepare_bound(blob, shares)
         size, pool = blob.numel(), self._pool
-        if pool is None or size < SHARE_FROM:
+        if pool is None or size < SHARE_FROM or not shares:
             return Prepared(size, HOST, None, blob)
         loan = pool.lend(blob)
         if loan is not None:
@@ -88,10 +91,15 @@ class Outgoing:
         self._fill(block, lambda: block.fill(blob))
         return Prepared(size, HOST, block, None)
 
-    def _prepare_bound(self, bound: Bound) -> Prepared:
+    def passes_descriptor(self, prepared: Prepared) -> bool:
+        """Return True if a descriptor goes along; also for a block that another message passes in this moment."""
+        block = prepared.block
+        return isinstance(block, Loan) or (isinstance(block, Block) and block.number not in self._known)
+
+    def _prepare_bound(self, bound: Bound, may_share: bool) -> Prepared:
         blob, size = bound.blob, bound.numel()
         if blob.is_cpu:
-            return self.prepare(blob)._replace(device=bound.device)
+            return self.prepare(blob, may_share)._replace(device=bound.device)
         shares = bound.device != HOST and self._shares_devices
         block = self._pool.take_on(blob.device.index, size) if self._pool is not None and shares and size else None
         if block is None:

@@ -18,9 +18,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
+from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ProtocolViolation, ShutDown
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.lanes import NO_LANES, Lanes
+from telegrad.transport.memory import DESCRIPTORS_AT_ONCE, MOST_NEW
 from telegrad.transport.poller import Poller
 from telegrad.transport.processes import process_at
 from telegrad.transport.reading import Reading
@@ -43,8 +44,8 @@ from telegrad.wire.messages import (
 )
 
 READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
-FDS_AT_ONCE = 64
-_ANCILLARY = socket.CMSG_SPACE(FDS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+_ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # what the program starts meanwhile inherits none
 
 
 class Link:
@@ -159,7 +160,11 @@ class Link:
     def _send_with_blobs(self, message: Message) -> None:
         prepared: list[Prepared] = []
         try:
-            prepared.extend(map(self._outgoing.prepare, message.blobs))
+            left = MOST_NEW
+            for blob in message.blobs:
+                prepared.append(self._outgoing.prepare(blob, shares=left > 0))
+                del blob  # what was copied is not kept
+                left -= self._outgoing.passes_descriptor(prepared[-1])
             self._send_prepared(message, prepared)
         except BaseException as error:
             self._outgoing.rollback(prepared)
@@ -178,9 +183,9 @@ class Link:
             data = encode(message, table)
             self.sent += len(data) + sum(each.size for each in prepared)
             # More descriptors than one write carries go ahead: the receiver takes them in the order of the table.
-            while len(fds) > FDS_AT_ONCE:
-                self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[:FDS_AT_ONCE])))
-                del fds[:FDS_AT_ONCE]
+            while len(fds) > DESCRIPTORS_AT_ONCE:
+                self._outbox.append(Chunk(encode(Message(RELEASE)), tuple(fds[:DESCRIPTORS_AT_ONCE])))
+                del fds[:DESCRIPTORS_AT_ONCE]
             self._outbox.append(Chunk(data, tuple(fds)))
             self._outbox.extend(behind)
             self._flush()
@@ -313,6 +318,9 @@ class Link:
                 count = self._read(buffer)
             except NOT_NOW:
                 return came
+            except ProtocolViolation as error:
+                self.close(self._lost(f"it broke the protocol: {error}"))
+                return came
             except OSError as error:
                 self.close(self._lost(f"the connection broke ({error})"))
                 return came
@@ -331,11 +339,13 @@ class Link:
                 with self._tls_lock:
                     return self._sock.recv_into(buffer)
             return self._sock.recv_into(buffer)
-        count, ancillary, _, _ = self._sock.recvmsg_into([buffer], _ANCILLARY)
-        for _, _, data in ancillary:
-            fds = array.array("i")
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-            self._maps.arrived.extend(fds)
+        count, ancillary, flags, _ = self._sock.recvmsg_into([buffer], _ANCILLARY, _CLOSE_ON_EXEC)
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        if fds or flags & socket.MSG_CTRUNC:
+            self._maps.take_descriptors(fds, not flags & socket.MSG_CTRUNC)
         return count
 
     def _take(self, count: int) -> None:

@@ -40,6 +40,9 @@ MOST_LENT = 256  # blocks, before those of accelerators are no longer lent
 LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
 WARM_FROM = 1 << 18  # smaller storages come from torch's own allocator
 KEEP = 10.0  # seconds that memory stays warm without use
+DESCRIPTORS_AT_ONCE = 64  # that one write carries
+MOST_NEW = 512  # descriptors that one message brings; further blobs of it go through the socket
+MOST_UNNAMED = MOST_NEW + DESCRIPTORS_AT_ONCE  # those of a message, and what comes with the end of it
 SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 
 
@@ -332,16 +335,38 @@ class SharedMaps:
         self._open: dict[int, OpenBlock] = {}
         self._lender = Lender(self.released.append)
 
+    def take_descriptors(self, fds: Iterable[int], complete: bool) -> None:
+        """Keep the descriptors that came with what was read, until frames name their blocks.
+
+        Args:
+            fds: the descriptors, which are this object's from here on.
+            complete: False where the kernel left some out.
+
+        Raises:
+            ProtocolViolation: some were left out, or the peer passes many that no frame names. `close` closes them.
+        """
+        self.arrived.extend(fds)
+        if not complete:
+            raise ProtocolViolation(
+                f"descriptors of shared memory were lost on the way: this process has no more of them (`ulimit -n`), "
+                f"or more than {DESCRIPTORS_AT_ONCE} came at once"
+            )
+        if len(self.arrived) > MOST_UNNAMED:
+            raise ProtocolViolation(f"more than {MOST_UNNAMED} descriptors came without a frame that names them")
+
     def attach(self, number: int, size: int) -> Tensor:
-        """The tensor that lies in block `number`.
+        """Return the tensor that lies in block `number`.
 
         A block seen for the first time came with a descriptor; a loan of a common one always does.
+
+        Raises:
+            ProtocolViolation: there is no such block, it is smaller than `size`, or it is no memory that may be mapped.
         """
         base = self._bases.get(number)
         if base is None:
             if not self.arrived:
                 raise ProtocolViolation(f"shared block {number} was named but never passed")
-            base = _map(self.arrived.popleft(), mmap.ACCESS_COPY if number & COMMON else mmap.ACCESS_WRITE)
+            base = _map(self.arrived.popleft(), number, size)
             if not number & COMMON:
                 self._bases[number] = base
         if size > len(base):
@@ -381,8 +406,30 @@ class SharedMaps:
             del self._open[number]
 
 
-def _map(fd: int, access: int) -> memoryview:
+def _map(fd: int, number: int, size: int) -> memoryview:
+    """Map the memory file of block `number`, and close its descriptor.
+
+    To read a page that a file no longer has kills the process (SIGBUS), so only a file that cannot shrink is mapped:
+    the kernel sees to that, whatever the peer does later. A file of huge pages is not, as these may be used up.
+
+    Raises:
+        ProtocolViolation: it is no memory file, it may shrink, it is smaller than `size`, or it cannot be mapped.
+    """
+    import fcntl
+
     try:
-        return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, access=access))
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        has_huge_pages = os.fstatvfs(fd).f_bsize != mmap.PAGESIZE
+        capacity = os.fstat(fd).st_size  # asked for after the seals: from there on it can only grow
+        if is_sealed and not has_huge_pages and capacity >= size:
+            access = mmap.ACCESS_COPY if number & COMMON else mmap.ACCESS_WRITE
+            return memoryview(mmap.mmap(fd, capacity, access=access))
+        if capacity < size:
+            fault = f"it holds {capacity} bytes, {size} were announced"
+        else:
+            fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        fault = f"it is no memory that can be mapped: {error}"
     finally:
         os.close(fd)
+    raise ProtocolViolation(f"shared block {number} is refused: {fault}")

@@ -1,0 +1,193 @@
+"""What a peer passes as shared memory is mapped only if it cannot shrink, and what it passes in vain is closed."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import gc
+import os
+import pathlib
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from telegrad.devices.staging import Staging
+from telegrad.devices.streams import Streams
+from telegrad.errors import PeerLost
+from telegrad.transport.blobs import MemorySources
+from telegrad.transport.link import Link
+from telegrad.transport.memory import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, SHARING, Arena, SharedPool
+from telegrad.transport.poller import Poller
+from telegrad.wire.messages import CALL, COMMON, ENTRY, RELEASE, Message, encode
+from telegrad.wire.tensors import HOST
+from tests.strangers.door import descriptors
+
+SIZE = 1 << 20
+pytestmark = pytest.mark.skipif(not SHARING, reason="this platform has no memory files")
+
+
+class Receiver:
+    """A link over a Unix socket, whose other end is the test's."""
+
+    def __init__(self) -> None:
+        self._poller = Poller()
+        ours, self.theirs = socket.socketpair(socket.AF_UNIX)
+        self.theirs.settimeout(10)
+        self.blobs: list[torch.Tensor] = []
+        stores = MemorySources(Arena(0), SharedPool(SIZE), Staging(Streams()))
+        self.link = Link(ours, "w1", self._poller, stores, self._keep, lambda *_: None, prompt=False)
+        self.link.reading.watch()
+
+    def _keep(self, _: Link, messages: object) -> None:
+        for message in messages:  # type: ignore[attr-defined]
+            self.blobs += message.blobs
+
+    def pass_on(self, data: bytes, fds: list[int]) -> None:
+        """Send descriptors with a frame, close them here, and have the link read."""
+        self.theirs.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        while self.link.on_readable():
+            pass
+
+    def close(self) -> None:
+        self.link.close(PeerLost("the end of the test"))
+        self.theirs.close()
+        self._poller.close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    gc.collect()
+    before = descriptors()
+    made = Receiver()
+    yield made
+    made.blobs.clear()
+    made.close()
+    assert descriptors() == before
+
+
+def memory_file(size: int, seals: int, flags: int = 0) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(fd, size)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def plain_file(folder: pathlib.Path) -> int:
+    fd = os.open(folder / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, SIZE)
+    return fd
+
+
+def one_end(pipe: tuple[int, int]) -> int:
+    os.close(pipe[1])
+    return pipe[0]
+
+
+SHRINK = fcntl.F_SEAL_SHRINK if SHARING else 0
+UNFIT: dict[str, Callable[[pathlib.Path], int]] = {
+    "not sealed": lambda _: memory_file(SIZE, 0),
+    "may shrink": lambda _: memory_file(SIZE, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+    "too small": lambda _: memory_file(SIZE - 1, SHRINK),
+    "empty": lambda _: memory_file(0, SHRINK),
+    "no sealing": lambda _: os.memfd_create("test", 0),
+    "file": plain_file,
+    "folder": lambda folder: os.open(folder, os.O_RDONLY),
+    "path": lambda folder: os.open(folder, os.O_PATH),
+    "pipe": lambda _: one_end(os.pipe()),
+    "device": lambda _: os.open("/dev/zero", os.O_RDWR),
+    "socket": lambda _: socket.socket().detach(),
+}
+
+
+@pytest.mark.parametrize("common", [0, COMMON], ids=["lent", "common"])
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_may_shrink_is_not_mapped(receiver: Receiver, tmp_path: pathlib.Path, what: str, common: int) -> None:
+    fd = UNFIT[what](tmp_path)
+    receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(common | 1, SIZE, HOST)), [fd])
+    os.close(fd)
+    assert not receiver.blobs
+    assert "shared block" in str(receiver.link.closed)
+    assert "is refused" in str(receiver.link.closed)
+
+
+def test_huge_pages_are_not_mapped(receiver: Receiver) -> None:
+    try:
+        fd = memory_file(0, 0, os.MFD_HUGETLB)
+        os.ftruncate(fd, 2 * SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SHRINK)
+    except OSError as error:
+        pytest.skip(f"this machine has no huge pages: {error}")
+    receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(1, SIZE, HOST)), [fd])
+    os.close(fd)
+    assert "huge pages" in str(receiver.link.closed)
+
+
+@pytest.mark.parametrize("common", [0, COMMON], ids=["lent", "common"])
+def test_what_is_mapped_cannot_be_truncated(receiver: Receiver, common: int) -> None:
+    fd = memory_file(SIZE, SHRINK)
+    os.pwrite(fd, b"\1" * SIZE, 0)
+    receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(common | 1, SIZE, HOST)), [fd])
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    assert receiver.link.closed is None
+    assert int(receiver.blobs[0].sum()) == SIZE
+
+
+def test_memory_that_must_not_be_written_to_is_refused_and_ends_nothing_else(receiver: Receiver) -> None:
+    fd = memory_file(SIZE, SHRINK | fcntl.F_SEAL_WRITE)
+    receiver.pass_on(encode(Message(CALL, 1), ENTRY.pack(1, SIZE, HOST)), [fd])
+    os.close(fd)
+    assert "is refused" in str(receiver.link.closed)
+
+
+@contextmanager
+def null(count: int) -> Iterator[list[int]]:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    yield [fd] * count
+    os.close(fd)
+
+
+def test_descriptors_that_no_frame_names_end_the_link_and_are_closed(receiver: Receiver) -> None:
+    before = descriptors()
+    most = 0
+    for _ in range(MOST_UNNAMED // DESCRIPTORS_AT_ONCE + 1):
+        assert receiver.link.closed is None
+        with null(DESCRIPTORS_AT_ONCE) as fds:
+            receiver.pass_on(encode(Message(RELEASE)), fds)
+        most = max(most, descriptors() - before)
+    assert most <= MOST_UNNAMED
+    assert "without a frame that names them" in str(receiver.link.closed)
+    assert descriptors() < before  # the link's own has gone, too
+
+
+def test_descriptors_that_the_kernel_left_out_end_the_link(receiver: Receiver) -> None:
+    with null(DESCRIPTORS_AT_ONCE + 1) as fds:
+        receiver.pass_on(encode(Message(RELEASE)), fds)
+    assert "were lost on the way" in str(receiver.link.closed)
+
+
+def test_a_process_without_descriptors_loses_the_link_and_says_so(receiver: Receiver) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with null(8) as fds:
+        data = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        receiver.theirs.sendmsg([encode(Message(RELEASE))], data)
+        last = os.dup(0)
+        os.close(last)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, hard))
+        try:
+            receiver.link.on_readable()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "ulimit -n" in str(receiver.link.closed)
+
+
+def test_what_descriptors_come_are_not_inherited(receiver: Receiver) -> None:
+    with null(1) as fds:
+        receiver.pass_on(encode(Message(RELEASE)), fds)
+    assert [os.get_inheritable(fd) for fd in receiver.link._maps.arrived] == [False]
