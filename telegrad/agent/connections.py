@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from telegrad import instruments
+from telegrad import forks, instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller
 from telegrad.agent.health import Health
@@ -432,11 +432,12 @@ class Connections:
 
     def abandon(self) -> None:
         """In a forked child: give back the descriptors, so that their other ends hear of the parent's death."""
-        self.closed = True
         for link in [*self._accepted, *(peer.link for peer in self._peers.values())]:
             if isinstance(link, Link):
                 link.abandon()
         self.listener.abandon()
+        for peer in self._peers.values():  # which futures hold that wait for a call
+            forks.disable(peer)
 
 
 def _part(link: Link, reason: PeerError, how: str) -> None:

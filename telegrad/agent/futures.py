@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from telegrad import forks
 from telegrad.agent.awaiting import check_knows_threads, happening, make_known_to_asyncio
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.unseen import Unseen
@@ -78,10 +79,10 @@ class Future(torch.futures.Future[T]):
         64
     """
 
-    # In a dictionary they would be one more object for the garbage collector to visit. All but `call` are set where
-    # they are needed: `about` says whose future this is, `heeded` that somebody is told of its end, `follows` with what
-    # it ends, where that is not its own call.
-    __slots__ = ("about", "call", "failure", "follows", "heeded")
+    # In a dictionary they would be one more object for the garbage collector to visit. All but `call` and `depth`,
+    # which a forked child compares with its own, are set where they are needed: `about` says whose future this is,
+    # `heeded` that somebody is told of its end, `follows` with what it ends, where that is not its own call.
+    __slots__ = ("about", "call", "depth", "failure", "follows", "heeded")
 
     quick = False
     about: str
@@ -91,6 +92,7 @@ class Future(torch.futures.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         self.call: Helper | None = None  # while the call is under way
+        self.depth = forks.depth
         if devices is None:
             torch._C.Future.__init__(self, _devices)  # what torch's own comes to, without looking at each device
         else:
@@ -98,6 +100,8 @@ class Future(torch.futures.Future[T]):
 
     def __repr__(self) -> str:
         if not self.done():
+            if self.depth != forks.depth:
+                return "<Future of the process that this one was forked from: not done>"
             return f"<Future of {self.call!r}>" if self.call is not None else "<Future: not done>"
         failure = getattr(self, "failure", None)
         return "<Future: done>" if failure is None else f"<Future: {failure!r}>"
@@ -110,6 +114,7 @@ class Future(torch.futures.Future[T]):
             Exception: what the call has failed with.
         """
         if not self.done():
+            forks.check(self.depth)
             call = self.call  # loaded once: another thread may end it
             if call is not None:
                 call.help()  # the waiting thread fetches the answer by itself, where it can
@@ -124,6 +129,8 @@ class Future(torch.futures.Future[T]):
         The callee is told: what has not begun there does not begin, an `async def` function is cancelled, and so are
         the calls that were made for the sake of this one. Of a future that `then` gave, the call it follows is ended.
         """
+        if not self.done():
+            forks.check(self.depth)
         cause = getattr(self, "follows", None) or self.call
         return cause is not None and cause.cancel()
 
@@ -194,6 +201,8 @@ class Future(torch.futures.Future[T]):
             callback: a function of this future.
         """
         check_knows_threads(callback)
+        if not self.done():
+            forks.check(self.depth)
         self.heed()
         context = copy_context()
         super().add_done_callback(lambda future: context.run(callback, future))
@@ -206,6 +215,7 @@ class Future(torch.futures.Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
+            forks.check(self.depth)
             yield from self._until_done()
         try:
             return self.value()
@@ -226,6 +236,8 @@ class Future(torch.futures.Future[T]):
     @not_compiled
     def value(self) -> T:
         """The value of a future that is done."""
+        if not self.done():
+            forks.check(self.depth)
         value: T = _uncovered(super().wait() if self.done() else super().value())
         return value
 

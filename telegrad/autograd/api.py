@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from telegrad import forks
 from telegrad.agent import profiling
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future, Signal
@@ -96,7 +97,8 @@ class context:  # noqa: N801 - used like a function
             contexts, context, inside = self._now
             self._now = None
             inside.__exit__(None, None, None)
-            contexts.release(context.id)
+            if not forks.is_inherited(contexts):  # else the context is the parent's, which goes on in it
+                contexts.release(context.id)
 
     def __repr__(self) -> str:
         return "<context: not entered>" if self._now is None else f"<context: {self._now[1]}>"

@@ -23,6 +23,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
+from telegrad import forks
 from telegrad.insight.history import SECONDS, History
 from telegrad.insight.snapshot import snapshot
 from telegrad.insight.source import Sight, Source
@@ -75,6 +76,7 @@ class Dashboard:
             target=self._server.serve_forever, args=(0.1,), name="telegrad dashboard", daemon=True
         )
         self._thread.start()
+        self._depth = forks.depth
 
     @property
     def url(self) -> str:
@@ -106,9 +108,10 @@ class Dashboard:
             return False
 
     def close(self) -> None:
-        self._server.shutdown()
+        if self._depth == forks.depth:  # else the thread that serves is the parent's, and goes on
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
-        self._thread.join()
 
     def __enter__(self) -> Dashboard:  # noqa: PYI034
         return self

@@ -5,11 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import threading
 
+from telegrad import forks
 from telegrad.agent.agent import Agent
 from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
 from telegrad.errors import NotInitialized
-from telegrad.rpc.worker import Worker
+from telegrad.rpc.worker import Worker, made
 from telegrad.rref.table import ReferenceTable
 
 worker: Worker | None = None  # of this process: init_rpc stores it, one at a time, others load it as it is
@@ -46,12 +47,7 @@ def joined() -> Worker:
 
 
 def _hint() -> str:
-    if multiprocessing.parent_process() is None:
-        return ""
-    return (
-        ". A process that a worker starts, as a DataLoader with num_workers does, is not that worker: call from the "
-        "worker itself, or have the process join a dynamic group under a name of its own"
-    )
+    return f". {forks.ADVICE}" if forks.depth or multiprocessing.parent_process() is not None else ""
 
 
 def references() -> ReferenceTable:
@@ -84,12 +80,11 @@ def leave(own: Worker) -> None:
 
 
 def forget() -> None:
-    """In a forked child: it is not the worker that its parent is."""
+    """In a forked child: it is none of the workers that its parent is."""
     global worker
-    if worker is not None:
-        worker.agent.abandon()
-        worker.witness.abandon()
-        worker = None
+    worker = None
+    for own in list(made):
+        own.abandon()
     _here.__dict__.clear()
 
 

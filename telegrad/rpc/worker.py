@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from telegrad import forks
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future
 from telegrad.agent.settings import Settings
@@ -25,6 +27,7 @@ from telegrad.rref.table import ReferenceTable
 from telegrad.witness.witness import Witness
 
 T = TypeVar("T")
+made: weakref.WeakSet[Worker] = weakref.WeakSet()  # of this process; what a forked child must not use
 OpenRoots = Callable[[ReferenceTable, Sequence[Any]], Future[list[Tensor]]]
 
 
@@ -56,6 +59,7 @@ class Worker:
         self.elastic: Any = None  # the same: an `elastic.Elastic`, which makes its next generations
         self._lock = threading.Lock()  # guards changes of _attached
         self._attached: dict[Callable[[Agent], Any], Any] = {}
+        made.add(self)
 
     def attached(self, make: Callable[[Agent], T]) -> T:
         """What a layer above keeps at this worker: made once, when it is first wanted."""
@@ -163,6 +167,15 @@ class Worker:
     def end_with_the_program(self) -> None:
         """Its program has ended without `shutdown`."""
         self.end("its program ended without rpc.shutdown()")
+
+    def abandon(self) -> None:
+        """In a forked child: give back the descriptors, and have each use of this worker raise NotInitialized."""
+        self.agent.abandon()
+        self.witness.abandon()
+        for attached in self._attached.values():
+            forks.disable(attached)
+        for part in (self.agent, self.conductor, self.references, self):
+            forks.disable_all(part)
 
     def __repr__(self) -> str:
         group = self.directory if hasattr(self, "directory") else "no group yet"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from telegrad import forks
 from telegrad.agent.compiling import not_compiled
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.group.members import listed
@@ -154,7 +155,7 @@ class Publisher:
     @not_compiled
     def close(self) -> None:
         """Publish no more. Subscribers keep what they have."""
-        if self._end.detach():
+        if self._end.detach() and not forks.is_inherited(self._desk):
             _close(self._desk, self.name, self._box)
 
     def __enter__(self) -> Self:
@@ -220,4 +221,5 @@ def _close(desk: Desk, name: str, box: PublisherBox) -> None:
 
 def _close_later(desk: Desk, name: str, box: PublisherBox) -> None:
     """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
-    desk.agent.later(lambda _: _close(desk, name, box), None)
+    if not forks.is_inherited(desk):
+        desk.agent.later(lambda _: _close(desk, name, box), None)

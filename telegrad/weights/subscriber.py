@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from telegrad import forks
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import seconds
@@ -243,7 +244,7 @@ class Subscriber:
     @not_compiled
     def close(self) -> None:
         """Read no more; versions that were taken stay."""
-        if self._end.detach():
+        if self._end.detach() and not forks.is_inherited(self._agent):
             self._box.leave()
 
     def __enter__(self) -> Self:
@@ -259,4 +260,5 @@ class Subscriber:
 
 def _close_later(desk: Desk, box: SubscriberBox) -> None:
     """Nobody holds it any more: on another thread, since this may be any, with any lock held."""
-    desk.agent.later(lambda _: box.leave(), None)
+    if not forks.is_inherited(desk):
+        desk.agent.later(lambda _: box.leave(), None)

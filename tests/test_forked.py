@@ -1,0 +1,314 @@
+"""A process that was forked from a worker: each public function, and each method of what they give, says so."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad
+from telegrad import autograd, errors, insight, optim, rpc, weights
+from tests import public
+from tests.cluster import PATIENCE, processes
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+
+LIMIT = 5.0  # seconds for one use in the child
+FINE = "fine"
+
+
+class Hangs(BaseException):
+    """A use has taken too long."""
+
+
+def late(*_: object) -> None:
+    raise Hangs
+
+
+def use(act: Callable[[], Any]) -> str:
+    """What became of it: FINE, or what is wrong."""
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    try:
+        act()
+    except (errors.TelegradError, StopIteration):
+        return FINE
+    except Hangs:
+        return f"hangs for {LIMIT:g} s"
+    except BaseException as error:
+        return f"raises {type(error).__name__}: {error}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return FINE
+
+
+def in_child(run: Callable[[], Any]) -> Any:
+    """What `run` gives in a forked child."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            signal.signal(signal.SIGALRM, late)
+            os.write(writer, pickle.dumps(run()))
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        said = pipe.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return pickle.loads(said)
+
+
+def later(seconds: float) -> int:
+    return int(threading.Event().wait(seconds))
+
+
+def count(upto: int) -> Iterator[int]:
+    yield from range(upto)
+
+
+def things(local: Any) -> dict[str, Any]:
+    """An instance of each public class, as a program has them."""
+    stages = [telegrad.nn.RemoteModule("worker0", nn.Linear, (2, 2)) for _ in range(2)]
+    optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, stages[0], lr=0.1)
+    entered = autograd.context()
+    context_id = entered.__enter__()
+    autograd.backward(context_id, stages[0](torch.ones(1, 2)).sum())
+    graph = insight.graph(context_id)
+    publisher = weights.Publisher("numbers", {"x": torch.ones(2)})
+    publisher.publish()
+    sharded = weights.ShardedPublisher("shards", stages[0])
+    sharded.publish()
+    subscriber = weights.Subscriber("driver", "numbers")
+    reference = rpc.remote("worker0", list, ([1, 2],))
+    waited = rpc.rpc_async("worker0", later, (60.0,))
+    tracing = insight.tracing(os.devnull)
+    tracing.__enter__()
+    rpc.rpc_sync("worker0", int)
+    return {
+        "context id": context_id,
+        "telegrad.hosting.LocalGroup": local,
+        "telegrad.rpc.Future": waited,
+        "telegrad.rpc.Future then": waited.then(lambda done: done.wait()),
+        "telegrad.rpc.Future done": rpc.rpc_async("worker0", int).then(lambda done: done.wait()),
+        "telegrad.rpc.Group": rpc.group(),
+        "telegrad.rpc.GroupFuture": rpc.group(["worker0"]).rpc_async(later, (60.0,)),
+        "telegrad.rpc.RefGroup": rpc.group(["worker0"]).remote(list, ([1, 2],)),
+        "telegrad.rpc.RRef": reference,
+        "telegrad.rpc.RRef of its own": rpc.RRef(5),
+        "telegrad.rpc.RRef being made": rpc.remote("worker0", later, (60.0,)),
+        "telegrad.rpc.Stream": rpc.rpc_stream("worker0", count, (10_000,)),
+        "telegrad.rpc.WorkerInfo": rpc.get_worker_info("worker0"),
+        "telegrad.rpc.Generation": None,  # a tuple
+        "telegrad.rpc.BackendType": rpc.BackendType.TENSORPIPE,
+        "telegrad.rpc.RpcBackendOptions": rpc.RpcBackendOptions(),
+        "telegrad.rpc.TelegradOptions": rpc.TelegradOptions(),
+        "telegrad.rpc.TensorPipeRpcBackendOptions": rpc.TensorPipeRpcBackendOptions(),
+        "telegrad.rpc.TlsFiles": None,  # a tuple
+        "telegrad.rpc.references.Proxy": reference.rpc_sync(),
+        "telegrad.rpc.references.Proxy async": reference.rpc_async(),
+        "telegrad.rpc.references.Proxy remote": reference.remote(),
+        "telegrad.rpc.references.Proxy stream": reference.rpc_stream(),
+        "telegrad.autograd.context": entered,
+        "telegrad.nn.RemoteModule": stages[0],
+        "telegrad.nn.Pipeline": telegrad.nn.Pipeline(stages, chunks=2),
+        "telegrad.optim.DistributedOptimizer": optimizer,
+        "telegrad.weights.Box": None,  # a tuple
+        "telegrad.weights.Shard": None,  # a tuple
+        "telegrad.weights.Publisher": publisher,
+        "telegrad.weights.ShardedPublisher": sharded,
+        "telegrad.weights.Subscriber": subscriber,
+        "telegrad.weights.ShardedSubscriber": weights.ShardedSubscriber("driver", "shards"),
+        "telegrad.weights.Version": subscriber.newest(),
+        "telegrad.insight.GradientGraph": graph,
+        "telegrad.insight.group()": insight.group(),
+        "telegrad.insight.dashboard()": insight.dashboard(),
+        "telegrad.insight.tracing": tracing,
+    }
+
+
+def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
+    """A plausible one for each parameter that needs one."""
+    model, reference = made["telegrad.nn.RemoteModule"], made["telegrad.rpc.RRef"]
+    known = {
+        **dict.fromkeys(("to", "worker", "remote_device", "of", "on"), "worker0"),
+        **dict.fromkeys(("func", "fn", "callback", "keep", "factory", "op", "function", "loss"), repr),
+        **dict.fromkeys(("roots", "inputs", "targets", "value", "index", "tensor"), torch.ones(1, requires_grad=True)),
+        **dict.fromkeys(("which", "stage", "number", "n", "wanted", "workers", "max_size", "max_wait", "chunks"), 1),
+        **dict.fromkeys(("name", "method", "shape", "offsets", "sizes", "checkpoint_id", "path", "folder"), "numbers"),
+        "stages": [model],
+        "params": [reference],
+        **dict.fromkeys(("module", "model"), model),
+        "state": {"x": torch.ones(2)},
+        "source": {"x": torch.ones(2)},
+        "groups": [],
+        "state_dict": {"param_groups": [], "state": []},
+        "context_id": made["context id"],
+        "module_cls": nn.Identity,
+        "optimizer_class": torch.optim.SGD,
+        "params_rref": [reference],
+        "module_rref": reference,
+        "param_group": {"params": [reference]},
+        "max_norm": 1.0,
+        "other": made["telegrad.rpc.Group"],
+        "group": made["telegrad.rpc.Group"],
+        "requires_grad": True,
+        "code": 0,
+        "host": "localhost",
+        "token": "",
+        "cookies": "",
+        "after": {},
+        "param": None,
+        "cls": list,
+        "to_here": None,
+        "device_map": {},
+        "devices": [],
+        "result": None,
+        "items": [1],
+    }
+    known["workers"] = ["worker0"] if getattr(function, "__name__", "") in ("split", "local") else 1
+    wanted = [
+        each
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    return {each.name: known[each.name] for each in wanted}
+
+
+LEFT_OUT = {
+    "telegrad.rpc.init_rpc",  # a forked child may join a group of its own; tested below
+    "telegrad.local",  # likewise
+    "telegrad.process_group",  # torch's own, made of a group
+}
+
+
+def uses(made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every use of each public thing."""
+    for name, function in public.functions().items():
+        if name not in LEFT_OUT:
+            yield name, partial(call, function, made)
+    kinds = public.classes()
+    for name, kind in kinds.items():
+        if name.rpartition(".")[2] in ("Publisher", "Subscriber", "RRef", "RemoteModule", "DistributedOptimizer"):
+            yield name, partial(call, kind, made)
+    for name, thing in made.items():
+        for member, value in public.members(type(thing)).items():
+            if member in ("set_result", "set_exception", "aclose"):  # which end it, or are `close`
+                continue
+            yield f"{name}: {member}", partial(touch, thing, member, value, made)
+
+
+def call(function: Any, made: dict[str, Any]) -> None:
+    function(**arguments(function, made))
+
+
+def touch(thing: Any, member: str, value: Any, made: dict[str, Any]) -> None:
+    if member == "__exit__":
+        thing.__exit__(None, None, None)
+    elif isinstance(value, property):
+        getattr(thing, member)
+    elif member == "__call__" and type(thing).__name__ == "Proxy":
+        thing.copy()
+    elif member == "__await__":
+        next(thing.__await__())
+    else:
+        bound = getattr(thing, member)
+        named = {} if member.startswith("__") else arguments(bound, made)
+        if "items" in inspect.signature(bound).parameters and "method" not in named:
+            bound(int, [1])
+        else:
+            bound(**named)
+
+
+def everything_in_a_child() -> dict[str, str]:
+    with telegrad.local(["worker0"]) as local:
+        made = things(local)
+        missing = public.classes().keys() - made.keys()
+        assert not missing, f"give an instance of {missing} to this test"
+        told = in_child(lambda: {name: outcome for name, act in uses(made) if (outcome := use(act)) != FINE})
+        assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8, "the parent's calls suffer"
+        assert made["telegrad.rpc.RRef"].to_here() == [1, 2], "the child has dropped the parent's reference"
+        rpc.shutdown(graceful=False)
+    return told
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_every_use_in_a_forked_child_raises_the_documented_error_or_gives_a_plain_value() -> None:
+    with processes(1) as (process,):
+        wrong = process.run(everything_in_a_child)
+    assert not wrong, "\n".join(f"{name} {outcome}" for name, outcome in wrong.items())
+
+
+# A program whose children end in every way in which processes end.
+PROGRAM = """
+import gc, multiprocessing, os, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+import telegrad
+from telegrad import autograd, errors, rpc, weights
+
+
+class Sampled(Dataset):
+    def __init__(self, reference):
+        self.reference = reference
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, at):
+        try:
+            return self.reference.rpc_sync().count(at)
+        except errors.NotInitialized:
+            return 7
+
+
+def joins(port):
+    rpc.init_rpc("child", rank=0, world_size=1, rpc_backend_options=rpc.TelegradOptions(init_method=port))
+    assert rpc.rpc_sync("child", pow, (2, 3)) == 8
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    with telegrad.local(["worker0"]), autograd.context() as context_id:
+        reference = rpc.remote("worker0", list, ([1, 2],))
+        own = rpc.RRef([3])
+        stream = rpc.rpc_stream("worker0", range, (10_000,))
+        publisher = weights.Publisher("numbers", {"x": torch.ones(2)})
+        publisher.publish()
+        subscriber = weights.Subscriber("driver", "numbers")
+        module = telegrad.nn.RemoteModule("worker0", torch.nn.Linear, (2, 2))
+        reference.to_here()
+        if os.fork() == 0:
+            del reference, own, stream, publisher, subscriber, module
+            gc.collect()
+            sys.exit(0)  # through the ends of all these `with`, and of the interpreter
+        assert os.wait()[1] == 0
+        print([int(each) for each in DataLoader(Sampled(reference), num_workers=2)])
+        process = multiprocessing.get_context("fork").Process(target=joins, args=(sys.argv[1],))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        print(reference.to_here(), next(stream), subscriber.newest().number, module(torch.ones(1, 2)).shape)
+        stream.close()
+        publisher.close()
+"""
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_children_drop_what_they_inherit_and_end_in_silence(tmp_path: Any) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), f"file://{tmp_path}/store"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines() == ["[7, 7, 7, 7]", "[1, 2] 0 1 torch.Size([1, 2])"]
