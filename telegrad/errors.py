@@ -24,6 +24,7 @@ TelegradError (RuntimeError)
 │   ├── PeerUnreachable        no connection could be made
 │   ├── HandshakeError         it is not who it should be
 │   │   ├── AuthenticationFailed
+│   │   │   └── StoreUntrusted (RendezvousError) the store holds what was written without this worker's key
 │   │   ├── VersionMismatch
 │   │   └── ProtocolViolation
 │   └── ShutDown               the call was cut off by a shutdown
@@ -99,6 +100,7 @@ __all__ = [
     "StoreLost",
     "StorePortTaken",
     "StoreUnreachable",
+    "StoreUntrusted",
     "TelegradError",
     "TelegradWarning",
     "UnknownPublisher",

@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from telegrad.errors import UsageError
 from telegrad.group.members import check_name, check_role
+from telegrad.keyring import Keyring, new_key
 from telegrad.processes import named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
-from telegrad.transport.keyring import Keyring, new_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -21,11 +21,11 @@ import cloudpickle
 from telegrad.group.keys import find_keys
 from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import Meeting, open_store
+from telegrad.keyring import Keyring
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
-from telegrad.transport.keyring import Keyring
 
 PATIENCE = 30.0  # seconds after which a test is taken to hang
 KILL = 9  # as Windows has no name for it

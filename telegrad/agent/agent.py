@@ -36,7 +36,7 @@ from telegrad.agent.wording import attach, encoded
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError, ShutDown
 from telegrad.group.members import Identity, Member
-from telegrad.transport.keyring import Keyring
+from telegrad.keyring import Keyring
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import CALL, FAILURE, Message

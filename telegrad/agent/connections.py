@@ -30,10 +30,10 @@ from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import DeviceError, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
+from telegrad.keyring import Keyring
 from telegrad.transport.blobs import SHARE_FROM, MemorySources
 from telegrad.transport.connect import Target, connect
 from telegrad.transport.handshake import Claim, StreamId
-from telegrad.transport.keyring import Keyring
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
 from telegrad.transport.listener import Listener

@@ -31,8 +31,8 @@ from telegrad.group.quorum import Arrival, Before, Limits, Quorum, Verdict, memb
 from telegrad.group.rendezvous import LINGER, OPENED, VOID, Terms, agree, new_terms, terms_of
 from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import Meeting, open_store
+from telegrad.keyring import Keyring
 from telegrad.progress import Wait
-from telegrad.transport.keyring import Keyring
 
 LAST_CALL = 3.0  # seconds without anybody new after which a first generation is complete that has enough
 KNOCK_AGAIN = 0.5  # seconds between looks whether one who is awaited, or comes first, still lives

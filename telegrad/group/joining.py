@@ -13,7 +13,7 @@ from telegrad.group.generations import Coming, Formed, Ground, lives_at
 from telegrad.group.members import Member, Members
 from telegrad.group.rendezvous import Roster, StoreOver, Terms, join_static, mixed
 from telegrad.group.stores import LONGEST, Meeting, find_store, join_store, open_dynamic
-from telegrad.transport.keyring import Keyring
+from telegrad.keyring import Keyring
 
 KNOCK = 2.0  # seconds for a worker whose name or rank is wanted to show that it lives
 FOLLOW = 2.0  # seconds for the store that one which was given up names

@@ -18,8 +18,8 @@ import os
 from collections.abc import Mapping
 
 from telegrad.errors import UsageError
+from telegrad.keyring import Keyring, check_key, new_key, open_ring, read_keys
 from telegrad.private_files import create_once, state_folder
-from telegrad.transport.keyring import Keyring, check_key, new_key, open_ring, read_keys
 
 VARIABLE, FILE_VARIABLE = "TELEGRAD_KEY", "TELEGRAD_KEY_FILE"
 FILE = "key"  # in the user's state folder

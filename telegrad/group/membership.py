@@ -37,7 +37,7 @@ from telegrad.group.post import Post
 from telegrad.group.requiring import Serving
 from telegrad.group.succession import compared
 from telegrad.group.takeover import Takeover
-from telegrad.group.telling import Teller
+from telegrad.group.telling import Teller, found_lost
 from telegrad.progress import Wait
 from telegrad.threads import Background
 
@@ -330,7 +330,7 @@ class Membership:
         """See whether it lives."""
         with self._changed:
             if member.incarnation != self._me.incarnation:
-                self._doubts.append(Doubt(member, 0, monotonic(), _found_lost(member)))
+                self._doubts.append(Doubt(member, 0, monotonic(), found_lost(member)))
         self._wake.set()
 
     def lately_lost(self) -> list[str]:
@@ -354,15 +354,11 @@ class Membership:
             except StoreLost as error:
                 self._lose_store(group, str(error))
             except StoreUntrusted as error:
-                self._warn_of_strangers(str(error))
+                if (why := str(error)) not in self._warned:
+                    self._warned.add(why)
+                    acts.append(partial(log.warning, "telegrad: the members stay as they are known: %s", why))
         for act in acts:
             act()
-
-    def _warn_of_strangers(self, why: str) -> None:
-        """Say once for each text that the store cannot be believed; the members that are known stay so."""
-        if why not in self._warned:
-            self._warned.add(why)
-            log.warning("telegrad: worker %r goes on with the members that it knows: %s", self._me.name, why)
 
     def _directory_of(self, group: DynamicGroup) -> Directory:
         """Where to look; in another store than before, those who are not listed may be about to come."""
@@ -396,7 +392,7 @@ class Membership:
         new = [members[each] for each in seen.new]
         with self._changed:
             for member, how in ends:
-                self._take_out(member, _found_lost(member) if how == LOST else None)
+                self._take_out(member, found_lost(member) if how == LOST else None)
             for member in new:
                 self._take_in(member)
         if self._teller.hears_of_ends:
@@ -431,7 +427,7 @@ class Membership:
 
     def _note_lost(self, member: Member) -> None:
         if member.incarnation != self._me.incarnation:
-            self._post.warn_lost(member.identity, str(_found_lost(member)))
+            self._post.warn_lost(member.identity, str(found_lost(member)))
         else:
             log.warning("telegrad: worker %s was taken for dead by another: shut it down and join again", member)
 
@@ -450,10 +446,5 @@ class Membership:
             self._takeover.report()
 
     def __repr__(self) -> str:
-        watched = "a dynamic group" if self._group is not None else "a group of fixed size"
-        state = ", closed" if self._closed else ""
-        return f"<Membership of {self._me.name!r} in {watched}: {len(self._present)} present{state}>"
-
-
-def _found_lost(member: Member) -> PeerLost:
-    return PeerLost(f"worker {member.name!r} was lost, as another worker has found")
+        kind = "a dynamic group" if self._group is not None else "a group of fixed size"
+        return f"<Membership of {self._me.name!r} in {kind}: {len(self._present)} present{', closed' * self._closed}>"

@@ -21,7 +21,7 @@ from telegrad.group.keys import VARIABLE
 from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import LONGEST, Meeting, join_store
 from telegrad.group.tcp import serve_tcp
-from telegrad.transport.keyring import Keyring, new_key
+from telegrad.keyring import Keyring, new_key
 
 NAMESPACE = "telegrad"  # of the actors' names, which have the job's number in them
 IDLE = 60.0  # seconds without workers until the store ends

@@ -20,7 +20,7 @@ import secrets
 from typing import Any, NamedTuple
 
 from telegrad.errors import StoreUntrusted
-from telegrad.transport.keyring import Keyring
+from telegrad.keyring import Keyring
 
 ABSENT = "absent"  # never the value of a key, so that it can be looked up by comparing with this
 _FORMAT = "tg1"

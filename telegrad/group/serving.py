@@ -9,7 +9,7 @@ from telegrad.group.board import DYNAMIC, OPEN, SERVED, SETTLING, Board, short
 from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import serve
 from telegrad.group.tcp import serve_tcp
-from telegrad.transport.keyring import Keyring
+from telegrad.keyring import Keyring
 
 
 def serve_anew(host: str, port: int, keys: Keyring) -> tuple[SealedStore, int]:

@@ -52,8 +52,8 @@ from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at,
 from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept
 from telegrad.group.tcp import reach_tcp, serve_tcp
+from telegrad.keyring import Keyring
 from telegrad.progress import Wait, attended
-from telegrad.transport.keyring import Keyring
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted

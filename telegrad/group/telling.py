@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+from telegrad.errors import PeerLost
 from telegrad.group.directory import LEFT, LOST
 from telegrad.group.members import Member, WorkerInfo, info
 from telegrad.threads import Background
@@ -62,3 +63,8 @@ class Teller:
                 callback(*args)
             except Exception:
                 log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])
+
+
+def found_lost(member: Member) -> PeerLost:
+    """Return the reason for which a member has gone that another worker has found dead."""
+    return PeerLost(f"worker {member.name!r} was lost, as another worker has found")

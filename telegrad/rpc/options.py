@@ -12,7 +12,7 @@ from telegrad.devices import streams
 from telegrad.devices.maps import Devices
 from telegrad.errors import DeviceError, UsageError
 from telegrad.group.keys import Key
-from telegrad.transport.keyring import check_key
+from telegrad.keyring import check_key
 from telegrad.transport.tls import TlsFiles
 
 DEFAULT_RPC_TIMEOUT = 60.0

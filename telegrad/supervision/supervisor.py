@@ -22,6 +22,7 @@ from time import monotonic
 from telegrad.errors import UsageError
 from telegrad.group import supervised
 from telegrad.group.keys import VARIABLE, given_keys, user_keys
+from telegrad.keyring import new_key
 from telegrad.processes import named, own_session, shared_cores
 from telegrad.progress import spelled
 from telegrad.supervision import children
@@ -30,7 +31,6 @@ from telegrad.supervision.lines import Lines
 from telegrad.supervision.output import STREAMS, Output
 from telegrad.supervision.policy import Act, EndStore, Policy, Say, Signal, Start
 from telegrad.supervision.roles import Plan, Seat
-from telegrad.transport.keyring import new_key
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2  # has a worker write down what it is at

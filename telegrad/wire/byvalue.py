@@ -23,7 +23,9 @@ from telegrad.wire.reducers import reduce
 
 
 def _reduce_code(code: CodeType) -> Any:
-    return make_code, (code.co_name, MAGIC_NUMBER, platform.python_version(), _REDUCE_CODE(code)[1])
+    # cloudpickle 3.1.3 and later leaves the file out, without which a remote traceback could not show its lines.
+    parts = tuple(code.co_filename if part == _NO_FILE else part for part in _REDUCE_CODE(code)[1])
+    return make_code, (code.co_name, MAGIC_NUMBER, platform.python_version(), parts)
 
 
 def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> CodeType:
@@ -40,6 +42,7 @@ def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> 
     return CodeType(*parts)
 
 
+_NO_FILE = "<dynamic-code>"
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
 
 

@@ -20,7 +20,7 @@ from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Before, Limits
 from telegrad.group.rendezvous import Terms, new_terms
 from telegrad.group.stores import Meeting, open_store
-from telegrad.transport.keyring import Keyring, new_key
+from telegrad.keyring import Keyring, new_key
 from tests.cluster import KEYS, PATIENCE, sealed
 
 WAIT = 20.0

@@ -21,7 +21,7 @@ from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
 from telegrad.group.sealing import SealedStore
-from telegrad.transport.keyring import Keyring, new_key
+from telegrad.keyring import Keyring, new_key
 from tests.cluster import PATIENCE, free_port, opened, processes, run_all, sealed
 
 T = TypeVar("T")
