@@ -96,55 +96,43 @@ class SealedStore:
 
     def swap(self, group: str, place: str, expected: str, value: str) -> str:
         """Write `value` where `expected` is found ("" is nothing); return what is there now."""
-        raw = "" if not expected and (group, place) not in self._seen else self._look_up(place)
-        while True:
-            found = self._open(group, place, raw)
-            if found.value != expected:
-                return found.value
-            now = self._replace(group, place, raw, value, found.serial + 1)
-            if now is None:
+        if not expected and (group, place) not in self._seen:
+            found, raw = NOTHING, ""  # most claims are of places where nothing is
+        else:
+            found, raw = self._look_up(group, place)
+        while found.value == expected:
+            written, found, raw = self._replace(group, place, raw, value, found.serial + 1)
+            if written:
                 return value
-            raw = now
+        return found.value
 
     def increment(self, group: str, place: str) -> int:
         """Add one to a number; return the sum."""
-        raw: str | None = self._look_up(place)
-        while raw is not None:
-            found = self._open(group, place, raw)
+        found, raw = self._look_up(group, place)
+        while True:
             more = int(found.value or 0) + 1
-            raw = self._replace(group, place, raw, str(more), found.serial + 1)
-        return more
-
-    def _replace(self, group: str, place: str, raw: str, value: str, serial: int) -> str | None:
-        """Write a value where `raw` stands; return None, or what stands there instead."""
-        sealed = self._sealer.seal(group, place, value, serial)
-        now = str(self.raw.compare_set(place, raw, sealed).decode("utf-8", "replace"))
-        if now != sealed:
-            return now
-        self._seen[group, place] = serial
-        return None
+            written, found, raw = self._replace(group, place, raw, str(more), found.serial + 1)
+            if written:
+                return more
 
     def read(self, group: str, place: str) -> str:
         """Return what is there, "" for nothing."""
-        raw = self._look_up(place)
-        found = self._open(group, place, raw)
+        found, raw = self._look_up(group, place)
         if not found.is_current:  # the key is being rotated: the older one will be unknown soon
             self._replace(group, place, raw, found.value, found.serial + 1)
         return found.value
 
     def write(self, group: str, place: str, value: str) -> None:
         """Write, whatever is there."""
-        serial = self._open(group, place, self._look_up(place)).serial + 1
+        serial = self._look_up(group, place)[0].serial + 1
         self.raw.set(place, self._sealer.seal(group, place, value, serial))
-        self._seen[group, place] = serial
+        self._note(group, place, serial)
 
     def read_all(self, group: str, places: list[str]) -> list[str]:
         """Return what is at places where something is known to be."""
+        newest = [self._seen.get((group, place), 0) for place in places]
         found = self.raw.multi_get(places)
-        return [
-            self._open(group, place, raw.decode("utf-8", "replace")).value
-            for place, raw in zip(places, found, strict=True)
-        ]
+        return [self._open(group, *each).value for each in zip(places, map(_text, found), newest, strict=True)]
 
     def add(self, place: str, more: int) -> int:
         """Add to a counter that is not sealed; return the sum."""
@@ -152,28 +140,49 @@ class SealedStore:
 
     def count(self, place: str) -> int:
         """Return a counter that is not sealed."""
-        raw = self._look_up(place)
+        raw = self._ask(place)
         if raw and not raw.lstrip("-").isdecimal():
             raise unauthenticated(place)
         return int(raw or 0)
 
-    def _look_up(self, place: str) -> str:
-        raw = self.raw.compare_set(place, ABSENT, ABSENT).decode("utf-8", "replace")
-        return "" if raw == ABSENT else str(raw)
+    def _look_up(self, group: str, place: str) -> tuple[Opened, str]:
+        """Return what is there, opened and as it stands."""
+        newest = self._seen.get((group, place), 0)
+        raw = self._ask(place)
+        return self._open(group, place, raw, newest), raw
 
-    def _open(self, group: str, place: str, raw: str) -> Opened:
+    def _ask(self, place: str) -> str:
+        raw = _text(self.raw.compare_set(place, ABSENT, ABSENT))
+        return "" if raw == ABSENT else raw
+
+    def _replace(self, group: str, place: str, raw: str, value: str, serial: int) -> tuple[bool, Opened, str]:
+        """Write a value where `raw` stands; return whether it was written, and what is there now."""
+        newest = self._seen.get((group, place), 0)
+        sealed = self._sealer.seal(group, place, value, serial)
+        now = _text(self.raw.compare_set(place, raw, sealed))
+        return now == sealed, self._open(group, place, now, newest), now
+
+    def _open(self, group: str, place: str, raw: str, newest: int) -> Opened:
+        """Open what the store had after this process had seen the serial number `newest`."""
         found = self._sealer.open(group, place, raw)
-        if found.serial < self._seen.get((group, place), 0):
+        if found.serial < newest:
             raise StoreUntrusted(
                 f"the group's store has an older value at {place!r} than it had before, or none: somebody without the "
                 "group's key writes to it, or it was served anew"
             )
-        if found.serial:
-            self._seen[group, place] = found.serial
+        self._note(group, place, found.serial)
         return found
+
+    def _note(self, group: str, place: str, serial: int) -> None:
+        if serial > self._seen.get((group, place), 0):
+            self._seen[group, place] = serial
 
     def __repr__(self) -> str:
         return f"<SealedStore over {type(self.raw).__name__}>"
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
 
 
 def unauthenticated(place: str) -> StoreUntrusted:

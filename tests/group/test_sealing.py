@@ -1,0 +1,147 @@
+"""What stands in a store: nothing is believed that was made up, moved, replayed or removed without the group's key."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad import errors
+from telegrad.group.board import Board
+from telegrad.group.sealing import Sealer
+from telegrad.keyring import Keyring, new_key
+from tests.cluster import KEYS, sealed
+
+OTHERS = Keyring([new_key()])
+texts = st.text(max_size=40)
+
+
+@given(texts, texts, texts, st.integers(1, 2**63))
+def test_a_value_comes_back(group: str, place: str, value: str, serial: int) -> None:
+    assert Sealer(KEYS, "a").open(group, place, Sealer(KEYS, "b").seal(group, place, value, serial))[:2] == (
+        value,
+        serial,
+    )
+
+
+@given(texts, texts, texts, texts, texts, st.integers(1, 99), st.data())
+def test_nothing_else_is_believed(
+    group: str, place: str, value: str, other_group: str, other_place: str, serial: int, data: st.DataObject
+) -> None:
+    made = Sealer(KEYS, "life").seal(group, place, value, serial)
+    position = data.draw(st.integers(0, len(made) - 1))
+    letter = data.draw(st.characters())
+    forged: list[tuple[str, str, str]] = [
+        (group, place, made[:position] + letter + made[position + 1 :]),
+        (group, place, made[:position]),
+        (group, place, made + letter),
+        (group, place, value),
+        (other_group, place, made),
+        (group, other_place, made),
+        (group, place, Sealer(OTHERS, "life").seal(group, place, value, serial)),
+    ]
+    for in_group, at, text in forged:
+        if (in_group, at, text) == (group, place, made) or not text:
+            continue
+        with pytest.raises(errors.StoreUntrusted):
+            Sealer(KEYS, "life").open(in_group, at, text)
+
+
+def boards(store: Any) -> tuple[Board, Board]:
+    return Board(sealed(store), "p"), Board(sealed(store), "p")
+
+
+def test_an_older_value_that_is_put_back_is_noticed() -> None:
+    store = dist.HashStore()
+    mine, other = boards(store)
+    other.write("a", "first")
+    old = store.get("p/a").decode()
+    other.write("a", "second")
+    assert mine.read("a") == "second"
+    store.set("p/a", old)
+    for attempt in (lambda: mine.read("a"), lambda: mine.swap("a", "second", "x"), lambda: mine.write("a", "x")):
+        with pytest.raises(errors.StoreUntrusted, match="older value"):
+            attempt()
+
+
+def test_a_value_that_is_removed_is_noticed() -> None:
+    store = dist.HashStore()
+    mine, other = boards(store)
+    other.write("a", "first")
+    assert mine.read("a") == "first"
+    store.set("p/a", "")
+    with pytest.raises(errors.StoreUntrusted):
+        mine.swap("a", "", "second")
+
+
+def test_members_remove_by_a_sealed_value() -> None:
+    mine, other = boards(dist.HashStore())
+    mine.write("a", "first")
+    assert other.swap("a", "first", "") == ""
+    assert mine.read("a") == ""
+    assert mine.swap("a", "", "second") == "second" == other.read("a")
+
+
+def test_terms_bind_a_board_to_their_group() -> None:
+    store = dist.HashStore()
+    mine, other = boards(store)
+    mine.claim_terms(json.dumps(["one"]))
+    mine.write("a", "value")
+    with pytest.raises(errors.StoreUntrusted):  # it does not know the group yet
+        other.read("a")
+    assert other.terms()
+    assert other.read("a") == "value"
+    elsewhere = dist.HashStore()
+    elsewhere.set("p/a", store.get("p/a").decode())
+    third = Board(sealed(elsewhere), "p")
+    third.claim_terms(json.dumps(["two"]))
+    with pytest.raises(errors.StoreUntrusted):
+        third.read("a")
+
+
+def test_many_add_to_a_number() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: Board(sealed(store)).increment("n"), range(64)))
+    assert sorted(found) == list(range(1, 65))
+
+
+def test_many_add_to_a_number_over_one_store() -> None:
+    board = Board(sealed(dist.HashStore()))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: board.increment("n"), range(64)))
+    assert sorted(found) == list(range(1, 65))
+
+
+def test_a_hint_that_is_no_number() -> None:
+    store = dist.HashStore()
+    store.set("n", "\x1b[31m")
+    with pytest.raises(errors.StoreUntrusted):
+        Board(sealed(store)).hint("n")
+
+
+def test_values_are_sealed_anew_while_the_key_is_rotated(tmp_path: pathlib.Path) -> None:
+    def ring(*keys: bytes) -> Keyring:
+        path.write_bytes(b"\n".join(keys))
+        path.chmod(0o600)
+        return Keyring(keys, str(path))
+
+    path = tmp_path / "key"
+    old, new = new_key(), new_key()
+    store = dist.HashStore()
+    first = Board(sealed(store, ring(old)))
+    first.write("a", "value")
+    for keys in ([old, new], [new, old]):
+        path.write_bytes(b"\n".join(keys))
+        assert first.read("a") == "value"  # the file is read again
+    path.write_bytes(new)
+    assert first.read("a") == "value"
+    assert Board(sealed(store, Keyring([new]))).read("a") == "value"
+    with pytest.raises(errors.StoreUntrusted):
+        Board(sealed(store, Keyring([old]))).read("a")
