@@ -20,6 +20,7 @@ from torch import Tensor
 
 from telegrad.errors import CannotDecode
 from telegrad.wire.reducers import reduce
+from telegrad.wire.segments import SegmentWriter, Texts, expect_texts
 
 
 def _reduce_code(code: CodeType) -> Any:
@@ -57,8 +58,11 @@ class ValuePickler(_Pickler):
     tensors: list[Tensor]
     references: list[Any]
     plain: bool
+    file: SegmentWriter
+    texts: Texts | None = None
 
     reducer_override = reduce
+    expect_texts = expect_texts
 
     def by_value(self, obj: Any) -> Any:
         return super().reducer_override(obj)

@@ -12,23 +12,24 @@ The last byte of a body says how to read it; a pickle ends before it and ignores
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 from telegrad.wire.culprits import blame
 from telegrad.wire.functions import import_anew, not_found
+from telegrad.wire.rawmemory import held, of_buffer, to_text
 from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
-from telegrad.wire.tensors import memory
+from telegrad.wire.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter, Texts, expect_texts
 
 if TYPE_CHECKING:
     from telegrad.wire.byvalue import ValuePickler
@@ -40,9 +41,15 @@ _CALL = ord("C")  # values, the numbers of those that are tensors, names of keyw
 _ONE = ord("T")  # the only tensor
 _ANY = ord("A")  # before it stands the number of buffers
 _TAIL = struct.Struct("<IB")
+_CUT = ord("S")  # before it stand the places of the segments, and the numbers of buffers, segments and texts
+_CUT_TAIL = struct.Struct("<IIIB")
 
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+_NUMBERS = frozenset({int, float, bool, complex, type(None)})
+_STRINGS = frozenset({str, bytes})
+_ATOMS = _NUMBERS | _STRINGS
 _CONTAINERS = frozenset({tuple, list, dict})
+MANY = 1 << 12  # elements from which a container is looked at, and pickled, in pieces
+FEW = 8  # elements: up to here a loop is faster than maps
 _NOTHING = pickle.dumps(((), {}), 5)
 
 
@@ -62,16 +69,25 @@ def encode(value: Any, same_program: bool) -> Encoded:
         CannotEncode: something in the value cannot be pickled.
     """
     kind = type(value)
+    texts = False
     if kind is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
         lean = _encode_call(*value)
-        if lean is not None:
+        if isinstance(lean, Encoded):
             return lean
-    elif kind in _ATOMS or (kind in _CONTAINERS and _has_atoms_only(value)):
+        if lean is not None:
+            value, texts = lean
+    elif kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
         return Encoded(pickle.dumps(value, 5), [])
     elif kind is Tensor and not value.__dict__:
         return Encoded(b"T", [value])
+    elif kind in _CONTAINERS or kind in _STRINGS:
+        extent = _extent_of(value)
+        if extent == _SMALL:
+            return Encoded(pickle.dumps(value, 5), [])
+        if extent == _BIG:
+            (value,), texts = _held_still([value])
     try:
-        return _dump(_Pickler, value, same_program)
+        return _dump(_Pickler, value, same_program, texts)
     except CodecError:
         raise
     except Exception:
@@ -93,6 +109,8 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
             return tensors[0]
         if how == _CALL:
             return _decode_call(body, tensors)
+        if how == _CUT:
+            return _load_cut(body, tensors, references)
         return _load(body, tensors, references)
     except CodecError:
         raise
@@ -106,27 +124,99 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
 # The usual cases, without a pickler in Python
 
 
-def _has_atoms_only(container: Any) -> bool:
-    values = container.values() if type(container) is dict else ()
-    return _ATOMS.issuperset(map(type, container)) and _ATOMS.issuperset(map(type, values))
+_SMALL, _BIG, _OTHER = range(3)
 
 
-def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | None:
-    """Arguments that are atoms, containers of such, and plain tensors; None where one is anything else."""
+def _extent_of(value: Any) -> int:
+    """Whether strings or a container are atoms alone, and if so, whether to pickle them in pieces."""
+    kind = type(value)
+    if kind in _STRINGS:
+        return _SMALL if len(value) < OWN_FROM else _BIG
+    if len(value) > MANY:
+        return _BIG if all(map(_ATOMS.issuperset, map(_types_of, _pieces(value)))) else _OTHER
+    if kind is not dict:
+        return _extent_of_all(value)
+    return _extent_of_all(value.values()) if _ATOMS.issuperset(map(type, value)) else _OTHER
+
+
+def _extent_of_all(values: Collection[Any]) -> int:
+    if len(values) > FEW:
+        if _NUMBERS.issuperset(map(type, values)):
+            return _SMALL
+        if _STRINGS.issuperset(map(type, values)):
+            return _SMALL if sum(map(len, values)) < OWN_FROM else _BIG
+    size = 0
+    for value in values:
+        kind = type(value)
+        if kind in _STRINGS:
+            size += len(value)
+        elif kind not in _NUMBERS:
+            return _OTHER
+    return _SMALL if size < OWN_FROM else _BIG
+
+
+def _types_of(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
+
+
+def _pieces(container: Any) -> Iterator[list[Any]]:
+    """The elements of a container, some at a time, so that other threads can run in between."""
+    for elements in (container, container.values()) if type(container) is dict else (container,):
+        rest = iter(elements)
+        while piece := list(islice(rest, MANY)):
+            yield piece
+
+
+def _held_still(values: Sequence[Any]) -> tuple[list[Any], bool]:
+    """Atoms and containers of atoms as they are now, since other threads run while large ones are pickled.
+
+    Also whether a text among them is large.
+    """
+    copies: dict[int, Any] = {}  # what is there twice stays one object
+    texts = False
+    for value in values:
+        if type(value) in _CONTAINERS and id(value) not in copies:
+            still = copies[id(value)] = copy(value)
+            texts = texts or any(_has_large_text(piece) for piece in _pieces(still))
+    return [copies.get(id(value), value) for value in values], texts or _has_large_text(values)
+
+
+def _has_large_text(values: Iterable[Any]) -> bool:
+    return max((len(value) for value in values if type(value) is str), default=0) >= OWN_FROM
+
+
+def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tuple[Any, bool] | None:
+    """Arguments that are atoms, containers of such, and plain tensors.
+
+    Where these are large, and no tensors are among them, the call to be pickled in pieces, and whether a text in it is
+    large. None where an argument is anything else.
+    """
     if not args and not kwargs:
         return Encoded(_NOTHING, [])
     values = [*args, *kwargs.values()] if kwargs else list(args)
     tensors: list[Tensor] = []
     places: list[int] = []
+    is_big = len(values) > MANY
     for place, value in enumerate(values):
         kind = type(value)
-        if kind in _ATOMS or (kind in _CONTAINERS and _has_atoms_only(value)):
+        if kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
+            continue
+        if kind in _STRINGS or kind in _CONTAINERS:
+            extent = _extent_of(value)
+            if extent == _OTHER:
+                return None
+            is_big = is_big or extent == _BIG
             continue
         if kind is not Tensor or value.__dict__:
             return None
         tensors.append(value)
         places.append(place)
         values[place] = None
+    if is_big:
+        if tensors:
+            return None
+        values, texts = _held_still(values)
+        return (tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))), texts
     if not tensors:
         return Encoded(pickle.dumps((args, kwargs), 5), tensors)
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors):
@@ -147,18 +237,37 @@ def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[t
 # All others
 
 
-def _dump(kind: type[_Pickler | ValuePickler], value: Any, same_program: bool) -> Encoded:
-    file = io.BytesIO()
+def _dump(kind: type[_Pickler | ValuePickler], value: Any, same_program: bool, texts: bool = False) -> Encoded:
+    """`texts`: a text in it is large; else that may show on the way, and it is begun anew."""
+    file = SegmentWriter()
     buffers: list[Tensor] = []
     pickler = kind(file, 5, buffer_callback=partial(_keep, buffers))
     pickler.same_program = same_program
     pickler.tensors = []
     pickler.references = []
     pickler.plain = True
-    pickler.dump(value)
+    pickler.file = file
+    if texts:
+        pickler.expect_texts()
+    try:
+        pickler.dump(value)
+    except LargeText:
+        return _dump(kind, value, same_program, True)
+    body = file.whole()
+    if body is None or pickler.texts is not None:
+        return _cut(pickler, file, buffers)
     if not pickler.plain or buffers:
-        file.write(_TAIL.pack(len(buffers), _ANY))
-    return Encoded(file.getvalue(), pickler.tensors + buffers, pickler.references, len(buffers))
+        body += _TAIL.pack(len(buffers), _ANY)
+    return Encoded(body, pickler.tensors + buffers, pickler.references, len(buffers))
+
+
+def _cut(pickler: _Pickler | ValuePickler, file: SegmentWriter, buffers: list[Tensor]) -> Encoded:
+    parts, places, blobs = file.finish()
+    texts = pickler.texts.blobs() if pickler.texts is not None else []
+    parts.append(struct.pack(f"<{len(places)}q", *places))
+    parts.append(_CUT_TAIL.pack(len(buffers), len(places), len(texts), _CUT))
+    buffers = [*buffers, *blobs, *texts]
+    return Encoded(b"".join(parts), pickler.tensors + buffers, pickler.references, len(buffers))
 
 
 def _keep(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -166,24 +275,32 @@ def _keep(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
     raw = buffer.raw()
     if raw.nbytes < LARGE:
         return True
-    buffers.append(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8))
+    buffers.append(of_buffer(raw))
     return False
 
 
 def _load(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any]) -> Any:
     count, _ = _TAIL.unpack_from(body, len(body) - _TAIL.size)
     buffers = tensors[len(tensors) - count :] if count else ()
-    unpickler = _Unpickler(io.BytesIO(body), buffers=map(_held, buffers))
+    unpickler = _Unpickler(io.BytesIO(body), buffers=map(held, buffers))
     unpickler.tensors = tensors
     unpickler.references = references
     return unpickler.load()
 
 
-def _held(blob: Tensor) -> Any:
-    """The memory of a tensor of bytes, which it keeps alive."""
-    view: Any = (ctypes.c_ubyte * blob.numel()).from_buffer(memory(blob))
-    view.blob = blob
-    return view
+def _load_cut(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any]) -> Any:
+    end = len(body) - _CUT_TAIL.size
+    count, segments, texts, _ = _CUT_TAIL.unpack_from(body, end)
+    places = struct.unpack_from(f"<{segments}q", body, end - 8 * segments)
+    blobs = len([place for place in places if place < 0])
+    buffers = tensors[len(tensors) - count - blobs - texts :]
+    file = SegmentReader(memoryview(body), places, buffers[count : count + blobs])
+    unpickler = _CutUnpickler(file, buffers=map(held, buffers[:count]))
+    unpickler.tensors = tensors
+    unpickler.references = references
+    unpickler.texts = buffers[count + blobs :]
+    unpickler.found = {}
+    return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
@@ -193,8 +310,11 @@ class _Pickler(pickle.Pickler):
     tensors: list[Tensor]
     references: list[Any]
     plain: bool  # nothing but built-in types so far
+    file: SegmentWriter
+    texts: Texts | None = None
 
     reducer_override = reduce
+    expect_texts = expect_texts
 
     def by_value(self, obj: Any) -> Any:
         raise NeedsValue
@@ -229,6 +349,18 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         except (ImportError, AttributeError) as error:
             raise not_found(module, name, error) from error
+
+
+class _CutUnpickler(_Unpickler):
+    """Reads a pickle in segments."""
+
+    texts: Sequence[Tensor]
+    found: dict[int, str]
+
+    def persistent_load(self, number: int) -> str:
+        if number not in self.found:
+            self.found[number] = to_text(self.texts[number])
+        return self.found[number]
 
 
 def _encode_by_value(value: Any, same_program: bool) -> Encoded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
@@ -19,8 +20,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.wire.functions import name_of, resolve
+from telegrad.wire.rawmemory import PIECE, Turns, copied, held
+from telegrad.wire.segments import OWN_FROM, SegmentWriter
 
 REBUILDERS = __name__  # the module in which the unpickler looks for FROM_SLOTS
+
+
+_NOTHING: dict[str, Any] = {}
 
 
 class Pickler(Protocol):
@@ -29,6 +35,10 @@ class Pickler(Protocol):
     same_program: bool
     tensors: list[Tensor]
     references: list[Any]
+    file: SegmentWriter
+
+    def expect_texts(self) -> None:
+        """Number the large texts from now on."""
 
     def by_value(self, obj: Any) -> Any:
         """Take apart a function or class that has no name."""
@@ -137,12 +147,52 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _reduce_array(pickler: Pickler, array: Any) -> Any:
+def _reduce_ndarray(pickler: Pickler, array: Any) -> Any:
     """Numpy keeps only dense arrays out of the pickle."""
     flags = array.flags
     if array.dtype.hasobject or flags.c_contiguous or flags.f_contiguous:
         return NotImplemented
     return array.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _reduce_elements(pickler: Pickler, values: Any) -> Any:
+    """An array of the standard library would copy all its elements at once."""
+    if type(values) is not array or len(values) * values.itemsize < OWN_FROM:
+        return NotImplemented
+    data = copied(memoryview(values))  # it may change before it has left
+    return _elements, (values.typecode, _format_of(values.typecode), pickle.PickleBuffer(held(data)))
+
+
+def _format_of(typecode: str) -> int:
+    """How this machine lays out elements, in the numbers of the module `array`."""
+    reduced: Any = array(typecode).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return int(reduced[1][2])
+
+
+def _elements(typecode: str, layout: int, data: Any) -> Any:
+    view = memoryview(data).cast("B")
+    values: Any = array(typecode)
+    if layout != _format_of(typecode):  # of another kind of machine
+        return values.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0](array, typecode, layout, bytes(view))
+    turns = Turns()
+    for start in range(0, len(view), PIECE):
+        values.frombytes(view[start : start + PIECE])
+        turns.give_way()
+    return values
+
+
+def _reduce_file(pickler: Pickler, file: Any) -> Any:
+    """By itself it would be filled by a copy of what has come."""
+    if type(file) is not io.BytesIO or file.closed or file.getbuffer().nbytes < OWN_FROM:
+        return NotImplemented
+    return _file, file.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2]
+
+
+def _file(content: bytes, position: int, attributes: dict[str, Any] | None) -> io.BytesIO:
+    file = io.BytesIO(content)
+    file.seek(position)
+    file.__dict__.update(attributes or {})
+    return file
 
 
 # Functions and classes
@@ -232,13 +282,18 @@ REDUCERS: dict[type, Reducer] = {
     torch._ops.OpOverloadPacket: _reduce_operator,
     torch.jit.ScriptFunction: _reduce_script_function,
     torch.jit.ScriptModule: _reduce_script,
+    array: _reduce_elements,
+    io.BytesIO: _reduce_file,
 }
 
 # Called by the unpickler with the tensors, or the references, of the value before their arguments.
 FROM_SLOTS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (_slot, _slot_as, _parameter, _storage)}
 FROM_REFERENCES: dict[str, Callable[..., Any]] = {_reference.__name__: _reference}
 _OWN = frozenset(
-    {*FROM_SLOTS.values(), *FROM_REFERENCES.values(), resolve, _unflatten, _typed_storage, _compile, _load_script}
+    {
+        *(*FROM_SLOTS.values(), *FROM_REFERENCES.values()),
+        *(resolve, _unflatten, _typed_storage, _compile, _load_script, _elements, _file),
+    }
 )
 
 try:
@@ -246,7 +301,7 @@ try:
 except ImportError:
     pass
 else:
-    REDUCERS[numpy.ndarray] = _reduce_array
+    REDUCERS[numpy.ndarray] = _reduce_ndarray
 
 
 def reduce(pickler: Any, obj: Any) -> Any:
@@ -255,5 +310,13 @@ def reduce(pickler: Any, obj: Any) -> Any:
     for kind in type(obj).__mro__:
         reducer = REDUCERS.get(kind)
         if reducer is not None:
-            return reducer(pickler, obj)
-    return NotImplemented
+            reduced = reducer(pickler, obj)
+            break
+    else:
+        reduced = NotImplemented
+        for value in getattr(obj, "__dict__", _NOTHING).values():
+            if type(value) is str and len(value) >= OWN_FROM:
+                pickler.expect_texts()
+    if reduced is NotImplemented:
+        pickler.file.may_repeat = False
+    return reduced

@@ -1,0 +1,104 @@
+"""Large values that are no tensors cross by every way, and are what pickle alone gives; others are not held up."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import telegrad.rpc as rpc
+from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
+from tests.cluster import agents, in_threads
+from tests.trees import DATA, LARGE, TREES, Record, alike
+
+ANY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def three(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
+    with agents(3, transport=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def here(three: list[Worker]) -> Iterator[None]:
+    current.enter(three[0])
+    yield
+    current.enter(None)
+
+
+def same(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def twice(value: Any) -> Iterator[Any]:
+    yield value
+    yield [value]
+
+
+def of_reference(reference: Any) -> Any:
+    return reference.to_here()
+
+
+@pytest.mark.usefixtures("here")
+@ANY
+@given(TREES)
+def test_any_value_by_any_way(value: Any) -> None:
+    alone = pickle.loads(pickle.dumps(value, 5))
+    for to in ("w1", "w0"):
+        assert alike(rpc.rpc_sync(to, same, (value,), {"key": value}), ((alone,), {"key": alone}))
+        assert alike(rpc.rpc_async(to, same, (value, 1)).wait(), ((alone, 1), {}))
+        assert alike(list(rpc.rpc_stream(to, twice, (value,))), [alone, [alone]])
+        assert alike(rpc.remote(to, same, (), {"key": value}).to_here(), ((), {"key": alone}))
+        assert alike(rpc.rpc_sync(to, lambda value: [value], (value,)), [alone])
+    assert alike(rpc.rpc_sync("w1", of_reference, (rpc.RRef(value),)), alone)
+    answers = rpc.group(["w1", "w2", "w0"]).rpc_sync(same, (value,))
+    assert all(alike(answer, ((alone,), {})) for answer in list(answers))
+
+
+@pytest.mark.usefixtures("here")
+def test_what_arrives_is_ones_own() -> None:
+    """Nobody sees what another does to what it got."""
+    kept: list[Any] = [bytearray(DATA[:LARGE]), {"deep": bytearray(DATA[:LARGE])}]
+
+    def change(value: Any) -> Any:
+        value[0][:4] = b"else"
+        value[1]["deep"] += b"more"
+        return value
+
+    for to in ("w1", "w0"):
+        back = rpc.rpc_sync(to, change, (kept,))
+        assert back[0][:4] == b"else"
+        assert kept == [DATA[:LARGE], {"deep": DATA[:LARGE]}]
+        again = rpc.rpc_sync(to, change, (kept,))  # in the same memory, perhaps
+        again[0][4:8] = b"here"
+        assert back[0][4:] == DATA[4:LARGE]
+
+
+@pytest.mark.usefixtures("here")
+def test_many_at_once() -> None:
+    values = [bytes([number]) * (LARGE + number) for number in range(16)]
+
+    def send(value: bytes) -> Any:
+        current.enter(first)
+        return [rpc.rpc_sync("w1", same, (value, Record("x", value)))[0] for _ in range(5)]
+
+    first = current.here()
+    for value, found in zip(values, in_threads(*[partial(send, value) for value in values]), strict=True):
+        assert all(each == (value, Record("x", value)) for each in found)
+
+
+def raises(value: Any) -> None:
+    raise ValueError("bad", value)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_large_value_in_an_exception() -> None:
+    with pytest.raises(ValueError, match="bad") as caught:
+        rpc.rpc_sync("w1", raises, (DATA[:LARGE],))
+    assert caught.value.args[1] == DATA[:LARGE]

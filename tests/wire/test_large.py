@@ -1,0 +1,273 @@
+"""Large values that are no tensors: what arrives is what pickle alone gives, and no step holds the interpreter."""
+
+from __future__ import annotations
+
+import array
+import io
+import pickle
+import sys
+import threading
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from telegrad.errors import CannotDecode, CannotEncode
+from telegrad.wire import rawmemory, reducers, segments
+from telegrad.wire.packing import pack
+from telegrad.wire.pickling import decode, encode
+from telegrad.wire.unpacking import unpack
+from tests.trees import DATA, LARGE, LEAVES, TREES, OwnText, Record, Slotted, alike
+
+
+def journey(value: Any, same_program: bool = True) -> Any:
+    body, tensors, *_ = encode(value, same_program)
+    meta, blobs = pack(tensors)
+    return decode(body, unpack(meta, [blob.clone() for blob in blobs]))
+
+
+class Failing:
+    def __reduce__(self) -> Any:
+        raise ValueError("no")
+
+
+ANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def sharing(value: Any) -> list[int]:
+    """Which of the parts of a value are one object, in the order in which they appear."""
+    numbers: dict[int, int] = {}
+    found: list[int] = []
+
+    def visit(part: Any) -> None:
+        known = id(part) in numbers
+        found.append(numbers.setdefault(id(part), len(numbers)))
+        if known or isinstance(part, int | float | type(None)) or (isinstance(part, str) and len(part) < 2):
+            return
+        if isinstance(part, dict):
+            for key, inner in part.items():
+                visit(key)
+                visit(inner)
+        elif isinstance(part, list | tuple) and len(part) < 100:
+            for inner in part:
+                visit(inner)
+        elif isinstance(part, Record | Slotted):
+            visit(part.content)
+
+    visit(value)
+    return found
+
+
+@ANY
+@given(TREES)
+def test_any_value(value: Any) -> None:
+    alone = pickle.loads(pickle.dumps(value, 5))
+    back = journey(value)
+    assert alike(back, alone)
+    assert alike(journey(((value, 1), {"key": value})), ((alone, 1), {"key": alone}))
+
+
+@ANY
+@given(st.lists(LEAVES, min_size=1, max_size=3))
+def test_what_is_one_object_stays_one(leaves: list[Any]) -> None:
+    value = [leaves, [*leaves, *leaves], {"all": tuple(leaves)}, Record("x", leaves)]
+    alone = pickle.loads(pickle.dumps(value, 5))
+    if not any(isinstance(leaf, float | int | str) and not isinstance(leaf, OwnText) for leaf in leaves):
+        assert sharing(journey(value)) == sharing(alone)
+    assert alike(journey(value), alone)
+    args = (*leaves, *leaves)
+    (back, _), (expected, _) = journey((args, {})), pickle.loads(pickle.dumps((args, {}), 5))
+    assert alike(back, expected)
+    assert all(one is other for one, other in zip(back, back[len(leaves) :], strict=False) if isinstance(one, list))
+
+
+def test_one_large_text_twice_arrives_as_one() -> None:
+    text = "é" * LARGE
+    first, second, record = journey([text, text, Record(text, [text])])
+    assert first is second is record.name is record.content[0]
+
+
+def test_what_holds_itself() -> None:
+    ring: list[Any] = list(range(10_000))
+    ring += [DATA[:LARGE], ring]
+    back = journey(ring)
+    assert back[-1] is back
+    assert back[-2] == DATA[:LARGE]
+    table: dict[Any, Any] = dict.fromkeys(range(10000), "x")
+    table["self"] = [table]
+    assert journey(table)["self"][0].keys() == table.keys()
+
+
+@pytest.mark.parametrize(
+    ("value", "blobs"),
+    [
+        (DATA[:LARGE], 1),
+        ([DATA[:LARGE], DATA[1 : LARGE + 1]], 2),
+        (bytearray(DATA[:LARGE]), 1),
+        ("x" * LARGE, 1),
+        ("é" * LARGE, 1),
+        ({"deep": [("x" * LARGE, DATA[:LARGE])]}, 2),
+        (Record("x" * LARGE, {"a": "é" * LARGE}), 2),
+        (array.array("d", bytes(LARGE)), 1),
+        (io.BytesIO(DATA[:LARGE]), 1),
+        (numpy.ones(LARGE), 1),
+        (list(range(1_000_000)), 1),
+        ([DATA[:LARGE]] * 100, 1),
+        ([bytes([number]) * LARGE for number in range(200)], 1),
+        ([str(number) * LARGE for number in range(100)], None),
+    ],
+    ids=lambda value: str(value)[:20] if isinstance(value, int) else type(value).__name__,
+)
+def test_what_is_large_travels_beside_the_pickle(value: Any, blobs: int | None) -> None:
+    ways: list[Any] = [value, ((value,), {}), ((), {"key": value})]
+    for each in ways:
+        body, tensors, *_ = encode(each, True)
+        assert len(body) < 2 * segments.LONGEST_RUN
+        assert len(tensors) < 200
+        assert blobs is None or len(tensors) == blobs
+    assert alike(journey(value), value)
+
+
+def test_bytes_and_texts_are_not_copied_here() -> None:
+    text = "x" * LARGE
+    (blob,) = encode([DATA], True).tensors
+    assert blob.data_ptr() == rawmemory.address_of(memoryview(DATA))
+    (first,), (second,) = encode(text, True).tensors, encode([Record(text, None)], True).tensors
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_memory_lives_as_long_as_it_is_on_its_way() -> None:
+    value = [DATA[:LARGE] + b"end", "x" * LARGE + "end"]
+    blobs = encode(value, True).tensors
+    del value
+    assert [bytes(blob[-3:].tolist()) for blob in blobs] == [b"end", b"end"]
+
+
+def test_what_changes_later_is_sent_as_it_was() -> None:
+    data, elements = bytearray(DATA[:LARGE]), array.array("b", DATA[:LARGE])
+    body, tensors, *_ = encode([data, elements], True)
+    data[:4] = elements[:4] = array.array("b", b"else")
+    data += b"more"  # which is refused while others use the memory of a bytearray
+    elements.append(1)
+    back = decode(body, tensors)
+    assert back == [DATA[:LARGE], array.array("b", DATA[:LARGE])]
+
+
+def test_what_arrives_is_independent() -> None:
+    body, tensors, *_ = encode([bytearray(DATA[:LARGE]), DATA[:LARGE], "x" * LARGE, io.BytesIO(DATA[:LARGE])], True)
+    received = [tensor.clone() for tensor in tensors]
+    back = decode(body, received)
+    for tensor in received:
+        tensor.zero_()
+    data, content, text, file = back
+    assert (data, content, text, file.getvalue()) == (DATA[:LARGE], DATA[:LARGE], "x" * LARGE, DATA[:LARGE])
+    data += b"more"
+    file.write(b"else")
+
+
+def test_texts_arrive_as_python_makes_them() -> None:
+    for text in ("x" * LARGE, "é" * LARGE, "日" * LARGE, "a" * LARGE + "\U0001f600", "a" * LARGE + "\udc80"):
+        back = journey(text)
+        plain = "".join(list(text))
+        assert sys.getsizeof(back) == sys.getsizeof(plain)
+        assert hash(back) == hash(text)
+        assert {back: 1}[text] == 1
+        assert sys.getrefcount(back) == sys.getrefcount(plain)
+
+
+def test_what_is_no_text_is_refused() -> None:
+    body, (blob,), *_ = encode("é" * LARGE, True)
+    for wrong in (b"\xff" * 9, b"\xc3", b"a" * rawmemory.PIECE + b"\x80\x80", b"\x80" * 2 * rawmemory.PIECE):
+        with pytest.raises(CannotDecode, match="utf-8"):
+            decode(body, [rawmemory.copied(memoryview(wrong))])
+    with pytest.raises(CannotDecode):
+        decode(encode([DATA[:LARGE]], True).body, [blob[:100]])
+
+
+def test_an_array_of_another_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = array.array("i", range(LARGE))
+    body, tensors, *_ = encode(values, True)
+    other = array.array("i", values)
+    other.byteswap()
+    (swapped,) = encode(other, True).tensors
+    here = reducers._format_of("i")
+    monkeypatch.setattr(reducers, "_format_of", lambda typecode: here ^ 1)
+    swapped_body = encode(other, True).body
+    monkeypatch.undo()
+    assert decode(swapped_body, [swapped]) == values
+    assert decode(body, tensors) == values
+
+
+@pytest.mark.parametrize("many", [10, 100_000])
+def test_errors_are_the_same(many: int) -> None:
+    with pytest.raises(CannotEncode, match=r"argument 0\[\d+\] .*cannot be sent"):
+        encode((([*range(many), threading.Lock()],), {}), True)
+    with pytest.raises(CannotEncode, match="no"):
+        encode([*range(many), DATA, Failing()], True)
+
+
+def test_a_container_that_others_change() -> None:
+    """Whatever others do meanwhile, a large container of atoms is sent as it was at one moment."""
+    table = {number: number for number in range(20_000)}
+    numbers = [0] * 200_000
+    stop = threading.Event()
+
+    def change() -> None:
+        number = 20_000
+        while not stop.is_set():
+            table[number] = number
+            del table[number - 20_000]
+            number += 1
+            for place in range(0, len(numbers), 10_000):
+                numbers[place] += 1
+            numbers.append(numbers.pop())
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(5):
+            (back, more), _ = journey(((table, numbers), {}))
+            assert 19_999 <= len(back) <= 20_001
+            assert sorted(back) == list(range(min(back), min(back) + len(back)))
+            assert len(more) in (199_999, 200_000)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        DATA,
+        bytearray(DATA),
+        "x" * 5 * LARGE,
+        "é" * 5 * LARGE,
+        array.array("b", DATA),
+        list(range(500_000)),
+        [{"a": [1]}] * 9,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_step_takes_more_than_a_piece(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done while the interpreter is held: pieces of text and frames; all else is copied by `copy`."""
+    written: list[int] = []
+    read: list[int] = []
+    write, next_ = segments.SegmentWriter.write, segments.SegmentReader.read
+
+    def note_write(self: Any, data: Any) -> None:
+        if type(data) is not bytes or data is not value:
+            written.append(len(data))
+        write(self, data)
+
+    def note_read(self: Any, size: int) -> bytes:
+        read.append(size)
+        return next_(self, size)
+
+    monkeypatch.setattr(segments.SegmentWriter, "write", note_write)
+    monkeypatch.setattr(segments.SegmentReader, "read", note_read)
+    assert journey(value) == value
+    bounds = 1 << 17
+    assert all(size < bounds for size in written if size != len(DATA))
+    assert all(size < bounds for size in read)
