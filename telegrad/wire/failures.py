@@ -93,6 +93,8 @@ def _dump(value: Any) -> Sent:
     body, tensors, references, _ = encode(value, True)
     if references:
         raise CannotEncode("a reference cannot travel inside an exception")
+    if sum(tensor.nbytes for tensor in tensors) > LARGEST:
+        raise CannotEncode("it is too large for an exception")
     meta, blobs = pack(tensors)
     return body, meta, [bytes(memory(blob)) for blob in cast(list[Tensor], blobs)]
 

@@ -12,6 +12,7 @@ The last byte of a body says how to read it; a pickle ends before it and ignores
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import struct
@@ -29,7 +30,7 @@ from telegrad.wire.culprits import blame
 from telegrad.wire.functions import import_anew, not_found
 from telegrad.wire.rawmemory import held, of_buffer, to_text
 from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
-from telegrad.wire.segments import OWN_FROM, LargeText, SegmentReader, SegmentWriter, Texts, expect_texts
+from telegrad.wire.segments import OWN_FROM, LargeText, OnePiece, SegmentReader, SegmentWriter, Texts, expect_texts
 
 if TYPE_CHECKING:
     from telegrad.wire.byvalue import ValuePickler
@@ -90,7 +91,10 @@ def encode(value: Any, same_program: bool) -> Encoded:
         return _dump(_Pickler, value, same_program, texts)
     except CodecError:
         raise
-    except Exception:
+    except Exception as error:
+        if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames
+            with contextlib.suppress(Exception):
+                return _dump(_Pickler, value, same_program, texts, at_once=True)
         return _encode_by_value(value, same_program)
 
 
@@ -237,9 +241,14 @@ def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[t
 # All others
 
 
-def _dump(kind: type[_Pickler | ValuePickler], value: Any, same_program: bool, texts: bool = False) -> Encoded:
-    """`texts`: a text in it is large; else that may show on the way, and it is begun anew."""
-    file = SegmentWriter()
+def _dump(
+    kind: type[_Pickler | ValuePickler], value: Any, same_program: bool, texts: bool = False, at_once: bool = False
+) -> Encoded:
+    """Pickle a value. `at_once`: built-in types let no other thread run meanwhile.
+
+    `texts`: a text in it is large; else that may show on the way, and it is begun anew.
+    """
+    file = OnePiece() if at_once else SegmentWriter()
     buffers: list[Tensor] = []
     pickler = kind(file, 5, buffer_callback=partial(_keep, buffers))
     pickler.same_program = same_program
@@ -253,6 +262,8 @@ def _dump(kind: type[_Pickler | ValuePickler], value: Any, same_program: bool, t
         pickler.dump(value)
     except LargeText:
         return _dump(kind, value, same_program, True)
+    if isinstance(file, OnePiece):
+        file.settle()
     body = file.whole()
     if body is None or pickler.texts is not None:
         return _cut(pickler, file, buffers)

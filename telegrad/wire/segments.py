@@ -124,6 +124,24 @@ class SegmentWriter:
         return parts, places, blobs
 
 
+class OnePiece(SegmentWriter):
+    """A file whose `write` is a function of C, so that built-in types are pickled as they are at one moment."""
+
+    __slots__ = ("write",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_repeat = False
+        self.write: Any = self._segments.append
+
+    def settle(self) -> None:
+        """The pickle is written."""
+        for place, data in enumerate(self._segments):
+            if isinstance(data, bytearray):
+                self._segments[place] = copied(memoryview(data))
+        self._size = sum(map(len, self._segments))
+
+
 def _announces_text(data: bytes) -> bool:
     """Whether the header of a large text stands behind the frame in `data`."""
     start = 2 if data[:1] == pickle.PROTO else 0

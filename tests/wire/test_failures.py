@@ -343,3 +343,11 @@ def test_printed_once(error: KeyError | OwnText | ValueError) -> None:
     text = "".join(traceback.format_exception(type(back), back, back.__traceback__))
     assert text.count("On worker 'w1'") == 1
     assert text.count("raise error") == 1
+
+
+def test_an_exception_with_more_than_may_be_sent_is_told_of_without_it() -> None:
+    for large in (b"x" * (2 * LARGEST), "é" * LARGEST, [b"x" * (2 * LARGEST)]):
+        back = rebuild(describe(ValueError("bad", large), "w1"))
+        assert isinstance(back, ValueError)
+        assert back.args[0] == "bad"
+        assert len(repr(back)) < 100_000
