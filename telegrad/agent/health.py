@@ -8,6 +8,7 @@ asked for where the user wants that, and one that is busy for longer, and lets n
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from math import inf
 from time import process_time
@@ -18,8 +19,22 @@ from telegrad.transport.processes import Stops, stopped
 from telegrad.transport.silence import Silence
 
 TICKS = 1.0  # seconds at most between two ticks of a worker that runs
+LATEST = 200  # times the interval of the interpreter (1 s by default): on a crowded machine a thread may wake so late
 
 log = logging.getLogger("telegrad")
+
+try:
+    from resource import RUSAGE_THREAD, getrusage
+except ImportError:  # not on macOS and Windows
+
+    def _woken() -> int:
+        return 0
+
+else:
+
+    def _woken() -> int:
+        """How often this thread has gone to sleep, and so woken, until now."""
+        return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
 class Health:
@@ -35,7 +50,7 @@ class Health:
         self._end = end
         self._watched: dict[Link, _Watched] = {}
         self._next = 0.0
-        self._ticked, self._used = inf, 0.0  # when, and the processor time until then
+        self._ticked, self._used, self._woken = inf, 0.0, 0  # when, and the processor time and wakings until then
 
     def tick(self, now: float, links: Iterable[Link]) -> float:
         """Look at whom it is time to look at; when to look again."""
@@ -54,16 +69,22 @@ class Health:
         return _Watched(link, self._silence if link.process else 0.0, self._heartbeat)
 
     def _look_at_itself(self, now: float) -> None:
-        """Say so where this worker has been stopped, as others may have taken it for lost."""
-        used = process_time()
+        """Say so where this worker has been stopped, as others may have taken it for lost.
+
+        A thread that waits for the interpreter wakes after each of its intervals (5 ms) to ask for it, one that is
+        stopped does not. So a thread that holds the interpreter for seconds, asleep or not, is no stop.
+        """
+        used, woken = process_time(), _woken()
         stood = now - self._ticked
-        if self._silence and stood > self._silence + TICKS and used - self._used < stood / 2:
-            log.warning(
-                "telegrad: this process did not run for %.0f s: it was stopped, or its machine slept. Others may have "
-                "taken its worker for lost",
-                stood,
-            )
-        self._ticked, self._used = now, used
+        if self._silence and stood > self._silence + TICKS:
+            asleep = (woken - self._woken) * sys.getswitchinterval() * LATEST < stood
+            if asleep and used - self._used < stood / 2:
+                log.warning(
+                    "telegrad: this process did not run for %.0f s: it was stopped, or its machine slept. Others may "
+                    "have taken its worker for lost",
+                    stood,
+                )
+        self._ticked, self._used, self._woken = now, used, woken
 
 
 class _Watched:

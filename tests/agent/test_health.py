@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import logging
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 
+from telegrad.agent import health
 from telegrad.agent.health import Health
 from telegrad.errors import PeerSilent
 from telegrad.transport import processes
@@ -141,3 +148,33 @@ def test_without_limits_nobody_is_looked_at() -> None:
     watch.until(100.0)
     assert not watch.told
     assert not link.asked
+
+
+# A worker looks at itself; that it tells of a stop is in tests/rpc/test_health.py
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is known of one thread")
+def test_a_held_interpreter_is_no_stop(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A C function that keeps the interpreter while it sleeps uses no processor time, as a stopped process."""
+    monkeypatch.setattr(health, "TICKS", 0.1)
+    monkeypatch.setattr(health, "LATEST", 20)  # 0.1 s
+    watch, ticks, over = Health(0.1, 0.0, lambda *_: None), list[float](), threading.Event()
+
+    def tick() -> None:
+        while not over.is_set():
+            now = time.monotonic()
+            watch.tick(now, ())
+            ticks.append(now)
+            over.wait(0.005)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        with caplog.at_level(logging.WARNING, "telegrad"):
+            ctypes.PyDLL(None).usleep(900_000)  # PyDLL keeps the interpreter
+            over.set()
+            thread.join()
+    finally:
+        over.set()
+    assert max(after - before for before, after in itertools.pairwise(ticks)) > 0.5
+    assert "did not run" not in caplog.text
