@@ -11,8 +11,9 @@ from benchmarks.memory import MEMORY
 from benchmarks.pipelines import PIPELINES
 from benchmarks.recording import RECORDING
 from benchmarks.training import TRAINING
+from benchmarks.values import VALUES
 from benchmarks.weights import WEIGHTS
 
 # One thread for each process, as torchrun has it: more of them than cores keep each other from running.
 _TRAINING = [row._replace(threads=1) for row in (*TRAINING, *PIPELINES)]
-ROWS = [*CALLS, *CANCELLING, *RECORDING, *_TRAINING, *CROWDS, *WEIGHTS, *CHECKPOINTS, *LIFECYCLE, *MEMORY]
+ROWS = [*CALLS, *VALUES, *CANCELLING, *RECORDING, *_TRAINING, *CROWDS, *WEIGHTS, *CHECKPOINTS, *LIFECYCLE, *MEMORY]

@@ -292,3 +292,45 @@ def test_no_step_takes_more_than_a_piece(value: Any, monkeypatch: pytest.MonkeyP
     bounds = 1 << 17
     assert all(size < bounds for size in written if size != len(DATA))
     assert all(size < bounds for size in read)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: b"x" * (64 << 20),
+        lambda: bytearray(64 << 20),
+        lambda: "x" * (64 << 20),
+        lambda: "é" * (16 << 20),
+        lambda: array.array("d", bytes(64 << 20)),
+        lambda: io.BytesIO(bytes(64 << 20)),
+        lambda: list(range(1_000_000)),
+        lambda: [[number] for number in range(300_000)],
+    ],
+    ids=["bytes", "bytearray", "ascii", "text", "array", "file", "numbers", "lists"],
+)
+def test_other_threads_run_meanwhile(make: Any) -> None:
+    """Though nobody may take the interpreter away, as it is given away."""
+    interval, stop, turns = sys.getswitchinterval(), threading.Event(), [0]
+
+    def take_turns() -> None:
+        while not stop.wait(1e-4):
+            turns[0] += 1
+
+    value = make()
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    try:
+        sys.setswitchinterval(1000)
+        before = turns[0]
+        body, tensors, *_ = encode([value], True)
+        encoded = turns[0]
+        back = decode(body, tensors)
+        decoded = turns[0]
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+    assert alike(back, [value])
+    assert decoded > encoded
+    if isinstance(value, bytearray | list | array.array):  # all others are not copied
+        assert encoded > before
