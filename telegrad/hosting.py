@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from telegrad.errors import UsageError
+from telegrad.descriptors import explained
+from telegrad.errors import RendezvousError, UsageError
 from telegrad.group.members import check_name, check_role
 from telegrad.keyring import Keyring, new_key
 from telegrad.processes import named, own_session, quoted, shared_cores
@@ -46,12 +47,12 @@ class LocalGroup:
         self._store: Any = None
         self._formed = self._closed = False
         self._key = new_key()
-        with socket.create_server((HOST, 0)) as listener:
-            self._workers = [
-                _Worker(name, role, rank, self, listener.getsockname()[1], rpc_timeout, self._key)
-                for rank, (name, role) in enumerate(roles.items(), 1)
-            ]
+        self._workers: list[_Worker] = []
+        with explained("telegrad.local", RendezvousError), socket.create_server((HOST, 0)) as listener:
             try:
+                for rank, (name, role) in enumerate(roles.items(), 1):
+                    port = listener.getsockname()[1]
+                    self._workers.append(_Worker(name, role, rank, self, port, rpc_timeout, self._key))
                 self._join(listener, rpc_timeout)
             except BaseException:
                 self._end_workers()

@@ -16,7 +16,7 @@ import telegrad
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version", "instruments", "importing"},
-    {"hints", "threads", "contracts", "processes", "progress", "private_files", "forks", "keyring"},
+    {"hints", "threads", "contracts", "processes", "progress", "private_files", "forks", "keyring", "descriptors"},
     {"wire"},
     {"devices"},
     {"transport", "group"},

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from telegrad import forks, instruments
+from telegrad import descriptors, forks, instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller
 from telegrad.agent.health import Health
@@ -244,15 +244,16 @@ class Connections:
 
     def _reach(self, target: Target) -> tuple[socket.socket, bool, bytes]:
         settings = self._settings
-        return connect(
-            target,
-            self.joined.keys.derive(b"link")[0],
-            self._claim_to(target.name),
-            settings.tls,
-            settings.transport,
-            CONNECT_WITHIN,
-            settings.silence,
-        )
+        with descriptors.explained(f"worker {target.name!r} was not called", PeerUnreachable):
+            return connect(
+                target,
+                self.joined.keys.derive(b"link")[0],
+                self._claim_to(target.name),
+                settings.tls,
+                settings.transport,
+                CONNECT_WITHIN,
+                settings.silence,
+            )
 
     def _begin_widen(self, target: Target, link: Link, sends: bool) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):  # there is no thread left: one stream does, too

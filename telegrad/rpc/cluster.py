@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from telegrad import descriptors
 from telegrad.agent.settings import Settings
 from telegrad.devices.maps import faults
 from telegrad.errors import DeviceError
@@ -63,6 +64,7 @@ def _join(
     witness: Witness,
 ) -> Worker:
     timeout = options.rpc_timeout or float("inf")
+    descriptors.check()
     meeting = meet(timeout)
     address = own_address(options.address, meeting.host)
     worker = Worker(name or role, _settings(options), address, entered, kind._of_handle, open_roots, witness)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from telegrad import descriptors
 from telegrad.agent.compiling import not_compiled
-from telegrad.errors import AlreadyInitialized, UsageError
+from telegrad.errors import AlreadyInitialized, RendezvousError, UsageError
 from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo
 from telegrad.group.stores import Meeting
@@ -67,7 +68,7 @@ def init_rpc(
         UsageError: the rank, the size or the address of the store cannot be, or a variable is missing.
         AlreadyInitialized: this process is in a group already.
         InvalidName: `name` or `role` has forbidden characters or is too long.
-        RendezvousError: the group could not be formed; its subclasses say why.
+        RendezvousError: the group could not be formed; its subclasses say why. Or this process may open too few files.
 
     Example:
         >>> options = rpc.TelegradOptions(init_method="env://")  # MASTER_ADDR and MASTER_PORT say where they meet
@@ -104,7 +105,7 @@ def enter_group(
 
 
 def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
-    with _lock:
+    with _lock, descriptors.explained("this worker could not join", RendezvousError):
         check_free()
         current.worker = begin()
     if options.dashboard is not None:

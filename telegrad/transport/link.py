@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
+import os
 import select
 import socket
 import ssl
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+from telegrad.descriptors import is_out, said
 from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ProtocolViolation, ShutDown
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.lanes import NO_LANES, Lanes
@@ -322,7 +324,7 @@ class Link:
                 self.close(self._lost(f"it broke the protocol: {error}"))
                 return came
             except OSError as error:
-                self.close(self._lost(f"the connection broke ({error})"))
+                self.close(self._lost(f"the connection broke ({said(error)})"))
                 return came
             if not count:
                 self.close(self._lost("the connection ended: it died, or its program ended without calling shutdown()"))
@@ -354,7 +356,10 @@ class Link:
         try:
             self._on_messages(self, self._wanted(count))
         except Exception as error:
-            self.close(self._lost(f"it sent what is no frame ({error})"))
+            why = (
+                f"its memory was not mapped: {said(error)}" if is_out(error) else f"it sent what is no frame ({error})"
+            )
+            self.close(self._lost(why))
         if self._over is not None:
             self.close(self._parted(self._over))
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+from telegrad.descriptors import said
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation
 from telegrad.transport.handshake import Acceptor, Claim, StreamId
 from telegrad.transport.poller import Poller
@@ -175,7 +176,7 @@ class _Door:
             return False
         except OSError as error:
             if self.sock.fileno() >= 0:
-                log.warning("telegrad: a connection could not be accepted: %s", error)
+                log.warning("telegrad: a connection could not be accepted: %s", said(error))
                 self._listener.shut()  # as a rule no descriptor is left: trying again at once would fail again
             return False
         try:

@@ -1,0 +1,68 @@
+"""The limit on open files: each connection and each file of shared memory needs a descriptor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from errno import EMFILE, ENFILE
+
+from telegrad.errors import TelegradError
+
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
+TO_JOIN = 16  # descriptors that a worker opens to join, and for its first call that shares memory: 8 and 7 on Linux
+PER_WORKER = 2  # and at least so many for each other worker that it calls and is called by
+FOLDER = "/proc/self/fd"
+
+
+def is_out(error: BaseException | None) -> bool:
+    """Return True for an error that says that no descriptor is left, in this process or on this host."""
+    return isinstance(error, OSError) and error.errno in (EMFILE, ENFILE)
+
+
+def said(error: BaseException) -> str:
+    """Return the text of an error; of one that says that no descriptor is left, with what to do about it."""
+    if not is_out(error):
+        return str(error)
+    limit = f"at most {_limit()} files" if _limit() else "no more files"
+    return (
+        f"{error}: this process may open {limit} (`ulimit -n`). A worker needs {TO_JOIN} descriptors beyond those of "
+        f"its program, {PER_WORKER} for each other worker on its host and 8 for each on another one: allow more by "
+        "`ulimit -n 4096` before the program starts"
+    )
+
+
+@contextlib.contextmanager
+def explained(what: str, kind: type[TelegradError]) -> Iterator[None]:
+    """Raise an error of that kind, "`what`: ...", in the place of one that says that no descriptor is left."""
+    try:
+        yield
+    except OSError as error:
+        cause = error if is_out(error) else error.__cause__
+        if cause is None or not is_out(cause):
+            raise
+        raise kind(f"{what}: {said(cause)}") from error
+
+
+def check() -> None:
+    """Raise OSError where fewer descriptors are left than a worker needs to join: torch would wait, or end."""
+    limit = _limit()
+    if limit and limit - _open() < TO_JOIN:
+        raise OSError(EMFILE, os.strerror(EMFILE))
+
+
+def _limit() -> int:
+    """The number of files that this process may open; 0 where there is no limit that can be read."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else 0
+    return 0 if limit < 0 else limit
+
+
+def _open() -> int:
+    try:
+        return len(os.listdir(FOLDER)) - 1  # one is that of the folder
+    except FileNotFoundError:
+        return 3  # where the system does not tell

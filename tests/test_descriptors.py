@@ -1,0 +1,127 @@
+"""Programs that may open few files: each error says so, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import telegrad
+from telegrad import descriptors, errors, rpc
+from tests.cluster import PATIENCE, Process, free_port, init, processes, run_all, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted by /proc")
+
+
+def limit(left: int) -> None:
+    """Have this process open so many files more, and no others."""
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    used = {int(name) for name in os.listdir(descriptors.FOLDER) if os.path.exists(f"{descriptors.FOLDER}/{name}")}
+    free = (number for number in itertools.count() if number not in used)
+    first_refused = next(itertools.islice(free, left, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_refused, most))
+
+
+def unlimit() -> None:
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1024), most))
+
+
+@pytest.fixture
+def two() -> Iterator[list[Process]]:
+    with processes(2) as made:
+        yield made
+
+
+def error_of_joining(left: int) -> str:
+    limit(left)
+    with pytest.raises(errors.RendezvousError) as caught:
+        init(0, 1, free_port(), rpc_timeout=PATIENCE)
+    unlimit()
+    init(0, 1, free_port())  # nothing stayed behind
+    rpc.shutdown()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("left", [2, 6, 10, descriptors.TO_JOIN - 1])
+def test_joining_with_few_descriptors_says_how_many_are_needed(two: list[Process], left: int) -> None:
+    said = two[0].run(error_of_joining, left)
+    assert "ulimit -n" in said
+    assert f"needs {descriptors.TO_JOIN} descriptors" in said
+
+
+def error_of_starting(left: int) -> str:
+    limit(left)
+    with pytest.raises(errors.RendezvousError) as caught:
+        telegrad.local(3)
+    unlimit()
+    return str(caught.value)
+
+
+def test_starting_workers_with_few_descriptors_says_so(two: list[Process]) -> None:
+    assert "ulimit -n" in two[0].run(error_of_starting, 8)
+
+
+def error_of_calling() -> str:
+    limit(0)
+    with pytest.raises(errors.PeerUnreachable) as caught:
+        rpc.rpc_sync("worker1", pow, (2, 3))
+    unlimit()
+    assert rpc.rpc_sync("worker1", pow, (2, 3)) == 8
+    return str(caught.value)
+
+
+class Heard(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        heard.append(record.getMessage())
+
+
+heard: list[str] = []
+
+
+def hear() -> None:
+    logging.getLogger("telegrad").addHandler(Heard())
+    limit(0)
+
+
+def large() -> None:
+    with pytest.raises(errors.PeerLost):
+        rpc.rpc_sync("worker1", torch.numel, (torch.ones(1 << 20),))
+
+
+def what_was_heard() -> list[str]:
+    unlimit()
+    wait_until(lambda: heard)
+    return heard
+
+
+def join_two(rank: int, port: int) -> None:
+    init(rank, 2, port)
+
+
+def test_calls_without_descriptors_say_so_and_go_on_later(two: list[Process]) -> None:
+    run_all(two, join_two, free_port())
+    said = two[0].run(error_of_calling)
+    assert "worker 'worker1' was not called" in said
+    assert "ulimit -n" in said
+    two[1].run(hear)
+    two[0].run(large)
+    assert "ulimit -n" in two[1].run(what_was_heard)[0]
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    error = PermissionError(errno.EACCES, "no")
+    assert descriptors.said(error) == str(error)
+    with pytest.raises(PermissionError) as caught, descriptors.explained("it", errors.RendezvousError):
+        raise error
+    assert caught.value is error
