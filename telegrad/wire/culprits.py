@@ -8,6 +8,7 @@ from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType, Met
 from typing import Any
 
 from telegrad.errors import CannotEncode, UsageError
+from telegrad.wire.bound import BoundToProcess
 from telegrad.wire.functions import name_of
 
 DEEPEST = 12  # parts of parts that are looked at
@@ -42,6 +43,7 @@ def blame(value: Any, same_program: bool, can_dump: Callable[[Any, bool], bool],
         value = part
     if isinstance(value, GeneratorType | AsyncGeneratorType):
         advice = "To get what it yields, call its function by rpc.rpc_stream"
+    advice = error.advice if isinstance(error, BoundToProcess) else advice
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     where = where.lstrip(".") or "a value"
     return CannotEncode(f"{where}{within} ({kind}) cannot be sent: {error}. {advice}")

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
+import gzip
+import io
+import mmap
+import multiprocessing
+import os
 import platform
+import socket
+import sqlite3
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable
@@ -31,6 +40,73 @@ class Tagged(torch.Tensor):
     """A subclass with an attribute."""
 
     label: str
+
+
+class Rereadable(io.TextIOWrapper):
+    """A file that says by itself how it is pickled."""
+
+    def __reduce__(self) -> Any:
+        return io.StringIO, (self.read(),)
+
+
+def open_things() -> dict[str, Any]:
+    """One of each kind that only the process which made it can use."""
+    first, _ = multiprocessing.Pipe()
+    own = tempfile.NamedTemporaryFile
+    return {
+        "a text file": open(__file__),
+        "a binary file": open(__file__, "rb"),
+        "a raw file": open(__file__, "rb", buffering=0),
+        "a file that is written": open(os.devnull, "w"),
+        "a temporary file": tempfile.TemporaryFile("w+"),
+        "one with a name": own(),
+        "a text file with a name": own("w+"),
+        "one in memory": tempfile.SpooledTemporaryFile(),
+        "a folder": tempfile.TemporaryDirectory(),
+        "a codec's": codecs.open(__file__, "r"),
+        "a compressed one": gzip.open(os.devnull, "wt"),
+        "a socket": socket.socket(),
+        "a socket's file": socket.socket().makefile("rw"),
+        "a connection": first,
+        "an iterator of a file": map(str.strip, open(__file__)),
+        "a lock": threading.RLock(),
+        "a condition": threading.Condition(),
+        "a queue": multiprocessing.get_context("spawn").Queue(),
+        "memory": mmap.mmap(-1, 16),
+        "a database": sqlite3.connect(":memory:"),
+        "a generator": (each for each in range(3)),
+        "a thread": threading.current_thread(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", open_things())
+def test_what_is_open_in_this_process_cannot_be_sent(name: str) -> None:
+    thing = open_things()[name]
+
+    def holds() -> Any:
+        return thing
+
+    values: list[Any] = [((thing,), {}), thing, [{"a": thing}], holds]
+    for value in values:
+        with pytest.raises(errors.CannotEncode, match="cannot be sent"):
+            encode(value, True)
+
+
+@pytest.mark.parametrize("name", ["a text file", "a file that is written", "one with a name", "a temporary file"])
+def test_an_open_file_is_told_what_to_send_instead(name: str) -> None:
+    with pytest.raises(errors.CannotEncode, match=r"argument 0.*Send its path and open it there"):
+        encode(((open_things()[name],), {}), True)
+
+
+def test_files_in_memory_and_the_standard_streams_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert journey(io.StringIO("some")).read() == "some"
+    assert journey(io.BytesIO(b"some")).read() == b"some"
+    with open(__file__, "rb") as file, open(os.devnull, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert journey(sys.stdout) is sys.stdout
+        assert journey([sys.stderr])[0] is sys.stderr
+        assert "Rereadable" in journey(Rereadable(file)).read()
 
 
 class Wrapper(torch.Tensor):
