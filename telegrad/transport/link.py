@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
-import os
 import select
 import socket
 import ssl
