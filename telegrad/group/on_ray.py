@@ -7,7 +7,6 @@ it is detached, since else it would end with the process that happened to start 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from typing import Any
 from telegrad.errors import StoreUnreachable
 from telegrad.group.address import answers
 from telegrad.group.dynamic import dynamic_group_lives
-from telegrad.group.keys import VARIABLE
 from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import LONGEST, Meeting, join_store
 from telegrad.group.tcp import serve_tcp
@@ -54,35 +52,34 @@ def meet(timeout: float, given: Keyring | None) -> Meeting:
     known = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
     actor = ray.remote(Keeper).options(**known, num_cpus=0, resources=at_head)
     try:
-        keeper = actor.remote(name, os.environ.get(VARIABLE))
-        host, port, key = ray.get(keeper.place.remote(), timeout=min(timeout, LONGEST))
+        host, port, made = ray.get(actor.remote(name, given).place.remote(), timeout=min(timeout, LONGEST))
     except ray.exceptions.RayError as error:
         raise StoreUnreachable(
             f"the actor {name!r}, which serves the store of this job's group, did not start within {timeout:g} s "
             f"({type(error).__name__}): is Telegrad installed on the cluster's head node? `ray list actors` tells more"
         ) from error
-    keys = given or Keyring([key], source="the keeper of this job's group")
+    keys = given or Keyring([made], source="the actor that keeps the store of this job's group")
     return Meeting(join_store(host, port, keys, timeout, lasting=True), host, -1, None, port)
 
 
 class Keeper:
     """The actor that serves the store, and makes the key of the job's group, which Ray carries to its workers."""
 
-    def __init__(self, name: str, key: str | None) -> None:
-        """`key` is the one that the environment of the first worker says, if any."""
+    def __init__(self, name: str, given: Keyring | None) -> None:
+        """`given` are the keys of the first worker, if its program or its environment says any."""
         ray: Any = sys.modules["ray"]
         self._host = ray.util.get_node_ip_address()
-        self._key = key.encode("utf-8", "surrogateescape") if key else new_key()
+        self._made = new_key()
         raw, self._port = serve_tcp(self._host, 0)
-        self._store = SealedStore(raw, Keyring([self._key]))
+        self._store = SealedStore(raw, given or Keyring([self._made]))
         self._needed = monotonic()  # the last time that it was; no lock: a float is loaded and stored as a whole
         end = lambda: ray.kill(ray.get_actor(name, NAMESPACE))  # noqa: E731 - of itself, which Ray takes for no failure
         threading.Thread(target=self._watch, args=(end,), name="telegrad-keeper", daemon=True).start()
 
     def place(self) -> tuple[str, int, bytes]:
-        """Return the store's host and port, and the key."""
+        """Return the store's host and port, and the key of a group to which none is given."""
         self._needed = monotonic()
-        return self._host, self._port, self._key
+        return self._host, self._port, self._made
 
     def _watch(self, end: Callable[[], None]) -> None:
         while monotonic() - self._needed < IDLE:

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "docs/elastic.md": "tests/test_elastic_page.py",
     "docs/notebook.md": "tests/test_notebook.py",
     "docs/running.md": "tests/test_running.py",
+    "docs/security.md": "tests/test_security_page.py",
 }
 FEW = 20  # blocks that say why nobody runs them
 FIGURE = re.compile(r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?")

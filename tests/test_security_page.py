@@ -1,0 +1,93 @@
+"""What docs/security.md tells people to do works: its commands are run, and workers use what they make."""
+
+from __future__ import annotations
+
+import operator
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from telegrad.group.stores import open_store
+from telegrad.keyring import Keyring, read_keys
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
+from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, agents
+
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "security.md").read_text()
+SHELL = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def commands_with(words: str) -> str:
+    (found,) = [block for block in SHELL if words in block]
+    return str(found)
+
+
+def run(commands: str, folder: pathlib.Path) -> None:
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    subprocess.run(["bash", "-eu", "-c", commands], cwd=folder, check=True, timeout=PATIENCE, env=environment)
+
+
+def test_one_host() -> None:
+    (program,) = [each for each in PROGRAMS if "telegrad.local" in each]
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=4 * PATIENCE)
+    assert ended.stdout == "3\n", ended.stderr
+
+
+def test_the_key_is_replaced_while_a_group_runs(tmp_path: pathlib.Path) -> None:
+    """On two hosts, of which one is a step ahead of the other: workers that come later join, and all call all."""
+    hosts = [tmp_path / name for name in ("one", "other")]
+    for host in hosts:
+        host.mkdir()
+    run(commands_with("export TELEGRAD_KEY_FILE"), hosts[0])
+    shutil.copy(hosts[0] / "group.key", hosts[1])
+    make, *steps = commands_with("next.key").splitlines()
+    run(make, hosts[0])
+    shutil.copy(hosts[0] / "next.key", hosts[1])
+    first = read_keys(str(hosts[0] / "group.key"))
+    workers: list[Worker] = []
+    try:
+        join(workers, tmp_path, hosts)
+        for step in steps:
+            for host in hosts:
+                run(step, host)
+                join(workers, tmp_path, hosts)
+    finally:
+        for worker in workers:
+            worker.end("")
+    assert not {*read_keys(str(hosts[0] / "group.key"))} & {*first}
+
+
+def join(workers: list[Worker], folder: pathlib.Path, hosts: list[pathlib.Path]) -> None:
+    """Have a worker of each host join, and call each that is there and be called by it."""
+    for host in hosts:
+        path = str(host / "group.key")
+        meet = partial(open_store, f"file://{folder}/store", -1, None, Keyring(read_keys(path), path))
+        options = TelegradOptions(rpc_timeout=PATIENCE, transport="tcp")
+        new = start(f"w{len(workers)}", meet, options, current.enter)
+        for old in workers:
+            assert new.agent.call(old.me.name, operator.add, (1, 2), {}) == 3
+            assert old.agent.call(new.me.name, operator.add, (1, 2), {}) == 3
+        workers.append(new)
+
+
+def test_certificates(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(commands_with("openssl"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (program,) = [each for each in PROGRAMS if "# tls.py" in each]
+    found: dict[str, object] = {}
+    exec(program, found)
+    options = found["options"]
+    assert isinstance(options, TelegradOptions)
+    with agents(2, tls=options.tls) as (a, b):
+        assert a.agent.call("w1", operator.add, (1, 2), {}) == 3
+        assert not b.agent.describe(0, "host").unix
