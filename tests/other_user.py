@@ -17,14 +17,19 @@ def is_root() -> bool:
     return hasattr(os, "geteuid") and os.geteuid() == 0
 
 
+def become_nobody() -> None:
+    """Be another user from now on; only root can."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+
+
 def as_nobody(act: Callable[[], object]) -> None:
     """Call `act` in a child process that is another user; only root can."""
     pid = os.fork()
     if not pid:
         try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            become_nobody()
             act()
             os._exit(0)
         finally:

@@ -1,0 +1,210 @@
+"""What a stranger can do who reaches the store where a group meets: nothing but keep it from forming."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import operator
+import os
+import pathlib
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import telegrad
+import telegrad.rpc
+from telegrad import errors
+from telegrad.group import tcp
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
+from telegrad.group.rendezvous import join_static
+from telegrad.group.stores import Meeting
+from telegrad.keyring import Keyring
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
+from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, sealed
+
+KEY = b"the key that nobody else knows"
+KEYS = Keyring([KEY])
+
+
+class Recorded:
+    """A store that notes all that is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.said: list[str] = []
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            answer = getattr(self._store, method)(*arguments)
+            self.said.append(repr((arguments, answer)))
+            return answer
+
+        return ask
+
+
+def spellings(secret: bytes) -> list[str]:
+    return [
+        secret.hex(),
+        repr(secret)[2:-1],
+        base64.b64encode(secret).decode(),
+        base64.urlsafe_b64encode(secret).decode(),
+    ]
+
+
+@pytest.mark.parametrize("size", [2, None], ids=["static", "dynamic"])
+def test_nothing_that_proves_membership_is_in_the_store(size: int | None) -> None:
+    recorded = Recorded(dist.HashStore())
+
+    def begin(rank: int) -> Worker:
+        meet = lambda _: Meeting(sealed(recorded, KEYS), None, rank, size)  # noqa: E731
+        return start(f"w{rank}", meet, TelegradOptions(rpc_timeout=PATIENCE, transport="tcp"), current.enter)
+
+    with ThreadPoolExecutor(2) as pool:
+        workers = list(pool.map(begin, range(2)))
+    try:
+        assert workers[0].agent.call("w1", operator.add, (1, 2), {}) == 3
+        group = workers[0].agent.group
+    finally:
+        for worker in workers:
+            worker.end("")
+    secrets = [KEY, *KEYS.secrets()]
+    for ring in (KEYS, KEYS.within(group)):
+        secrets += [secret for purpose in (b"store", b"link", b"") for secret in ring.derive(purpose)]
+    assert len(recorded.said) > 5
+    text = "\n".join(recorded.said)
+    assert group in text  # it is what is looked for that is not there
+    for secret in secrets:
+        for spelling in spellings(secret):
+            assert spelling not in text
+
+
+def member(name: str, rank: int, port: int) -> Member:
+    return Member(name, rank, f"life of {name}", "program", "host", "", ("127.0.0.1", port))
+
+
+def redirected(sealed_entry: str, port: int) -> str:
+    """The same entry with another address, as whoever can write to the store might have it."""
+    head, _, entry = sealed_entry.partition("[")
+    told = json.loads(f"[{entry}")
+    told[5], told[6] = "", ["127.0.0.1", port]
+    return head + json.dumps(told)
+
+
+def test_a_member_of_a_fixed_group_cannot_be_led_elsewhere() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool, socket.create_server(("127.0.0.1", 0)) as trap:
+        join = lambda rank: join_static(sealed(store, KEYS), member(f"w{rank}", rank, 1), 3, PATIENCE)  # noqa: E731
+        early = [pool.submit(join, rank) for rank in (0, 1)]
+        entry = store.get("telegrad/1/rank/1").decode()  # waits until it is there
+        store.set("telegrad/1/rank/1", redirected(entry, trap.getsockname()[1]))
+        late = pool.submit(join, 2)
+        for future in (*early, late):
+            with pytest.raises(errors.StoreUntrusted):
+                future.result(PATIENCE)
+        trap.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+def test_a_fault_that_was_made_up_is_not_passed_on() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(join_static, sealed(store, KEYS), member("w0", 0, 1), 2, PATIENCE)
+        store.get("telegrad/1/rank/0")
+        store.set("telegrad/1/complete", json.dumps(["RendezvousError", "\x1b[31mrun this", 0]))
+        with pytest.raises(errors.StoreUntrusted) as caught:
+            first.result(PATIENCE)
+        assert "run this" not in str(caught.value)
+
+
+def test_a_member_of_a_dynamic_group_cannot_be_led_elsewhere() -> None:
+    store = dist.HashStore()
+    groups = [DynamicGroup(sealed(store, KEYS)) for _ in range(2)]
+    for rank, group in enumerate(groups, 1):
+        group.join(member(f"w{rank}", rank, 1))
+    entry = store.get("telegrad/dynamic/name/w2").decode()
+    store.set("telegrad/dynamic/name/w2", redirected(entry, 9))
+    with pytest.raises(errors.StoreUntrusted):
+        groups[0].find("w2")
+    store.set("telegrad/dynamic/name/w2", entry)
+    assert groups[0].find("w2").tcp == ("127.0.0.1", 1)
+    store.set("telegrad/dynamic/name/w3", entry.replace("w2", "w3"))
+    store.set("telegrad/dynamic/name/w4", entry)
+    for name in ("w3", "w4"):
+        with pytest.raises(errors.StoreUntrusted):
+            groups[0].find(name)
+
+
+def test_an_end_that_was_made_up_ends_nobody() -> None:
+    store = dist.HashStore()
+    group = DynamicGroup(sealed(store, KEYS))
+    group.join(member("w1", 1, 1))
+    store.add("telegrad/dynamic/ends", 1)
+    with pytest.raises(errors.StoreUntrusted):
+        group.ended()
+
+
+# Over TCP
+
+
+def listening(port: int) -> list[str]:
+    """The addresses at which somebody listens at a port of this host, as the kernel writes them."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    found.append(local.rpartition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_a_store_on_loopback_listens_there_alone(host: str) -> None:
+    store, port = tcp.serve_tcp(host, 0)
+    wanted = socket.inet_aton(socket.gethostbyname(host))[::-1].hex().upper()
+    assert listening(port) == [wanted]
+    del store
+
+
+def test_a_name_that_is_loopback_here_alone_is_served_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts gives a host's own name 127.0.1.1."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **named: real("127.0.1.1" if host == b"node7" else host, *rest, **named),
+    )
+    assert tcp.listening_address("node7") == "0.0.0.0"
+    assert tcp.listening_address("localhost") == "127.0.0.1"
+    assert tcp.listening_address("192.0.2.1") == "0.0.0.0"  # none of this host's: behind a NAT
+
+
+def test_the_key_of_a_local_group_is_where_no_other_user_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store and the command lines of processes can be read by all; the key has crossed a pipe."""
+    stores: list[Recorded] = []
+    serve = tcp.serve_on
+
+    def recorded(listener: socket.socket) -> tuple[Recorded, int]:
+        store, port = serve(listener)
+        stores.append(Recorded(store))
+        return stores[0], port
+
+    monkeypatch.setattr(tcp, "serve_on", recorded)
+    with telegrad.local(1, driver="boss") as workers:
+        pid = telegrad.rpc.rpc_sync(workers[0], os.getpid)
+        command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"worker0" in command
+    assert any("worker0" in said for said in stores[0].said)
+    for text in (command.decode(), environment.decode(errors="replace"), *stores[0].said):
+        assert "tgk1-" not in text
