@@ -11,6 +11,7 @@ Examples in these texts run in a group of three, which one line makes: `with tel
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from telegrad import errors
+from telegrad.safe_text import SafeRecords
 from telegrad.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ __all__ = [
     "rpc",
     "weights",
 ]
+
+logging.getLogger("telegrad").addFilter(SafeRecords())
 
 _ROOMS = ("autograd", "checkpoint", "compat", "insight", "nn", "optim", "rpc", "weights")
 

@@ -15,7 +15,7 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
-    {"errors", "version", "instruments", "importing"},
+    {"errors", "version", "instruments", "importing", "safe_text"},
     {"hints", "threads", "contracts", "processes", "progress", "private_files", "forks", "keyring", "descriptors"},
     {"wire"},
     {"devices"},

@@ -23,6 +23,7 @@ from telegrad.insight.source import Source
 from telegrad.insight.sources import HostGroup, groups_here
 from telegrad.witness.desk import HAS_DESKS
 
+LONGEST = 20.0  # seconds, after which no further group is looked at
 NONE_HERE = 2  # an exit code: nobody, or nothing, to look at
 
 
@@ -76,8 +77,12 @@ def _why(given: argparse.Namespace) -> int:
     groups: dict[str, Source] = {"": Written(given.files)} if given.files else dict(_groups(given.group))
     if not groups:
         return _nobody()
-    told, worst = {}, 0
+    told, worst, until = {}, 0, time.monotonic() + LONGEST
     for name, group in groups.items():
+        if time.monotonic() > until:
+            print(f"not all of {len(groups)} groups were looked at: choose one with --group", file=sys.stderr)
+            worst = 2
+            break
         sight = group.look()
         findings = reasons.explain(sight)
         worst = max(worst, reasons.status(findings))

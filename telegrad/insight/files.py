@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from telegrad.errors import UsageError
 from telegrad.insight.source import Sight
 from telegrad.instruments import Event
 from telegrad.witness.account import Account
+from telegrad.witness.decoding import FILE, Malformed, decode
 
 
 class Written:
@@ -21,15 +21,15 @@ class Written:
         self._told: dict[str, dict[str, Any]] = {}
         for path in map(pathlib.Path, paths):
             try:
-                content = json.loads(path.read_text())
+                content = decode(FILE, path.read_bytes())
                 account: Account = content["account"]
                 before = self._told.get(account["worker"])
                 if before is None or before["account"]["time"] < account["time"]:
                     self._told[account["worker"]] = content
             except OSError as error:
                 raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-            except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{path} is no file that a worker has written: {error!r}") from None
+            except Malformed as error:
+                raise UsageError(f"{path} is no file that a worker has written: {error}") from None
 
     def look(self) -> Sight:
         accounts = [content["account"] for content in self._told.values()]
@@ -38,6 +38,6 @@ class Written:
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         return {
-            name: [tuple(event) for event in content["events"] if event[2] > after.get(name, 0.0)]
+            name: [event for event in content["events"] if event[2] > after.get(name, 0.0)]
             for name, content in self._told.items()
         }

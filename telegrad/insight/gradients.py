@@ -21,6 +21,7 @@ from telegrad.insight import drawing, graphs
 from telegrad.insight.graphs import LEAF, OPERATION, RECEIVE, ROOT, SEND, Node, Part
 from telegrad.private_files import replacing
 from telegrad.rpc import RRef, current, rpc_async
+from telegrad.safe_text import safe
 
 PATIENCE = 30.0  # seconds that a worker has to look at its graph
 SHAPES = 3  # of a node that has more outputs, so many are told
@@ -50,7 +51,7 @@ class GradientGraph:
         nodes = sum(len(part.nodes) for part in self.parts.values())
         counts = ((len(self.parts), "worker"), (nodes, "node"), (len(self.messages), "message"))
         told = ", ".join(f"{count:,} {what}{'' if count == 1 else 's'}" for count, what in counts)
-        silent = "".join(f"; {worker} did not answer: {why}" for worker, why in self.silent.items())
+        silent = "".join(f"; {worker} did not answer: {safe(why)}" for worker, why in self.silent.items())
         return f"context {self.context_id}: {told}{silent}"
 
     def __repr__(self) -> str:

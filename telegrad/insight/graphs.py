@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from telegrad.safe_text import safe
+
 MOST = 2000  # nodes of one worker; where there are more, chains are folded, and what is still too many is left out
 
 OPERATION, LEAF, ROOT, SEND, RECEIVE, FOLDED = "operation", "leaf", "root", "send", "receive", "folded"
@@ -46,14 +48,18 @@ def completed(parts: Mapping[str, Part]) -> tuple[dict[str, Part], list[Message]
     """The parts, and the messages between them. Ends that nobody knows are made up.
 
     Nobody holds on to what came but the tensors that were made of it; so where no root or send leads to a `Recv`,
-    it is not found.
+    it is not found. Texts of nodes come from other processes, and are made safe here.
     """
     found = {
-        name: part._replace(nodes=[*part.nodes], sends={**part.sends}, receives={**part.receives})
+        name: part._replace(
+            nodes=[Node(node.kind, safe(node.name), safe(node.detail, lines=True)) for node in part.nodes],
+            sends={**part.sends},
+            receives={**part.receives},
+        )
         for name, part in parts.items()
     }
     messages = []
-    for sender, part in parts.items():
+    for sender, part in [*found.items()]:
         for number, start in part.sends.items():
             node = part.nodes[start]
             receiver = found.setdefault(node.detail, Part([], [], {}, {}))

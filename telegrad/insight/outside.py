@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,7 +17,9 @@ from telegrad.witness.stacks import is_library
 WATCH = 0.1  # seconds of which the use of the processor is seen
 LISTENS = "00010000"  # the flags of such a socket
 WRITING = 0.5  # seconds at most for a process to write its stacks
-_STACKS = "memfd:stacks-of-telegrad"
+LARGEST = 1 << 18  # bytes of written stacks that are read
+LONGEST_LINE = 1000  # characters of a line of them that is looked at
+_STACKS = "/memfd:stacks-of-telegrad (deleted)"
 _WAITING = ("threading.py", "connection.py", "selectors.py", "socket.py", "queue.py")  # whoever is innermost in these
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
@@ -53,7 +56,7 @@ def look_at(pid: int, stacks: int) -> Seen:
 def process_of(name: str, pids: Iterable[int]) -> int | None:
     """Which of these processes listens on a Unix socket of the abstract namespace."""
     inode = ""
-    with contextlib.suppress(OSError), open("/proc/net/unix") as file:
+    with contextlib.suppress(OSError), open("/proc/net/unix", errors="replace") as file:  # any user can bind any bytes
         for fields in map(str.split, file):
             if fields[7:] == [f"@{name}"] and fields[3] == LISTENS:
                 inode = fields[6]
@@ -68,7 +71,8 @@ def process_of(name: str, pids: Iterable[int]) -> int | None:
 def _where(stacks: str) -> str:
     """The line of the program that a thread is at which seems to hold the interpreter: it waits for nothing."""
     for thread in stacks.split("\n\n"):
-        frames = [match.groupdict() for match in _FRAME.finditer(thread)]  # innermost first
+        lines = (line for line in thread.splitlines() if len(line) <= LONGEST_LINE)
+        frames = [match.groupdict() for line in lines if (match := _FRAME.search(line))]  # innermost first
         own = [frame for frame in frames if not is_library(frame["file"])]
         if own and not frames[0]["file"].endswith(_WAITING):
             return ", at {file}:{line} in {function}".format(**own[0])
@@ -79,9 +83,10 @@ def _stacks_of(pid: int, descriptor: int) -> str:
     """Have a process write its stacks, which works while its interpreter is held; empty where it does not."""
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
-        if _STACKS not in os.readlink(path):
+        found = os.stat(path)
+        if os.readlink(path) != _STACKS or not stat.S_ISREG(found.st_mode):
             return ""  # that program does something else on this signal by now
-        before = os.stat(path).st_size
+        before = found.st_size
         os.kill(pid, signal.SIGUSR2)
         until = time.monotonic() + WRITING
         size, seen = before, -1
@@ -89,8 +94,8 @@ def _stacks_of(pid: int, descriptor: int) -> str:
             seen = size
             time.sleep(0.01)
             size = os.stat(path).st_size
-        with open(path) as file:
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             file.seek(before)
-            return file.read()
+            return file.read(LARGEST).decode(errors="replace")
     except OSError:
         return ""

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from telegrad.insight.outside import look_at, process_of
 from telegrad.insight.phrases import several
 from telegrad.insight.source import Sight
 from telegrad.instruments import Event
+from telegrad.safe_text import safe
 from telegrad.witness import desk
 from telegrad.witness.account import Account
-from telegrad.witness.desk import ACCOUNT, DUMP, GROUP, GROUP_EVENTS, Place
+from telegrad.witness.decoding import ACCOUNT, DUMP, GROUP, GROUP_EVENTS, Malformed
+from telegrad.witness.desk import Place, ask_all
 
 if TYPE_CHECKING:
     from telegrad.witness.witness import Witness
 
-AT_ONCE = 32  # workers that are asked at the same time
-PATIENCE = 1.0  # seconds for one of them
-SOON = 0.3  # the same, where it is asked once more anyway
-OF_ALL = 2.0  # the same, for what it asks others about
+AT_ONCE = 32  # silent workers that are looked at at the same time
+MOST_LOOKED_AT = 256  # silent workers that are looked at from outside; that takes half a second for each
+PATIENCE = 1.0  # seconds for all workers of a group
+SOON = 0.3  # the same, where they are asked once more anyway
+OF_ALL = 5.0  # the same, for what one of them asks others about
 
 
 class OwnGroup:
@@ -36,7 +41,7 @@ class OwnGroup:
         places = {place.pid: place for place in desk.places()}
         sockets = {member.name: member.unix for member in self._witness.observer.members()}
         here = {name: places.get(process_of(sockets.get(name, ""), places) or 0) for name in silent}
-        silent = {name: _why(here[name], why) for name, why in silent.items()}
+        silent = silent | _seen({name: place for name, place in here.items() if place is not None})
         return _sight(accounts, silent, [name for name, place in here.items() if place is not None])
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
@@ -73,7 +78,7 @@ class HostGroup:
 
     def dump(self) -> dict[str, str]:
         """Have the workers of this host write down what they are at: by worker, the file, or why there is none."""
-        told = _ask_all(self._places, DUMP)
+        told = ask_all(self._places, DUMP, None, PATIENCE)
         silent = "nothing was written, it did not answer: {}"
         return {
             place.worker: silent.format(said) if isinstance(said, Exception) else str(said)
@@ -81,15 +86,16 @@ class HostGroup:
         }
 
     def look(self) -> Sight:
-        told = _ask_all(self._places, ACCOUNT)
+        told = ask_all(self._places, ACCOUNT, None, PATIENCE)
         answered: list[Any] = [each for each in told.values() if isinstance(each, dict)]
         accounts: dict[str, Account] = {each["worker"]: each for each in answered}
         self._silent = {place for place, each in told.items() if not isinstance(each, dict)}
-        silent = {place.worker: _why(place, str(told[place])) for place in self._silent}
+        silent = _seen({place.worker: place for place in self._silent if not isinstance(told[place], Malformed)})
+        silent |= {place.worker: str(told[place]) for place in self._silent if place.worker not in silent}
         beyond = others_of(accounts.values()) - silent.keys()
         if beyond and accounts:
             answering = next(place for place, each in told.items() if isinstance(each, dict))
-            group = _ask(answering, GROUP, None, OF_ALL)
+            group = ask_all([answering], GROUP, None, OF_ALL)[answering]
             if isinstance(group, dict):
                 others: list[Account] = [each for each in group["accounts"] if each["worker"] in beyond]
                 accounts |= {each["worker"]: each for each in others}
@@ -99,29 +105,37 @@ class HostGroup:
 
     def events(self, after: Mapping[str, float]) -> dict[str, list[Event]]:
         for place in sorted(self._places, key=lambda each: each in self._silent):
-            told = _ask(place, GROUP_EVENTS, dict(after), OF_ALL)
+            told = ask_all([place], GROUP_EVENTS, dict(after), OF_ALL)[place]
             if isinstance(told, dict):
-                return {name: [tuple(event) for event in events] for name, events in told.items()}
+                return told
         return {}
 
 
 def groups_here() -> dict[str, HostGroup]:
-    """All groups of this user with workers on this host, by their ids; of those still to be, by their place."""
-    told = _ask_all(desk.places(), ACCOUNT, SOON)
-    found: dict[str, list[Place]] = {}
-    known: dict[str, list[Any]] = {}  # what the others tell
+    """All groups of this user with workers on this host, by their ids; of those still to be, by their place.
+
+    Root has those of all users. A worker is taken for one of a group of its own user only.
+    """
+    told = ask_all(desk.places(), ACCOUNT, None, SOON)
+    found: dict[tuple[int, str], list[Place]] = {}
+    known: dict[tuple[int, str], list[Any]] = {}  # what the others tell
     silent: list[Place] = []
     for place, account in told.items():
         if isinstance(account, dict):
-            group = account["group"] or account["place"]
+            group = place.user, account["group"] or account["place"]
             found.setdefault(group, []).append(place)
             known.setdefault(group, []).append(account)
         else:
             silent.append(place)
     for place in silent:
-        found.setdefault(_group_of(place, known), []).append(place)
-    programs = {name: {account["program"] for account in accounts} for name, accounts in known.items()}
-    return {name: HostGroup(places, programs.get(name, ())) for name, places in found.items()}
+        found.setdefault((place.user, _group_of(place, known)), []).append(place)
+    alike = Counter(name for _, name in found)
+    return {
+        name if alike[name] == 1 else f"{name}@{user}": HostGroup(
+            places, {account["program"] for account in known.get((user, name), ())}
+        )
+        for (user, name), places in found.items()
+    }
 
 
 def others_of(accounts: Iterable[Account]) -> set[str]:
@@ -136,28 +150,19 @@ def _sight(accounts: Sequence[Account], silent: Mapping[str, str], here: Collect
     return Sight(accounts, {name: why for name, why in silent.items() if name in here or name not in gone})
 
 
-def _group_of(place: Place, known: Mapping[str, list[Account]]) -> str:
+def _group_of(place: Place, known: Mapping[tuple[int, str], list[Account]]) -> str:
     """Of a worker that does not answer: the one group whose members miss one of that name, or the only one there is."""
-    missing = [group for group, accounts in known.items() if place.worker in others_of(accounts)]
-    groups = missing if missing else list(known)
+    own = {name: accounts for (user, name), accounts in known.items() if user == place.user}
+    missing = [group for group, accounts in own.items() if place.worker in others_of(accounts)]
+    groups = missing if missing else list(own)
     return groups[0] if len(groups) == 1 else ""
 
 
-def _ask_all(places: list[Place], topic: str, patience: float = PATIENCE) -> dict[Place, Any]:
-    if not places:
+def _seen(silent: Mapping[str, Place]) -> dict[str, str]:
+    """Why workers do not answer, as far as it can be seen; of many, some are not looked at."""
+    if not silent:
         return {}
-    with ThreadPoolExecutor(min(AT_ONCE, len(places))) as pool:
-        return dict(zip(places, pool.map(lambda place: _ask(place, topic, None, patience), places), strict=True))
-
-
-def _ask(place: Place, topic: str, after: Any, patience: float) -> Any:
-    """What a worker says, or why it does not."""
-    try:
-        return desk.ask(place, topic, after, patience)
-    except (OSError, ValueError) as error:
-        return error
-
-
-def _why(place: Place | None, said: str) -> str:
-    """Why a worker does not answer, as far as it can be seen."""
-    return said if place is None else look_at(place.pid, place.stacks).state
+    looked = dict(islice(silent.items(), MOST_LOOKED_AT))
+    with ThreadPoolExecutor(min(AT_ONCE, len(looked))) as pool:
+        states = pool.map(lambda place: safe(look_at(place.pid, place.stacks).state), looked.values())
+        return dict.fromkeys(silent, "it did not answer in time") | dict(zip(looked, states, strict=True))

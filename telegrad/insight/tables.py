@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from telegrad.safe_text import safe
 from telegrad.witness.account import Account, CallIn, Line, Thread
 
 SILENT, GONE = "silent", "gone"  # phases of workers that give no account
@@ -72,13 +73,6 @@ def duration(seconds: float) -> str:
     if minutes < 100:
         return f"{minutes}:{int(seconds) % 60:02}"
     return f"{minutes // 60}h{minutes % 60:02}" if minutes < 6000 else f"{minutes // 1440}d"
-
-
-def clean(text: str) -> str:
-    """Without what terminals take for commands; lines stay."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() or each == "\n" else " " for each in text)
 
 
 def place(line: Line) -> str:
@@ -259,7 +253,7 @@ def narrowed(table: Table, rows: Iterable[Row], words: str) -> list[Row]:
 def shown(table: Table, row: Row) -> list[str]:
     """A row's texts."""
     return [
-        UNKNOWN if value is None else clean(column.show(value)).replace("\n", " ")
+        UNKNOWN if value is None else safe(column.show(value))
         for column, value in zip(table.columns, row.values, strict=True)
     ]
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from telegrad.errors import UsageError
 from telegrad.insight.source import Sight, Source
-from telegrad.insight.tables import WORKERS, as_text, clean, ordered
+from telegrad.insight.tables import WORKERS, as_text, ordered
 from telegrad.insight.watching import FUNCTIONS, Watch, functions, troubles, workers
+from telegrad.safe_text import safe
 
 
 def run(source: Source, why: Callable[[Sight], str], interval: float = 1.0) -> None:
@@ -38,5 +39,5 @@ def once(source: Source, between: float = 1.0) -> str:
     if view.functions:
         parts.append(as_text(FUNCTIONS, ordered(functions(view), FUNCTIONS.by, FUNCTIONS.descending)))
     if notes := troubles(view):
-        parts.append("\n".join(f"! {clean(note)}" for note in notes))
+        parts.append("\n".join(f"! {safe(note)}" for note in notes))
     return "\n\n".join(parts) + "\n"

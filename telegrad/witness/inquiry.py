@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from telegrad.agent.agent import Agent
 from telegrad.errors import TelegradError, UnknownWorker
 from telegrad.group.members import Identity
+from telegrad.safe_text import safe
+from telegrad.witness.decoding import CALL, Malformed, decode
 
 PATIENCE = 1.5  # seconds
 AT_ONCE = 0.1  # seconds, for the word on a call whose time is over
 BETWEEN = 0.1  # seconds between two such questions
-CALL = "call"  # a topic
 SILENT = "it did not answer within {:g} s, though its connection stands"
 
 
@@ -39,7 +40,7 @@ class Inspected(NamedTuple):
 class _Round(NamedTuple):
     """A question to several workers."""
 
-    answers: dict[str, Any]
+    answers: dict[str, bytes]
     came: threading.Event
 
 
@@ -67,7 +68,7 @@ class Inquiry:
         """The answers of those workers, and why the others gave none; takes as long as the slowest, or `patience`."""
         until = monotonic() + patience
         number = next(self._numbers)
-        answers: dict[str, Any] = {}
+        answers: dict[str, bytes] = {}
         silent: dict[str, str] = {}
         asked = self._rounds[number] = _Round(answers, threading.Event())
         try:
@@ -85,7 +86,13 @@ class Inquiry:
                 asked.came.clear()
         finally:
             del self._rounds[number]
-        return answers, {name: why for name, why in silent.items() if name not in answers}
+        told: dict[str, Any] = {}
+        for name, text in answers.copy().items():
+            try:
+                told[name] = decode(topic, text)
+            except Malformed as error:
+                silent[name] = f"its answer is none: {error}"
+        return told, {name: safe(why) for name, why in silent.items() if name not in told}
 
     def last_word(self, callee: Identity, number: int) -> str:
         """What a worker is at with a call from here, for the end of a sentence; empty where it does not say so soon."""
@@ -109,5 +116,5 @@ class Inquiry:
     def _on_told(self, sender: Identity, message: Inspected) -> None:
         asked = self._rounds.get(message.number)
         if asked is not None:
-            asked.answers[sender.name] = json.loads(message.text)
+            asked.answers[sender.name] = message.text
             asked.came.set()

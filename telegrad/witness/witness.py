@@ -11,9 +11,10 @@ from telegrad.group.members import Member
 from telegrad.instruments import Event
 from telegrad.witness import dump
 from telegrad.witness.account import LEAVING, Account
-from telegrad.witness.desk import ACCOUNT, DUMP, EVENTS, GROUP, GROUP_EVENTS, Desk
+from telegrad.witness.decoding import ACCOUNT, CALL, DUMP, EVENTS, GROUP, GROUP_EVENTS, checked
+from telegrad.witness.desk import Desk
 from telegrad.witness.dump import Dumper, Signalled
-from telegrad.witness.inquiry import CALL, Inquiry
+from telegrad.witness.inquiry import Inquiry
 from telegrad.witness.observer import Observer, Parts
 from telegrad.witness.recorder import recorder
 
@@ -51,7 +52,7 @@ class Witness:
 
     def look(self) -> tuple[list[Account], dict[str, str]]:
         """What all workers are at, and why some do not say."""
-        own = self.account()
+        own: Account = checked(ACCOUNT, self.account())
         others = [name for name in own["members"] if name != self._name]
         if self._inquiry is None or not others:
             return [own], {}
@@ -64,8 +65,7 @@ class Witness:
         answers: dict[str, Any] = {}
         if self._inquiry is not None:
             answers, _ = self._inquiry.ask(others, EVENTS, lambda name: after.get(name, 0.0))
-        told = {name: list(map(tuple, events)) for name, events in answers.items()}
-        return {self._name: recorder.events(after.get(self._name, 0.0)), **told}
+        return {self._name: checked(EVENTS, recorder.events(after.get(self._name, 0.0))), **answers}
 
     def dump(self, reason: str = "somebody asked") -> pathlib.Path | None:
         """Write a file now; None where none are wanted."""

@@ -131,8 +131,8 @@ def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_one_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {
-        "b7c1": HostGroup([Place("", 1, -1, "ps"), Place("", 2, -1, "trainer")], {"train.py"}),
-        "b8d2": HostGroup([Place("", 3, -1, "worker0")], {"serve.py"}),
+        "b7c1": HostGroup([Place("", 1, -1, "ps", 0), Place("", 2, -1, "trainer", 0)], {"train.py"}),
+        "b8d2": HostGroup([Place("", 3, -1, "worker0", 0)], {"serve.py"}),
     }
     monkeypatch.setattr(command, "groups_here", lambda: there)
     for name in ("b7", "train.py", "ps"):

@@ -57,3 +57,11 @@ def test_what_is_still_too_much_is_left_out_and_counted() -> None:
     assert found.nodes[found.sends[1]].kind == SEND
     assert found.nodes[found.receives["b", 9]].kind == RECEIVE
     assert len(found.edges) == 99
+
+
+def test_texts_of_other_processes_are_safe() -> None:
+    part = Part([Node(SEND, "f\x1b[2J", "w1"), Node(OPERATION, "g", "\u202e(3)")], [], {1: 0}, {})
+    found, messages = completed({"w0": part})
+    assert [node.name for node in found["w0"].nodes] == [r"f\x1b[2J", "g"]
+    assert found["w0"].nodes[1].detail == r"\u202e(3)"
+    assert [each.name for each in messages] == [r"f\x1b[2J"]

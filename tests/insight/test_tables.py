@@ -81,7 +81,7 @@ def test_rows_are_narrowed_to_those_that_show_all_words() -> None:
 
 
 def test_what_terminals_take_for_commands_is_not_shown() -> None:
-    assert shown(PAIR, Row("a", ("x\x1b[2J\ny", None))) == ["x [2J y", "-"]
+    assert shown(PAIR, Row("a", ("x\x1b[2J\ny", None))) == [r"x\x1b[2J\ny", "-"]
 
 
 def test_plain_tables_have_marks_and_even_columns() -> None:

