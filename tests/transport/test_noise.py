@@ -1,0 +1,290 @@
+"""The Noise pattern against published test vectors and against two other implementations."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from dissononce.cipher.aesgcm import AESGCMCipher
+from dissononce.dh.x25519.x25519 import X25519DH
+from dissononce.hash.sha256 import SHA256Hash
+from dissononce.processing.handshakepatterns.interactive.NN import NNHandshakePattern
+from dissononce.processing.impl.cipherstate import CipherState as OtherCipherState
+from dissononce.processing.impl.handshakestate import HandshakeState
+from dissononce.processing.impl.symmetricstate import SymmetricState
+from dissononce.processing.modifiers.psk import PSKPatternModifier
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from noise.connection import NoiseConnection
+
+from telegrad.transport import noise
+from telegrad.transport.noise import (
+    KEY,
+    MAX_NONCE,
+    TAG,
+    Ciphers,
+    CipherState,
+    DecryptionFailed,
+    InitiatorHandshake,
+    ResponderHandshake,
+)
+
+# From vectors/cacophony.txt of the Haskell library cacophony, as the Rust library snow has it among its tests.
+PROLOGUE = bytes.fromhex("4a6f686e2047616c74")
+PSK = bytes.fromhex("54686973206973206d7920417573747269616e20706572737065637469766521")
+EPHEMERAL_A = bytes.fromhex("893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da977c464a")
+EPHEMERAL_B = bytes.fromhex("bbdb4cdbd309f1a1f2e1456967fe288cadd6f712d65dc7b7793d5e63da6b375b")
+MESSAGES = [
+    (
+        "4c756477696720766f6e204d69736573",
+        "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c79447c37a89fc17813788d30df2d59501d6066f5f8aecc3406bb"
+        "d9829f2d24a531b1",
+    ),
+    (
+        "4d757272617920526f746862617264",
+        "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f1448088432f29d79368ef9de4e1ae7a362fb05bf0ad668e026bf57145"
+        "54497b3a720461",
+    ),
+    ("462e20412e20486179656b", "7c01e898a6201f36aecee532e29cd0b7f8ffa29d3366ad0dce39a6"),
+    ("4361726c204d656e676572", "a9ff535aace3db6a1da1a7fb00fe2de2622bb373abad9fb42c00e0"),
+    ("4a65616e2d426170746973746520536179", "6cfc49a3e65472edc2d0152abe5ce950170a8a47c959f30bd48b5f0aacf29adbfd"),
+    (
+        "457567656e2042f6686d20766f6e2042617765726b",
+        "9bc86e6d974ed21ba04604a94aa68de21677eb409ead070c0cd569b069ee19ba142aa4c1a9",
+    ),
+]
+
+
+def fixed(ephemeral: bytes) -> Callable[[int], bytes]:
+    return lambda size: ephemeral[:size]
+
+
+def joined(psk: bytes = PSK, prologue: bytes = PROLOGUE) -> tuple[Ciphers, Ciphers]:
+    a, b = InitiatorHandshake(psk, prologue), ResponderHandshake(psk, prologue)
+    b.read_first(a.write_first())
+    message, there = b.write_second()
+    return a.read_second(message)[1], there
+
+
+def test_the_published_vector() -> None:
+    (first, second, *transport) = [(bytes.fromhex(payload), bytes.fromhex(text)) for payload, text in MESSAGES]
+    a = InitiatorHandshake(PSK, PROLOGUE, fixed(EPHEMERAL_A))
+    b = ResponderHandshake(PSK, PROLOGUE, fixed(EPHEMERAL_B))
+    assert a.write_first(first[0]) == first[1]
+    assert b.read_first(first[1]) == first[0]
+    said, there = b.write_second(second[0])
+    assert said == second[1]
+    payload, here = a.read_second(said)
+    assert payload == second[0]
+    assert a.hash == b.hash
+    for (payload, text), (sender, receiver) in zip(transport, itertools.cycle([(here, there), (there, here)])):
+        assert sender.sending.encrypt(payload) == text
+        assert receiver.receiving.decrypt(text) == payload
+
+
+class OfNoiseprotocol:
+    """A party by the package noiseprotocol."""
+
+    def __init__(self, initiates: bool, psk: bytes, prologue: bytes) -> None:
+        self._of = NoiseConnection.from_name(noise.NAME)
+        self._of.set_psks(psk)
+        self._of.set_prologue(prologue)
+        (self._of.set_as_initiator if initiates else self._of.set_as_responder)()
+        self._of.start_handshake()
+
+    def write(self, payload: bytes) -> bytes:
+        return bytes(self._of.write_message(payload))
+
+    def read(self, message: bytes) -> bytes:
+        return bytes(self._of.read_message(message))
+
+    def encrypt(self, payload: bytes) -> bytes:
+        return bytes(self._of.encrypt(payload))
+
+    def decrypt(self, message: bytes) -> bytes:
+        return bytes(self._of.decrypt(message))
+
+
+class OfDissononce:
+    """A party by the package dissononce."""
+
+    def __init__(self, initiates: bool, psk: bytes, prologue: bytes) -> None:
+        self._of = HandshakeState(SymmetricState(OtherCipherState(AESGCMCipher()), SHA256Hash()), X25519DH())
+        pattern = PSKPatternModifier(0).modify(NNHandshakePattern())
+        self._of.initialize(pattern, initiates, prologue, psks=(psk,))
+        self._initiates = initiates
+        self._pair: Any = None
+
+    def write(self, payload: bytes) -> bytes:
+        message = bytearray()
+        self._pair = self._of.write_message(payload, message) or self._pair
+        return bytes(message)
+
+    def read(self, message: bytes) -> bytes:
+        payload = bytearray()
+        self._pair = self._of.read_message(message, payload) or self._pair
+        return bytes(payload)
+
+    def encrypt(self, payload: bytes) -> bytes:
+        return bytes(self._pair[not self._initiates].encrypt_with_ad(b"", payload))
+
+    def decrypt(self, message: bytes) -> bytes:
+        return bytes(self._pair[self._initiates].decrypt_with_ad(b"", message))
+
+
+OTHERS = [OfNoiseprotocol, OfDissononce]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@settings(deadline=None, max_examples=15)
+@given(st.binary(min_size=KEY, max_size=KEY), st.binary(max_size=99), st.lists(st.binary(max_size=300), max_size=9))
+def test_another_implementation_answers(other: type[Any], psk: bytes, prologue: bytes, payloads: list[bytes]) -> None:
+    a, b = InitiatorHandshake(psk, prologue), other(False, psk, prologue)
+    assert b.read(a.write_first(b"one")) == b"one"
+    payload, ciphers = a.read_second(b.write(b"two"))
+    assert payload == b"two"
+    talk(ciphers, b, payloads)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@settings(deadline=None, max_examples=15)
+@given(st.binary(min_size=KEY, max_size=KEY), st.binary(max_size=99), st.lists(st.binary(max_size=300), max_size=9))
+def test_another_implementation_asks(other: type[Any], psk: bytes, prologue: bytes, payloads: list[bytes]) -> None:
+    a, b = other(True, psk, prologue), ResponderHandshake(psk, prologue)
+    assert b.read_first(a.write(b"one")) == b"one"
+    message, ciphers = b.write_second(b"two")
+    assert a.read(message) == b"two"
+    talk(ciphers, a, payloads)
+
+
+def talk(ciphers: Ciphers, other: Any, payloads: list[bytes]) -> None:
+    for payload in payloads:
+        assert other.decrypt(ciphers.sending.encrypt(payload)) == payload
+        assert ciphers.receiving.decrypt(other.encrypt(payload)) == payload
+
+
+def test_another_secret_or_prologue_is_refused_at_the_first_message() -> None:
+    for psk, prologue in ((bytes(KEY), PROLOGUE), (PSK, b"another")):
+        with pytest.raises(DecryptionFailed):
+            ResponderHandshake(psk, prologue).read_first(InitiatorHandshake(PSK, PROLOGUE).write_first())
+
+
+@pytest.mark.parametrize("public", [bytes(KEY), (1).to_bytes(KEY, "little"), b"\xff" * KEY])
+def test_a_public_key_that_gives_no_secret_is_refused(public: bytes) -> None:
+    """Of low order, by one that knows the shared secret: both ends would agree on a key that others know."""
+    b = ResponderHandshake(PSK, PROLOGUE)
+    a = InitiatorHandshake(PSK, PROLOGUE)
+    a._mix_ephemeral(public)
+    first = public + a._encrypt_and_hash(b"")
+    assert b.read_first(first) == b""
+    if public == b"\xff" * KEY:  # a usual one, by another name
+        b.write_second()
+    else:
+        with pytest.raises(DecryptionFailed):
+            b.write_second()
+
+
+@pytest.mark.parametrize("cut", [0, 5, KEY - 1, KEY, KEY + TAG - 1])
+def test_messages_that_are_too_short_are_refused(cut: int) -> None:
+    a, b = InitiatorHandshake(PSK, PROLOGUE), ResponderHandshake(PSK, PROLOGUE)
+    first = a.write_first()
+    with pytest.raises(DecryptionFailed):
+        ResponderHandshake(PSK, PROLOGUE).read_first(first[:cut])
+    b.read_first(first)
+    second, _ = b.write_second()
+    with pytest.raises(DecryptionFailed):
+        a.read_second(second[:cut])
+
+
+def test_messages_out_of_order_are_refused() -> None:
+    here, there = joined()
+    said = [here.sending.encrypt(bytes([number])) for number in range(3)]
+    with pytest.raises(DecryptionFailed):
+        there.receiving.decrypt(said[1])
+    here, there = joined()
+    first = here.sending.encrypt(b"first")
+    assert there.receiving.decrypt(first) == b"first"
+    with pytest.raises(DecryptionFailed):
+        there.receiving.decrypt(first)
+    with pytest.raises(DecryptionFailed):  # nor is it taken for what the other end says
+        here.receiving.decrypt(first)
+
+
+def test_each_message_has_a_nonce_of_its_own_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[bytes, bytes]] = []
+    true = AESGCM
+
+    class Watched:
+        def __init__(self, key: bytes) -> None:
+            self._key, self._of = key, true(key)
+
+        def _note(self, nonce: bytes) -> None:
+            used.append((self._key, nonce))
+            if len(used) % 3 == 0:
+                raise KeyboardInterrupt
+
+        def encrypt(self, nonce: bytes, data: bytes, associated: bytes | None) -> bytes:
+            self._note(nonce)
+            return self._of.encrypt(nonce, data, associated)
+
+        def encrypt_into(self, nonce: bytes, data: bytes, associated: bytes | None, target: memoryview) -> None:
+            self._note(nonce)
+            self._of.encrypt_into(nonce, data, associated, target)
+
+        decrypt = decrypt_into = None
+
+    monkeypatch.setattr(noise, "AESGCM", Watched)
+    monkeypatch.setattr(noise, "REKEY_AFTER", 5)
+    cipher = CipherState(bytes(KEY))
+    for number in range(40):
+        try:
+            if number % 2:
+                cipher.encrypt(b"x")
+            else:
+                cipher.encrypt_into(b"x", memoryview(bytearray(1 + TAG)))
+        except KeyboardInterrupt:
+            pass
+    numbers = [each for each in used if each[1] != bytes(4) + b"\xff" * 8]  # that of the next key, which is not sent
+    assert len(set(numbers)) == len(numbers) >= 35
+
+
+def test_both_ends_change_the_key_at_the_same_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "REKEY_AFTER", 3)
+    here, there = joined()
+    keys = set()
+    for number in range(10):
+        assert there.receiving.decrypt(here.sending.encrypt(bytes([number]))) == bytes([number])
+        assert here.sending._key == there.receiving._key
+        keys.add(here.sending._key)
+    assert len(keys) == 4
+
+
+def test_a_new_key_is_that_of_another_implementation() -> None:
+    a, b = InitiatorHandshake(PSK, PROLOGUE), OfNoiseprotocol(False, PSK, PROLOGUE)
+    b.read(a.write_first())
+    _, ciphers = a.read_second(b.write(b""))
+    for number in range(3):
+        talk(ciphers, b, [bytes([number])])
+        ciphers.sending.rekey()
+        ciphers.receiving.rekey()
+        b._of.rekey_inbound_cipher()
+        b._of.rekey_outbound_cipher()
+    talk(ciphers, b, [b"the last"])
+
+
+def test_a_connection_ends_before_its_numbers_do() -> None:
+    cipher = CipherState(PSK)
+    cipher.nonce = MAX_NONCE + 1 - noise.REKEY_AFTER
+    with pytest.raises(OverflowError):
+        cipher.encrypt(b"")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
