@@ -27,12 +27,20 @@ _TRANSPORTS = {"host": None, "tcp": ["uv"], "cuda": None}  # the reference's nam
 class Group:
     """Processes of which the first runs what it is told; all of them where no worker can call another."""
 
-    def __init__(self, library: str, way: str, size: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        library: str,
+        way: str,
+        size: int,
+        threads: int | None = None,
+        run: Callable[..., None] | None = None,
+    ) -> None:
+        """`run` is what each process runs in the place of `work`."""
         port = free_port()
         self._children: list[Child] = []
         try:
             for rank in range(size):
-                self._children.append(Child(_work, rank, size, library, way, port, threads=threads))
+                self._children.append(Child(run or work, rank, size, library, way, port, threads=threads))
             for child in self._children:
                 child.wait_answer(START_PATIENCE, self._children)
         except BaseException as error:
@@ -93,7 +101,8 @@ def _join_ranks(rank: int, size: int, port: int) -> Any:
     return importlib.import_module(PIPELINING)
 
 
-def _work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
+def work(pipe: Connection, rank: int, size: int, library: str, way: str, port: int) -> None:
+    """Be a worker that measures what it is told."""
     try:
         if library == PIPELINING:
             joined, leave = _join_ranks(rank, size, port), distributed.destroy_process_group

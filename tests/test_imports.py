@@ -36,6 +36,8 @@ PURE = [
     "wire/frames.py",
     "devices/maps.py",
     "transport/handshake.py",
+    "transport/noise.py",
+    "transport/records.py",
     "transport/reading.py",
     "transport/silence.py",
     "group/members.py",

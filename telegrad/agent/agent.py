@@ -34,12 +34,12 @@ from telegrad.agent.settings import Settings
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
 from telegrad.devices.streams import Streams
-from telegrad.errors import PeerError, ShutDown
+from telegrad.errors import PeerError, ShutDown, VersionMismatch
 from telegrad.group.members import Identity, Member
 from telegrad.keyring import Keyring
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import CALL, FAILURE, Message
+from telegrad.wire.messages import CALL, FAILURE, REFUSAL, Message
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode
 
@@ -329,6 +329,10 @@ class Agent:
         assert answer is not None
         if answer.kind == FAILURE:
             raise rebuild(bytes(answer.body))
+        if answer.kind == REFUSAL:
+            raise VersionMismatch(
+                f"worker {pending.peer.name!r} did not run the call: it got {answer.head.decode(errors='replace')}"
+            )
         _, tensors = self.layers.take_tensors(answer, pending.peer.identity)
         return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +31,8 @@ from telegrad.errors import DeviceError, PeerError, PeerLost, PeerUnreachable, S
 from telegrad.group.members import Identity, Member
 from telegrad.keyring import Keyring
 from telegrad.transport.blobs import SHARE_FROM, MemorySources
-from telegrad.transport.connect import Target, connect
+from telegrad.transport.connect import Channel, Target, connect
+from telegrad.transport.encrypted import EncryptedLink
 from telegrad.transport.handshake import Claim, StreamId
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
@@ -121,7 +121,7 @@ class Connections:
         """From now on connections are accepted."""
         claim = Claim(me.name, me.id, me.incarnation, me.program)
         self._joined = _Joined(me, keys, directory, claim)
-        self.listener.serve(keys.derive(b"link")[0], claim)
+        self.listener.serve(keys, claim)
 
     @property
     def joined(self) -> _Joined:
@@ -225,29 +225,28 @@ class Connections:
             member.tcp,
             StreamId(secrets.token_hex(8)),
         )
-        sock, shared, leftover = self._reach(target)
-        link = Link(
-            sock,
+        channel = self._reach(target)
+        shared = channel.shared
+        link = self._link(
+            channel,
             member.name,
-            self._reactor.poller,
-            self._stores(shared),
             peer.on_messages,
             partial(peer.ended, number),
             prompt=False,
             expected=peer.expects,
             widen=None if shared else partial(self._begin_widen, target),
         )
-        link.feed(leftover)
+        link.feed(channel.leftover)
         if (note := instruments.note) is not None:
             note((instruments.CONNECTED, now := perf_counter(), now, member.name, "unix" if shared else "tcp"))
         return link
 
-    def _reach(self, target: Target) -> tuple[socket.socket, bool, bytes]:
+    def _reach(self, target: Target) -> Channel:
         settings = self._settings
         with descriptors.explained(f"worker {target.name!r} was not called", PeerUnreachable):
             return connect(
                 target,
-                self.joined.keys.derive(b"link")[0],
+                self.joined.keys,
                 self._claim_to(target.name),
                 settings.tls,
                 settings.transport,
@@ -266,13 +265,14 @@ class Connections:
         stream_id = StreamId(target.stream_id.connection, 1 if sends else -1)
         try:
             for _ in range(LANES):
-                sock, _, heard = self._reach(target._replace(unix="", stream_id=stream_id))
-                link.join(sends, sock, heard)
+                link.join(sends, self._reach(target._replace(unix="", stream_id=stream_id)))
         except Exception as error:
             log.info("telegrad: worker %r and this one have one stream for large tensors: %s", target.name, error)
 
-    def _stores(self, shared: bool) -> MemorySources:
-        return MemorySources(self._arena, self._pool if shared else None, self.staging)
+    def _link(self, channel: Channel, peer: str, *args: Any, **options: Any) -> Link:
+        stores = MemorySources(self._arena, self._pool if channel.shared else None, self.staging)
+        given = channel.sock, peer, self._reactor.poller, stores, *args
+        return Link(*given, **options) if channel.ciphers is None else EncryptedLink(channel.ciphers, *given, **options)
 
     def common(self, size: int) -> Tensor:
         """Memory of bytes that workers of this host map, where that can be had; else plain memory."""
@@ -319,18 +319,16 @@ class Connections:
 
     # To here
 
-    def _accept(self, sock: socket.socket, claim: Claim, stream_id: StreamId, shared: bool, leftover: bytes) -> None:
+    def _accept(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
         """A worker has connected and has proved who it is."""
         if stream_id.lane:
-            self._join(sock, claim, stream_id, leftover)
+            self._join(channel, claim, stream_id)
             return
         who = Identity(claim.name, claim.id, claim.incarnation)
         caller = Caller(who, claim.program == self._me.program != "", claim.map)
-        link = Link(
-            sock,
+        link = self._link(
+            channel,
             claim.name,
-            self._reactor.poller,
-            self._stores(shared),
             partial(self._service.on_messages, caller),
             lambda link, reason: self._caller_gone(link, caller, reason),
             prompt=True,
@@ -341,18 +339,18 @@ class Connections:
         if left is not None:
             _part(link, *left)
         elif not closed:  # else it is about to be ended with the others
-            link.feed(leftover)
+            link.feed(channel.leftover)
             link.reading.watch()
 
-    def _join(self, sock: socket.socket, claim: Claim, stream_id: StreamId, heard: bytes) -> None:
+    def _join(self, channel: Channel, claim: Claim, stream_id: StreamId) -> None:
         """A further stream of a connection has come."""
         with self._lock:
             wanted = claim.incarnation, stream_id.connection
             link = next((link for link, connection in self._accepted.items() if connection == wanted), None)
         if link is None:
-            sock.close()  # it has ended
+            channel.sock.close()  # it has ended
         else:
-            link.join(stream_id.lane < 0, sock, heard)
+            link.join(stream_id.lane < 0, channel)
 
     def accepted_from(self, names: Iterable[str]) -> list[Link]:
         """The connections that these workers have made."""

@@ -27,7 +27,7 @@ from telegrad.threads import LONGEST_WAIT, run_beside
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import BYE, CANCEL, HAS_REFERENCES, Message
+from telegrad.wire.messages import ANSWERS, BYE, CANCEL, HAS_REFERENCES, Message, check_kind
 
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
@@ -328,9 +328,9 @@ class OutgoingCalls:
 
     def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
         for message in messages:
-            attachments = None
-            if message.flags & HAS_REFERENCES:  # also where the caller gave up
-                attachments = self._layers.take_attachments(message, self.identity)
+            check_kind(message, ANSWERS)
+            carries = message.flags & HAS_REFERENCES  # also where the caller gave up
+            attachments = self._layers.take_attachments(message, self.identity) if carries else None
             with self._lock:
                 pending = self._take(message.id)
             if pending is not None:  # else its caller gave up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -24,18 +25,31 @@ from telegrad.agent.naming import RUNS, user_name
 from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
 from telegrad.agent.scene import entered, in_setting
 from telegrad.devices.streams import Streams
-from telegrad.errors import CallCancelled, PeerError
+from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
 from telegrad.group.members import Identity
 from telegrad.instruments import RAN
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.functions import resolve
-from telegrad.wire.messages import CALL, CANCEL, HAS_REFERENCES, NOTICE, PATIENT, SCENE, Message, split
+from telegrad.wire.messages import (
+    CALL,
+    CANCEL,
+    HAS_REFERENCES,
+    KINDS,
+    NOTICE,
+    PATIENT,
+    REFUSAL,
+    SCENE,
+    Message,
+    split,
+    unknown,
+)
 from telegrad.wire.pickling import decode
 
 SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
 ASYNC_MARK = "_telegrad_async_execution"
+log = logging.getLogger("telegrad")
 CANCELLED = CallCancelled.__name__  # what became of a call, whatever its function has made of that
 
 
@@ -111,6 +125,19 @@ class Server:
                     helping.submit(self._reactor, Work(self._notice, come, INSTANT))
             elif message.kind == CANCEL:
                 self._cancel(caller.calls.get(message.id))
+            else:
+                self._refuse(caller, link, message)
+
+    def _refuse(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
+        """Answer a request of a kind that this version does not know.
+
+        Raises:
+            ProtocolViolation: it is no request; the connection must end, since nobody knows what was meant.
+        """
+        if message.kind < len(KINDS) or not message.id:
+            raise ProtocolViolation(unknown(message.kind))
+        log.warning("telegrad: worker %r sent %s", caller.name, unknown(message.kind))
+        link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
 
     def lost(self, caller: Caller) -> None:
         """Who called has gone: nobody takes its answers. Values that others may hold references to are made still."""

@@ -8,12 +8,21 @@ import ssl
 from time import monotonic
 from typing import NamedTuple
 
-from telegrad.errors import AuthenticationFailed, HandshakeError, PeerSilent, PeerUnreachable, ProtocolViolation
-from telegrad.transport.handshake import ITSELF, Claim, Initiator, StreamId
-from telegrad.transport.processes import Stops, process_at, stopped
+from telegrad.errors import (
+    AuthenticationFailed,
+    HandshakeError,
+    PeerSilent,
+    PeerUnreachable,
+    ProtocolViolation,
+    UsageError,
+)
+from telegrad.keyring import Keyring
+from telegrad.transport.handshake import ITSELF, TCP, TLS, UNIX, Acceptor, Claim, Initiator, StreamId
+from telegrad.transport.noise import Ciphers
+from telegrad.transport.processes import Stops, process_at, stopped, stranger_at
 from telegrad.transport.silence import Silence
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
-from telegrad.transport.tls import TlsFiles, client_context
+from telegrad.transport.tls import TlsFiles, client_context, own_digest, peer_digest
 
 
 class Target(NamedTuple):
@@ -26,58 +35,69 @@ class Target(NamedTuple):
     stream_id: StreamId = ITSELF
 
 
+class Channel(NamedTuple):
+    """A connection past its handshake."""
+
+    sock: socket.socket
+    shared: bool  # both ends can share memory
+    leftover: bytes  # what came behind the handshake
+    ciphers: Ciphers | None  # what all that follows is encrypted with; None where TLS or the kernel protects it
+
+    @classmethod
+    def behind(cls, sock: socket.socket, end: Initiator | Acceptor) -> Channel:
+        """Return the connection that this end of a handshake has made."""
+        return cls(sock, end.carrier == UNIX, end.leftover, end.ciphers if end.carrier == TCP else None)
+
+
 def connect(
     target: Target,
-    key: bytes,
+    keys: Keyring,
     mine: Claim,
     tls: TlsFiles | None,
     transport: str,
     timeout: float,
     silence: float,
-) -> tuple[socket.socket, bool, bytes]:
-    """A connection past its handshake, whether it can share memory, and bytes that came behind the handshake.
+) -> Channel:
+    """Return a connection past its handshake.
+
+    Where the other end does not know this worker's first key, the next one is tried by a new connection.
 
     Raises:
         PeerUnreachable: nobody answers there, or another worker does.
         HandshakeError: who answers is not of this group.
     """
-    sock, shared = _reach(target, tls, transport, timeout, silence)
-    pid = process_at(sock) if shared else 0
-    try:
-        end = Initiator(key, mine, target.incarnation, stream_id=target.stream_id)
-        return sock, shared, _shake_hands(sock, end, monotonic() + timeout, pid, silence if pid else 0.0)
-    except (HandshakeError, PeerUnreachable) as error:
-        sock.close()
-        raise type(error)(f"worker {target.name!r}: {error}") from error.__cause__
-    except PeerSilent as silent:
-        sock.close()
-        why = f"worker {target.name!r} does not answer: {silent}"
-        raise PeerUnreachable(f"{why}; the call has not run") from PeerSilent(why)
-    except OSError as error:
-        sock.close()
-        raise PeerUnreachable(
-            f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
-        ) from error
+    attempt = 0
+    while True:
+        sock, carrier = _reach(target, tls, transport, timeout, silence)
+        pid = process_at(sock) if carrier == UNIX else 0
+        end = Initiator(keys, mine, target.incarnation, carrier, target.stream_id, attempt)
+        try:
+            _shake_hands(sock, end, monotonic() + timeout, pid, silence if pid else 0.0)
+            return Channel.behind(sock, end)
+        except (HandshakeError, PeerUnreachable) as error:
+            sock.close()
+            if not end.has_other_key:
+                raise type(error)(f"worker {target.name!r}: {error}") from error.__cause__
+            attempt += 1
+        except PeerSilent as silent:
+            sock.close()
+            why = f"worker {target.name!r} does not answer: {silent}"
+            raise PeerUnreachable(f"{why}; the call has not run") from PeerSilent(why)
+        except OSError as error:
+            sock.close()
+            raise PeerUnreachable(
+                f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
+            ) from error
 
 
 def _reach(
     target: Target, tls: TlsFiles | None, transport: str, timeout: float, silence: float
-) -> tuple[socket.socket, bool]:
-    if target.unix and HAS_UNIX and transport != "tcp":
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.settimeout(timeout)
-            sock.connect(unix_address(target.unix))
-        except OSError as error:
-            sock.close()
-            if isinstance(error, ConnectionRefusedError) or transport == "unix":
-                raise PeerUnreachable(
-                    f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without "
-                    "calling shutdown(); the call has not run"
-                ) from error
-        else:
-            tune_unix(sock)
-            return sock, True
+) -> tuple[socket.socket, bytes]:
+    """Connect by the best way that both ends have; what carries the connection."""
+    if target.unix and HAS_UNIX and transport != "tcp" and tls is None:
+        sock = _reach_here(target, transport, timeout)
+        if sock is not None:
+            return sock, UNIX
     elif transport == "unix":
         raise PeerUnreachable(f'worker {target.name!r} lives on another host; transport="unix" does not reach it')
     try:
@@ -89,24 +109,59 @@ def _reach(
             "shutdown(), or cannot be reached from here; the call has not run"
         ) from error
     tune_tcp(sock, silence)
-    if tls is not None:
-        try:
-            return client_context(tls).wrap_socket(sock), False
-        except ssl.SSLError as error:
-            sock.close()
-            raise AuthenticationFailed(
-                f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
-            ) from error
-        except OSError as error:
-            sock.close()
+    return (sock, TCP) if tls is None else _secure(sock, target, tls)
+
+
+def _reach_here(target: Target, transport: str, timeout: float) -> socket.socket | None:
+    """Connect to the Unix socket of a worker; None where TCP is to be used instead."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(unix_address(target.unix))
+    except OSError as error:
+        sock.close()
+        if isinstance(error, ConnectionRefusedError) or transport == "unix":
             raise PeerUnreachable(
-                f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
+                f"worker {target.name!r} does not answer on this host ({error}): it has ended, maybe without "
+                "calling shutdown(); the call has not run"
             ) from error
-    return sock, False
+        return None
+    stranger = stranger_at(sock)
+    if not stranger:
+        tune_unix(sock)
+        return sock
+    sock.close()
+    if transport == "unix":
+        raise AuthenticationFailed(
+            f"worker {target.name!r}: its Unix socket belongs to {stranger}. Workers of different users reach each "
+            'other by TCP: use transport="auto"'
+        )
+    return None
 
 
-def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> bytes:
-    """What came behind the handshake; PeerSilent where the other's process `pid` is stopped for so many seconds."""
+def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.socket, bytes]:
+    """Make a TLS connection of one by TCP; the certificates of both ends are part of what carries it."""
+    try:
+        mine = own_digest(tls)
+        secured = client_context(tls).wrap_socket(sock)
+        return secured, TLS + mine + peer_digest(secured)
+    except UsageError:
+        sock.close()
+        raise
+    except ssl.SSLError as error:
+        sock.close()
+        raise AuthenticationFailed(
+            f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
+        ) from error
+    except OSError as error:
+        sock.close()
+        raise PeerUnreachable(
+            f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
+        ) from error
+
+
+def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:
+    """Bring `end` to its end; PeerSilent where the other's process `pid` is stopped for so many seconds."""
     sock.sendall(end.start())
     silent, process = Silence(silence), Stops(pid)
     while not end.done:
@@ -130,4 +185,3 @@ def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int,
             raise
         if answer:
             sock.sendall(answer)
-    return end.leftover

@@ -19,6 +19,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from telegrad.errors import ProtocolViolation
+from telegrad.transport.noise import Ciphers, DecryptionFailed
+from telegrad.transport.records import RECORD, RecordReader, RecordWriter, not_authentic
 from telegrad.transport.sockets import shut
 
 STRIPE_FROM = 8 << 20
@@ -63,7 +65,7 @@ class Lanes:
         if make is not None:
             make()
 
-    def add(self, sock: socket.socket, heard: bytes) -> None:
+    def add(self, sock: socket.socket, heard: bytes, ciphers: Ciphers | None = None) -> None:
         """Take in a further stream, on which the other end has said `heard` already."""
         sock.setblocking(True)
         stripes: SimpleQueue[tuple[memoryview, Any] | None] = SimpleQueue()
@@ -75,8 +77,8 @@ class Lanes:
         if refused:
             sock.close()
             return
-        move = _send if self._sends else _receive
-        lane = threading.Thread(target=self._run, args=(move, sock, heard, stripes), name="telegrad-lane", daemon=True)
+        stream = _Stream(sock, heard) if ciphers is None else _EncryptedStream(sock, heard, ciphers)
+        lane = threading.Thread(target=self._run, args=(stream, stripes), name="telegrad-lane", daemon=True)
         try:
             lane.start()
         except (RuntimeError, MemoryError):  # there is no thread left; and so no stripes
@@ -106,35 +108,30 @@ class Lanes:
         """Whether nothing is under way."""
         return not self._under_way
 
-    def _run(
-        self,
-        move: Callable[[socket.socket, memoryview], None],
-        sock: socket.socket,
-        heard: bytes,
-        stripes: SimpleQueue[tuple[memoryview, Any] | None],
-    ) -> None:
-        with contextlib.closing(sock):
+    def _run(self, stream: _Stream, stripes: SimpleQueue[tuple[memoryview, Any] | None]) -> None:
+        move = stream.send if self._sends else stream.receive
+        with contextlib.closing(stream.sock):
             try:
-                if not self._greet(sock, heard):
+                if not self._greet(stream):
                     return
                 while (stripe := stripes.get()) is not None:
-                    move(sock, stripe[0])
+                    move(stripe[0])
                     del stripe  # and the memory, before waiting for more
                     self._moved()
             except Exception as error:
                 self._failed(error)
 
-    def _greet(self, sock: socket.socket, heard: bytes) -> bool:
+    def _greet(self, stream: _Stream) -> bool:
         """Whether the other end has this stream, too; that it has not harms nobody, while it is not used."""
         with contextlib.suppress(OSError):
             if not self._sends:
-                sock.sendall(READY)
+                stream.send(memoryview(READY))
                 return True
-            if heard or sock.recv(len(READY)):
-                with self._lock:
-                    self._greeted += 1
-                    self.ready = self._greeted == LANES
-                return True
+            stream.receive(memoryview(bytearray(len(READY))))
+            with self._lock:
+                self._greeted += 1
+                self.ready = self._greeted == LANES
+            return True
         return False
 
     def _moved(self) -> None:
@@ -167,13 +164,58 @@ class Lanes:
 NO_LANES = Lanes(False, lambda _: None, None)  # of each connection that shares memory with its other end
 
 
-def _send(sock: socket.socket, stripe: memoryview) -> None:
-    sock.sendall(stripe)  # of the socket's own class: TLS has another
+class _Stream:
+    """A further stream, for its thread."""
 
+    def __init__(self, sock: socket.socket, heard: bytes) -> None:
+        self.sock = sock
+        self._heard = memoryview(heard)
 
-def _receive(sock: socket.socket, stripe: memoryview) -> None:
-    while stripe:
-        count = sock.recv_into(stripe)
+    def send(self, stripe: memoryview) -> None:
+        self.sock.sendall(stripe)  # of the socket's own class: TLS has another
+
+    def receive(self, stripe: memoryview) -> None:
+        """Fill `stripe`.
+
+        Raises:
+            OSError: the stream has ended before.
+        """
+        while stripe:
+            stripe = stripe[self._receive(stripe) :]
+
+    def _receive(self, buffer: memoryview) -> int:
+        """Write to `buffer` what comes next; how many bytes."""
+        count = min(len(buffer), len(self._heard))
+        if count:
+            buffer[:count] = self._heard[:count]
+            self._heard = self._heard[count:]
+            return count
+        count = self.sock.recv_into(buffer)
         if not count:
             raise ConnectionError("one of its streams ended")
-        stripe = stripe[count:]
+        return count
+
+
+class _EncryptedStream(_Stream):
+    """One whose stripes cross in records."""
+
+    def __init__(self, sock: socket.socket, heard: bytes, ciphers: Ciphers) -> None:
+        super().__init__(sock, heard)
+        self._writer = RecordWriter(ciphers.sending)
+        self._reader = RecordReader(ciphers.receiving)
+
+    def send(self, stripe: memoryview) -> None:
+        for at in range(0, len(stripe), RECORD):
+            self._writer.add(stripe[at : at + RECORD])
+            self.sock.sendall(self._writer.unsent)
+            self._writer.sent(len(self._writer.unsent))
+
+    def receive(self, stripe: memoryview) -> None:
+        came = 0
+        while stripe:
+            try:
+                count = self._reader.decrypt_into(stripe, came)
+            except (DecryptionFailed, ProtocolViolation) as error:
+                raise ConnectionError(not_authentic(error)) from error
+            stripe = stripe[count:]
+            came = 0 if count else self._receive(self._reader.buffer())

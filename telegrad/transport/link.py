@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from telegrad.descriptors import is_out, said
-from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ProtocolViolation, ShutDown
+from telegrad.errors import PeerError, ProtocolViolation
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
+from telegrad.transport.connect import Channel
+from telegrad.transport.endings import lost, parted
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.memory import DESCRIPTORS_AT_ONCE, MOST_NEW
 from telegrad.transport.poller import Poller
 from telegrad.transport.processes import process_at
 from telegrad.transport.reading import Reading
+from telegrad.transport.records import RECORD, RecordWriter
 from telegrad.transport.sockets import NOT_NOW, shut
 from telegrad.transport.waker import Waker
 from telegrad.transport.writer import Writer
@@ -33,7 +36,6 @@ from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
 from telegrad.wire.messages import (
     BYE,
-    MOVED,
     OPENED,
     PULSE,
     RELEASE,
@@ -63,11 +65,13 @@ class Link:
         prompt: bool,
         expected: Callable[[], object] = lambda: True,
         widen: Callable[[Link, bool], None] | None = None,
+        records: RecordWriter | None = None,
     ) -> None:
         """`on_messages` runs on the reading thread.
 
         `prompt`: the other end waits for answers, so that its next frame follows soon. `expected` tells whether
-        anything is awaited from here. `widen` shall make further streams, for what is sent or for what comes.
+        anything is awaited from here. `widen` shall make further streams, for what is sent or for what comes. With
+        `records`, what is sent is encrypted.
         """
         sock.setblocking(False)
         self.peer = peer
@@ -92,8 +96,14 @@ class Link:
         self._lock = threading.Lock()  # guards all below, that `closed` is set, and writing to the socket
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
+        self._records = records
         self._writer = Writer(
-            sock, self._tls_lock, stores.staging, lambda write: poller.watch(self, write=write), self._resume
+            sock,
+            self._tls_lock,
+            stores.staging,
+            lambda write: poller.watch(self, write=write),
+            self._resume,
+            records,
         )
         self._outbox = self._writer.outbox
 
@@ -116,8 +126,8 @@ class Link:
 
     @property
     def is_sending(self) -> bool:
-        """Whether there is something in the outbox."""
-        return bool(self._outbox)
+        """Whether there is something that the socket has not taken."""
+        return self._writer.is_busy
 
     def __repr__(self) -> str:
         state = f"ended, {self.closed}" if self.closed is not None else f"{len(self._outbox)} buffers to send"
@@ -146,7 +156,20 @@ class Link:
             self.sent += len(data)
             if self._maps.released:
                 self._queue_release()
-            if not (self._outbox or later or self._tls):
+            records = self._records
+            if records is not None:
+                if not (self._outbox or later or records.unsent) and len(data) <= RECORD:
+                    record = records.encrypt(data)
+                    sent = 0
+                    try:
+                        sent = self._sock.send(record)
+                    except OSError:
+                        pass  # the write that follows meets it again
+                    if sent < len(record):
+                        records.keep(memoryview(record)[sent:])
+                        self._flush()
+                    return
+            elif not (self._outbox or later or self._tls):
                 try:
                     sent = self._sock.send(data)
                     if sent == len(data):
@@ -259,6 +282,7 @@ class Link:
             buffer = self.reader.buffer()
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
+            self.received += count
             self._take(count)
             view = view[count:]
 
@@ -320,15 +344,16 @@ class Link:
             except NOT_NOW:
                 return came
             except ProtocolViolation as error:
-                self.close(self._lost(f"it broke the protocol: {error}"))
+                self.close(lost(self.peer, f"it broke the protocol: {error}"))
                 return came
             except OSError as error:
-                self.close(self._lost(f"the connection broke ({said(error)})"))
+                self._broke(error)
                 return came
             if not count:
-                self.close(self._lost("the connection ended: it died, or its program ended without calling shutdown()"))
+                self._broke()
                 return came
             came = True
+            self.received += count
             self._take(count)
             if count < len(buffer) and not self._tls:
                 return True
@@ -351,16 +376,15 @@ class Link:
 
     def _take(self, count: int) -> None:
         """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""
-        self.received += count
         try:
             self._on_messages(self, self._wanted(count))
         except Exception as error:
             why = (
                 f"its memory was not mapped: {said(error)}" if is_out(error) else f"it sent what is no frame ({error})"
             )
-            self.close(self._lost(why))
+            self.close(lost(self.peer, why))
         if self._over is not None:
-            self.close(self._parted(self._over))
+            self.close(parted(self.peer, self._over))
 
     def _open(self, number: int, handle: bytes) -> None:
         """The peer will lend a block of an accelerator."""
@@ -391,22 +415,14 @@ class Link:
 
     # The end
 
-    def _parted(self, how: str) -> ShutDown:
-        uncertain = "calls in flight to it may or may not have run"
-        if how == MOVED:
-            return GenerationOver(
-                f"worker {self.peer!r} has gone on to the next generation of its group; {uncertain}. "
-                "Call it again after rendezvous_again()"
-            )
-        if how:
-            return LeftEarly(f"worker {self.peer!r} left without the others: {how}; {uncertain}")
-        return ShutDown(f"worker {self.peer!r} shut down; {uncertain}")
-
-    def _lost(self, why: str) -> PeerLost:
-        return PeerLost(
-            f"worker {self.peer!r} was lost: {why}; calls in flight to it may or may not have run. "
-            "If that worker still lives, the next call connects anew"
+    def _broke(self, error: OSError | None = None) -> None:
+        """The socket has failed, or its other end has ended it."""
+        how = (
+            "ended: it died, or its program ended without calling shutdown()"
+            if error is None
+            else f"broke ({said(error)})"
         )
+        self.close(lost(self.peer, f"the connection {how}"))
 
     def close(self, reason: PeerError) -> None:
         """End the connection; `on_closed` is told once."""
@@ -414,7 +430,7 @@ class Link:
             if self.closed is not None:
                 return
             self.closed = reason
-            self._outbox.clear()
+            self._writer.clear()
             self._outgoing.abandon()
             shut(self._sock)
         self.reading.end()
@@ -423,16 +439,16 @@ class Link:
             lanes.close()
         self._on_closed(self, reason)
 
-    def join(self, sends: bool, sock: socket.socket, heard: bytes) -> None:
-        """Take in a further stream, of which the other end has the other end, and said `heard` on it."""
-        (self.lanes_out if sends else self.lanes_in).add(sock, heard)
+    def join(self, sends: bool, channel: Channel) -> None:
+        """Take in a further stream, of which the other end has the other end."""
+        (self.lanes_out if sends else self.lanes_in).add(channel.sock, channel.leftover, channel.ciphers)
 
     def _lane_failed(self, error: Exception) -> None:
-        self.close(self._lost(f"the connection broke ({error})"))
+        self.close(lost(self.peer, f"the connection broke ({error})"))
 
     def fail(self, error: BaseException) -> None:
         """Something could not be sent, for want of memory or the like: nobody shall wait for it."""
-        self.close(self._lost(f"a message could not be sent ({error or type(error).__name__})"))
+        self.close(lost(self.peer, f"a message could not be sent ({error or type(error).__name__})"))
 
     def abandon(self) -> None:
         """In a forked child: close the descriptor without a word to the peer, who talks with the parent."""

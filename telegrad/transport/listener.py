@@ -12,23 +12,26 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from telegrad.descriptors import said
-from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation
-from telegrad.transport.handshake import Acceptor, Claim, StreamId
+from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
+from telegrad.keyring import Keyring
+from telegrad.transport.connect import Channel
+from telegrad.transport.handshake import OTHER_USER, TCP, TLS, UNIX, Acceptor, Claim, StreamId, refusal
 from telegrad.transport.poller import Poller
+from telegrad.transport.processes import stranger_at
 from telegrad.transport.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
-from telegrad.transport.tls import TlsFiles, server_context
+from telegrad.transport.tls import TlsFiles, own_digest, peer_digest, server_context
 
 PATIENCE = 5.0  # seconds that a handshake may take
 MOST_STRANGERS = 256  # connections in their handshake at once; for a further one the oldest must go
 BACKLOG = 512
 
-Accepted = Callable[[socket.socket, Claim, StreamId, bool, bytes], None]
+Accepted = Callable[[Channel, Claim, StreamId], None]
 
 log = logging.getLogger("telegrad")
 
 
 class Listener:
-    """The doors of a worker: a Unix socket where hosts have them, and a TCP port."""
+    """The doors of a worker: a TCP port, and a Unix socket where hosts have them and TLS is not asked for."""
 
     def __init__(
         self,
@@ -41,19 +44,27 @@ class Listener:
         patience: float = PATIENCE,
         most_strangers: int = MOST_STRANGERS,
     ) -> None:
+        """Listen; nobody is let in before `serve`.
+
+        Raises:
+            UsageError: the TLS files cannot be used, or TLS is asked for and only Unix sockets.
+        """
+        if tls is not None and transport == "unix":
+            raise UsageError('tls=... protects TCP connections, and transport="unix" makes none: leave one of them out')
         self._poller = poller
         self._accepted = accepted
         self._silence = silence
         self._tls = server_context(tls) if tls is not None else None
+        self.digest = own_digest(tls) if tls is not None else b""  # of this worker's certificate
         self._lock = threading.Lock()  # guards _strangers and that the poller watches these
         self._strangers: dict[_Stranger, None] = {}  # oldest first
         self.patience = patience
         self.most_strangers = most_strangers
-        self._serves: tuple[bytes, Claim] | None = None  # the group's key, and what this worker says of itself
+        self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and what this worker says of itself
         self._shut = False  # no descriptor is left for those who knock
         self._doors: list[_Door] = []
         self.unix = ""
-        if HAS_UNIX and transport != "tcp":
+        if HAS_UNIX and transport != "tcp" and tls is None:
             self.unix = f"telegrad-{secrets.token_hex(8)}"
             door = socket.socket(socket.AF_UNIX)
             door.bind(unix_address(self.unix))
@@ -67,9 +78,9 @@ class Listener:
             each.sock.setblocking(False)
             each.sock.listen(BACKLOG)
 
-    def serve(self, key: bytes, mine: Claim) -> None:
-        """Let in who proves to hold `key`; until now connections waited."""
-        self._serves = key, mine
+    def serve(self, keys: Keyring, mine: Claim) -> None:
+        """Let in who proves to hold one of `keys`; until now connections waited."""
+        self._serves = keys, mine
         for door in self._doors:
             self._poller.watch(door, read=True)
 
@@ -77,12 +88,17 @@ class Listener:
         assert self._serves is not None
         sock.setblocking(False)
         if shared:
+            other_user = stranger_at(sock)
+            if other_user:
+                refuse_user(sock, other_user)
+                return
             tune_unix(sock)
         else:
             tune_tcp(sock, self._silence)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        stranger = _Stranger(sock, self, Acceptor(*self._serves), origin, shared)
+        end = Acceptor(*self._serves, UNIX if shared else TCP)
+        stranger = _Stranger(sock, self, end, origin)
         with self._lock:
             crowded = len(self._strangers) >= self.most_strangers
             oldest = next(iter(self._strangers)) if crowded else None
@@ -96,7 +112,7 @@ class Listener:
         end = stranger.end
         assert end.peer is not None
         if self._dismiss(stranger):
-            self._accepted(stranger.sock, end.peer, end.stream_id, stranger.shared, end.leftover)
+            self._accepted(Channel.behind(stranger.sock, end), end.peer, end.stream_id)
 
     def turn_away(self, stranger: _Stranger, why: Exception) -> None:
         """It is not of the group: one line in the log, and the door."""
@@ -149,6 +165,17 @@ class Listener:
             sock.close()
 
 
+def refuse_user(sock: socket.socket, user: str) -> None:
+    """Close a Unix socket that another user of this host has connected to."""
+    log.warning(
+        "telegrad: a connection from this host was refused: it comes from %s; workers of other users connect by TCP",
+        user,
+    )
+    with contextlib.suppress(OSError):
+        sock.send(refusal(OTHER_USER))
+    sock.close()
+
+
 class _Looked(ProtocolViolation):
     """Somebody looked whether this worker is there, as other workers do who wait for it, and load balancers."""
 
@@ -194,10 +221,9 @@ class _Stranger:
 
     prompt = False
 
-    def __init__(self, sock: socket.socket, listener: Listener, end: Acceptor, origin: str, shared: bool) -> None:
+    def __init__(self, sock: socket.socket, listener: Listener, end: Acceptor, origin: str) -> None:
         self.sock = sock
         self.end = end
-        self.shared = shared
         self.since = monotonic()
         self.dismissed = False
         self._spoke = False
@@ -213,7 +239,9 @@ class _Stranger:
             return False
         try:
             if not self._tls_done:
-                self.sock.do_handshake()  # type: ignore[attr-defined]
+                assert isinstance(self.sock, ssl.SSLSocket)
+                self.sock.do_handshake()
+                self.end.carrier = TLS + peer_digest(self.sock) + self._listener.digest
                 self._tls_done = True
             data = self.sock.recv(4096)
             if not data:

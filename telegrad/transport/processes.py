@@ -12,12 +12,31 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 def process_at(sock: socket.socket) -> int:
     """The process that has made the other end of a Unix socket; 0 where it cannot be seen from this one, or is this."""
+    pid, _ = _credentials(sock)
+    return 0 if pid == os.getpid() else pid
+
+
+def stranger_at(sock: socket.socket) -> str:
+    """Return a description of the user at the other end of a Unix socket if that is not the user of this process.
+
+    An end whose user the kernel does not tell is a stranger, too. Root is no exception: whoever runs as root is
+    another user to a worker that does not, and a worker of root takes code from nobody else.
+    """
+    _, user = _credentials(sock)
+    mine = os.geteuid()
+    if user == mine:
+        return ""
+    return f"uid {user}, while this worker has uid {mine}" if user >= 0 else "a user whom the kernel does not name"
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user of the other end as it connected or began to listen; 0 and -1 where nothing is told."""
     try:
         said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except (AttributeError, OSError):
-        return 0
-    pid: int = _CREDENTIALS.unpack(said)[0]
-    return 0 if pid == os.getpid() else pid
+        return 0, -1
+    pid, user, _ = _CREDENTIALS.unpack(said)
+    return pid, user
 
 
 def state_of(pid: int) -> tuple[str, int] | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import ssl
 from functools import partial
 from typing import NamedTuple, NoReturn
 
 from telegrad.errors import UsageError
+
+_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)  # the first is shown
 
 
 class TlsFiles(NamedTuple):
@@ -38,6 +42,27 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
         UsageError: a file is missing or is no certificate or key.
     """
     return _context(ssl.PROTOCOL_TLS_CLIENT, files)
+
+
+def own_digest(files: TlsFiles) -> bytes:
+    """Return the hash of this worker's certificate, as the other end computes it by `peer_digest`.
+
+    Raises:
+        UsageError: the file holds no certificate.
+    """
+    try:
+        with open(files.certificate, encoding="ascii", errors="replace") as file:
+            found = _CERTIFICATE.search(file.read())
+    except OSError as error:
+        raise UsageError(f"the TLS certificate {files.certificate!r} cannot be read: {error}") from error
+    if found is None:
+        raise UsageError(f"the TLS certificate {files.certificate!r} cannot be used: it holds none in PEM format")
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found[0])).digest()
+
+
+def peer_digest(sock: ssl.SSLSocket) -> bytes:
+    """Return the hash of the certificate that the other end has shown."""
+    return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 from telegrad.devices.staging import StagedCopy, Staging
 from telegrad.transport.blobs import Chunk
+from telegrad.transport.records import JOINED, RecordWriter
 from telegrad.transport.sockets import NOT_NOW, shut
 
 BUFFERS_AT_ONCE = 32
@@ -28,8 +29,12 @@ class Writer:
         staging: Staging,
         watch: Callable[[bool], None],
         resume: Callable[[], None],
+        records: RecordWriter | None = None,
     ) -> None:
-        """`watch`: whether to be called again when the socket can be written. `resume` must lead to a flush, too."""
+        """`watch`: whether to be called again when the socket can be written. `resume` must lead to a flush, too.
+
+        With `records`, what leaves is encrypted at the moment of writing; the outbox is plain.
+        """
         self.outbox: deque[Chunk | StagedCopy] = deque()
         self.waits = False  # for the socket
         self.written = 0  # bytes
@@ -40,31 +45,96 @@ class Writer:
         self._watch = watch
         self._resume = resume
         self._watched: StagedCopy | None = None  # what is to be sent next, while its device still copies
+        self._records = records
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if something waits to be sent."""
+        return bool(self.outbox) or (self._records is not None and bool(self._records.unsent))
 
     def flush(self) -> None:
         """Write what the socket takes; leave the rest to the poller, or to who watches devices."""
-        outbox = self.outbox
+        records = self._records
         waits = False
         try:
-            while outbox and self._has_next():
-                sent = self._write()
-                self.written += sent
-                while sent:
-                    chunk = outbox[0]
-                    assert isinstance(chunk, Chunk)
-                    if sent < len(chunk.data):
-                        outbox[0] = Chunk(memoryview(chunk.data)[sent:], (), chunk.keeper)
-                        break
-                    sent -= len(chunk.data)
-                    outbox.popleft()
+            if records is None:
+                self._write_plain()
+            else:
+                self._write_records(records)
         except NOT_NOW:
             waits = True
         except OSError:
-            outbox.clear()  # the reading side meets the same end and reports it
+            self.clear()  # the reading side meets the same end and reports it
             shut(self._sock)
         if waits != self.waits:
             self.waits = waits
             self._watch(waits)
+
+    def clear(self) -> None:
+        """Drop what was not sent."""
+        self.outbox.clear()
+        if self._records is not None:
+            self._records.clear()
+
+    def _write_plain(self) -> None:
+        outbox = self.outbox
+        while outbox and self._has_next():
+            sent = self._write()
+            self.written += sent
+            while sent:
+                chunk = outbox[0]
+                assert isinstance(chunk, Chunk)
+                if sent < len(chunk.data):
+                    outbox[0] = Chunk(memoryview(chunk.data)[sent:], (), chunk.keeper)
+                    break
+                sent -= len(chunk.data)
+                outbox.popleft()
+
+    def _write_records(self, records: RecordWriter) -> None:
+        while True:
+            if not records.unsent:
+                if not (self.outbox and self._has_next()):
+                    return
+                self._encrypt(records)
+            sent = self._sock.send(records.unsent)
+            self.written += sent
+            records.sent(sent)
+
+    def _encrypt(self, records: RecordWriter) -> None:
+        """Encrypt what is first in the outbox, as much as leaves in one write.
+
+        What is interrupted in here ends the connection: nobody knows which chunks have become records.
+        """
+        outbox = self.outbox
+        small: list[bytes | memoryview] = []  # pieces that share a record
+        size = 0
+        try:
+            while outbox and isinstance(chunk := outbox[0], Chunk):
+                data = chunk.data
+                if len(data) < JOINED:
+                    if size + len(data) > min(JOINED, records.room()):
+                        break
+                    small.append(data)
+                    size += len(data)
+                    outbox.popleft()
+                    continue
+                if small:
+                    records.add(b"".join(small))
+                    small, size = [], 0
+                room = records.room()
+                if room <= 0:
+                    break
+                records.add(memoryview(data)[:room])
+                if len(data) > room:
+                    outbox[0] = Chunk(memoryview(data)[room:], (), chunk.keeper)
+                    break
+                outbox.popleft()
+            if small:
+                records.add(b"".join(small))
+        except BaseException:
+            self.clear()
+            shut(self._sock)
+            raise
 
     def _has_next(self) -> bool:
         """Whether the first in the outbox can be sent; of what a device copies, its next piece becomes the first."""

@@ -20,15 +20,18 @@ tensors), `table` (one entry per blob), `body` (a pickle), and the memory of tho
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from telegrad.errors import ProtocolViolation
 
 CALL, RESULT, FAILURE, REFUSAL, NOTICE, RELEASE, RETIRE, BYE, LEND, OPENED, CANCEL, PULSE = range(1, 13)
 KINDS = (
     *("", "CALL", "RESULT", "FAILURE", "REFUSAL", "NOTICE", "RELEASE", "RETIRE", "BYE", "LEND", "OPENED", "CANCEL"),
     "PULSE",
 )
+ANSWERS = frozenset((RESULT, FAILURE, REFUSAL))
 
 # Flags of a CALL: the caller's modes, as the function would find them in a local call.
 NO_GRAD = 1
@@ -64,6 +67,24 @@ class Message:
     def __repr__(self) -> str:
         kind = KINDS[self.kind] if self.kind < len(KINDS) else self.kind
         return f"<{kind} {self.id} {bytes(self.head).decode(errors='replace')!r}: {len(self.body)} bytes>"
+
+
+def unknown(kind: int) -> str:
+    """Return what is said of a frame of a kind that is not expected where it came."""
+    name = KINDS[kind] if kind < len(KINDS) else ""
+    if name:
+        return f"a frame of the kind {name}, which does not belong there"
+    return f"a frame of kind {kind}, which this version does not know: install the same telegrad on all workers"
+
+
+def check_kind(message: Message, expected: Container[int]) -> None:
+    """Refuse a message of another kind.
+
+    Raises:
+        ProtocolViolation: it is of none of the kinds that are `expected` where it came.
+    """
+    if message.kind not in expected:
+        raise ProtocolViolation(unknown(message.kind))
 
 
 _SIZE = struct.Struct("<I")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from telegrad import errors
+from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.tls import TlsFiles
@@ -96,7 +97,7 @@ def test_who_is_silent_is_turned_away(worker: tuple[Worker, Worker]) -> None:
 
 def test_a_wrong_key_is_told_at_both_ends(worker: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture) -> None:
     _, b = worker
-    end = Initiator(b"another key", Claim("w0", 0, "x", ""), b.agent.incarnation)
+    end = Initiator(Keyring([b"another key"]), Claim("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock, caplog.at_level(logging.WARNING, "telegrad"):
         sock.sendall(end.start())
         sock.sendall(end.receive(sock.recv(4096)))

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from telegrad.errors import HandshakeError, PeerUnreachable
-from telegrad.transport.handshake import LONGEST, NONCE, Acceptor, Claim, Initiator
+from telegrad.keyring import Keyring
+from telegrad.transport.handshake import LONGEST, Acceptor, Claim, Initiator
 
 NAMED = (HandshakeError, PeerUnreachable)
 MOST_ENDS = 8
 MEMBERS = [Claim(name, id_, f"incarnation of {name}", "") for id_, name in enumerate("abc")]
-KEYS = [b"the key of the group", b"the key of a stranger"]
+KEYS = [Keyring([b"the key of the group"]), Keyring([b"the key of a stranger"])]
 
 INITIATE, ACCEPT, DELIVER, FLIP, CUT, JOIN, RENAME, RAW = range(8)
 
@@ -35,7 +36,7 @@ class Move(NamedTuple):
 class Party:
     """One end, and what it said and heard."""
 
-    def __init__(self, end: Initiator | Acceptor, claim: Claim, key: bytes, wanted: Claim | None = None) -> None:
+    def __init__(self, end: Initiator | Acceptor, claim: Claim, key: Keyring, wanted: Claim | None = None) -> None:
         self.end, self.claim, self.key, self.wanted = end, claim, key, wanted
         self.said, self.heard = b"", b""
         self.grounds = b""  # what it had understood when it last spoke
@@ -53,7 +54,7 @@ class Network:
     def __init__(self) -> None:
         self.parties: list[Party] = []
         self.messages: list[bytes] = [b""]
-        self._nonces = itertools.count(1)
+        self._random = itertools.count(1)
 
     def play(self, moves: Iterable[Move]) -> None:
         for move in moves:
@@ -74,11 +75,14 @@ class Network:
         me = MEMBERS[move.end % len(MEMBERS)]
         wanted = MEMBERS[move.message % len(MEMBERS)]
         key = KEYS[move.value % len(KEYS)]
-        nonce = next(self._nonces).to_bytes(NONCE, "little")
+
+        def random(size: int) -> bytes:
+            return next(self._random).to_bytes(size, "little")
+
         if kind == ACCEPT:
-            self.parties.append(Party(Acceptor(key, me, nonce), me, key))
+            self.parties.append(Party(Acceptor(key, me, random=random), me, key))
             return
-        end = Initiator(key, me, wanted.incarnation, nonce)
+        end = Initiator(key, me, wanted.incarnation, random=random)
         self.parties.append(Party(end, me, key, wanted))
         self._overhear(self.parties[-1], end.start())
 
@@ -93,7 +97,7 @@ class Network:
         if kind == JOIN:
             return message + self.messages[move.value % len(self.messages)]
         if kind == RENAME:  # as if it were another step of the handshake
-            return message[:2] + b"HCPR"[move.value % 4 :][:1] + message[3:]
+            return message[:2] + b"HC1234R"[move.value % 7 :][:1] + message[3:]
         if kind == RAW:
             return move.value.to_bytes(8, "little")[: move.at % 9]
         return message
@@ -145,8 +149,5 @@ def honest(initiator: int = 0, acceptor: int = 1, *, wanted: int | None = None, 
     return [
         Move(INITIATE, initiator, acceptor if wanted is None else wanted, 0, key),
         Move(ACCEPT, acceptor),
-        Move(DELIVER, 1, 1),
-        Move(DELIVER, 0, 2),
-        Move(DELIVER, 1, 3),
-        Move(DELIVER, 0, 4),
+        *(Move(DELIVER, message % 2, message) for message in range(1, 7)),
     ]

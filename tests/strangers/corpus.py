@@ -34,7 +34,7 @@ def beginnings(target: str) -> Iterator[bytes]:
         for stream in samples():
             yield from (cuts + stream for cuts in (b"\0\0\0", b"\x1b\x05\x80", b"\xff\xff\xff"))
         return
-    changed = [[*honest()[:4], Move(kind, 1, 3, 40, 1)] for kind in _CHANGES]
+    changed = [[*honest()[:6], Move(kind, 1, 5, 40, 1)] for kind in _CHANGES]
     for game in (honest(), honest() + honest(2, 0), honest(wanted=2), honest(key=1), *changed):
         yield b"".join(_MOVE.pack(*move) for move in game)
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 
 from telegrad.rpc.worker import Worker
+from telegrad.transport.handshake import Initiator
+from telegrad.transport.records import LONGEST, RECORD, RecordReader, RecordWriter
 from tests.cluster import PATIENCE
 
 LATE = 1.0  # seconds that may pass until a worker looks whether somebody is late
@@ -64,3 +66,35 @@ def resident() -> int:
 
 
 HAS_PROC = pathlib.Path("/proc/self/statm").exists()
+
+
+class Visitor:
+    """A member that has come by TCP: what it says and hears crosses in records."""
+
+    def __init__(self, sock: socket.socket, end: Initiator, behind: bytes = b"") -> None:
+        """`behind` is said together with the last message of the handshake."""
+        self.sock = sock
+        said = end.start()
+        while not end.done:
+            if behind and end._ciphers is not None:
+                self._writer = RecordWriter(end._ciphers.sending)
+                said += self._writer.encrypt(behind)
+            sock.sendall(said)
+            said = end.receive(sock.recv(4096))
+        assert end.leftover == b""
+        assert end.ciphers is not None
+        self._writer = RecordWriter(end.ciphers.sending)
+        self._reader = RecordReader(end.ciphers.receiving)
+
+    def say(self, data: bytes) -> None:
+        for at in range(0, len(data), RECORD):
+            self.sock.sendall(self._writer.encrypt(data[at : at + RECORD]))
+
+    def hear(self) -> bytes:
+        """The content of the next record; nothing where the worker closes the connection."""
+        content, came = memoryview(bytearray(LONGEST)), 0
+        while not (count := self._reader.decrypt_into(content, came)):
+            came = self.sock.recv_into(self._reader.buffer())
+            if not came:
+                return b""
+        return bytes(content[:count])

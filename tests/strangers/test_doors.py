@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from telegrad.keyring import Keyring
 from telegrad.transport import listener
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.listener import Listener
 from telegrad.transport.poller import READ, Poller
 from tests.strangers.door import HAS_PROC, eventually
 
-KEY = b"the key of the group"
+KEY = Keyring([b"the key of the group"])
 ME = Claim("w0", 0, "x", "")
 
 
@@ -33,7 +34,7 @@ class Doors:
         self.accepted: list[socket.socket] = []
         self.failures: list[BaseException] = []
         self.listener = Listener(
-            "127.0.0.1", None, "tcp", 10.0, self.poller, lambda sock, *_: self.accepted.append(sock)
+            "127.0.0.1", None, "tcp", 10.0, self.poller, lambda channel, *_: self.accepted.append(channel.sock)
         )
         self.listener.serve(KEY, ME)
 
@@ -154,15 +155,16 @@ def test_who_has_come_in_is_not_turned_away_for_having_been_late(doors: Doors) -
     """One of two late ones ends its handshake while the clock turns away the other."""
     socks = {sock.getsockname()[1]: sock for sock in (doors.knock(), doors.knock())}
     ends = {port: Initiator(KEY, ME, ME.incarnation) for port in socks}
-    for port, sock in socks.items():
-        sock.sendall(ends[port].start())
-    proofs: dict[int, bytes] = {}
-    while len(proofs) < 2:
-        doors.look(0.01)
+    proofs = {port: end.start() for port, end in ends.items()}
+    for _ in range(2):
         for port, sock in socks.items():
-            sock.settimeout(0.01)
-            with contextlib.suppress(TimeoutError):
-                proofs[port] = ends[port].receive(sock.recv(4096))
+            sock.sendall(proofs.pop(port))
+        while len(proofs) < 2:
+            doors.look(0.01)
+            for port, sock in socks.items():
+                sock.settimeout(0.01)
+                with contextlib.suppress(TimeoutError):
+                    proofs[port] = ends[port].receive(sock.recv(4096))
 
     def emit(record: logging.LogRecord) -> None:
         for port, sock in socks.items():

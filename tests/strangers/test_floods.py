@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport import listener
 from telegrad.transport.handshake import Claim, Initiator
@@ -33,6 +34,7 @@ from tests.strangers.door import (
 )
 
 KEY = "the key of the group"
+RING, OTHER = Keyring([KEY.encode()]), Keyring([b"another key"])
 CROWD = 1000
 NORMAL = 0.05  # seconds of a call, on a busy machine; what waits for strangers waits for seconds
 MEGABYTE = 1 << 20
@@ -86,7 +88,7 @@ def crowd(worker: Worker, count: int = CROWD) -> Iterator[list[socket.socket]]:
 
 def greet(worker: Worker) -> None:
     """As a member does that comes anew."""
-    end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), worker.agent.incarnation)
+    end = Initiator(RING, Claim("w0", 0, "another", ""), worker.agent.incarnation)
     with knock(worker) as sock:
         sock.settimeout(2.0)
         sock.sendall(end.start())
@@ -118,7 +120,7 @@ def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.Lo
 
     def babble(seed: int) -> None:
         chance = random.Random(seed)
-        hello = Initiator(b"another key", Claim("w0", 0, "x", ""), "x").start()
+        hello = Initiator(OTHER, Claim("w0", 0, "x", ""), "x").start()
         for _ in range(60):
             with knock(b) as sock:
                 say(sock, chance.choice([b"", hello[: chance.randrange(40)], hello]))
@@ -143,7 +145,7 @@ def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.Lo
 def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Worker]) -> None:
     a, b = worker
     b.agent._connections.listener.patience = 0.4
-    hello = Initiator(b"another key", Claim("w0", 0, "x", ""), "x").start()
+    hello = Initiator(OTHER, Claim("w0", 0, "x", ""), "x").start()
     with given_back(), contextlib.ExitStack() as stack:
         slow = [stack.enter_context(knock(b)) for _ in range(20)]
         start = time.monotonic()
@@ -160,7 +162,7 @@ def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Wo
 def test_a_member_may_be_slow(worker: tuple[Worker, Worker]) -> None:
     """Its handshake comes byte by byte."""
     _, b = worker
-    end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), b.agent.incarnation)
+    end = Initiator(RING, Claim("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
         said = end.start()
         while not end.done:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch
+from telegrad.keyring import Keyring
 from telegrad.transport.connect import Target, connect
 from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim
 from telegrad.transport.tls import TlsFiles
 from tests.transport.test_tls import Authority
 
-KEY = b"the key of the group"
+KEY = Keyring([b"the key of the group"])
 ME, OTHER = Claim("w0", 0, "x", ""), Claim("w1", 1, "y", "")
 TIMEOUT = 0.4
 NAMED = (AuthenticationFailed, PeerUnreachable, ProtocolViolation, VersionMismatch)
@@ -44,7 +45,7 @@ def reach(behave: Callable[..., Any], tls: TlsFiles | None = None) -> None:
         thread.start()
         try:
             target = Target(OTHER.name, OTHER.incarnation, "", door.getsockname())
-            connect(target, KEY, ME, tls, "tcp", TIMEOUT, 10.0)[0].close()
+            connect(target, KEY, ME, tls, "tcp", TIMEOUT, 10.0).sock.close()
         finally:
             over.set()
             thread.join()
@@ -85,12 +86,13 @@ def drip(sock: socket.socket, over: threading.Event) -> None:
 
 def mirror(sock: socket.socket, over: threading.Event) -> None:
     sock.sendall(sock.recv(4096).replace(b"H", b"C", 1))
-    sock.sendall(sock.recv(4096))
+    first = sock.recv(4096)
+    sock.sendall(first[:2] + b"2" + first[3:])
     over.wait()
 
 
 def hold_another_key(sock: socket.socket, over: threading.Event) -> None:
-    end = Acceptor(b"another key", OTHER)
+    end = Acceptor(Keyring([b"another key"]), OTHER)
     sock.sendall(end.receive(sock.recv(4096)))
     with contextlib.suppress(AuthenticationFailed):
         end.receive(sock.recv(4096))
@@ -108,7 +110,7 @@ def claim_without_proof(sock: socket.socket, over: threading.Event) -> None:
     sock.sendall(Acceptor(KEY, OTHER).receive(sock.recv(4096)))
     sock.recv(4096)
     text = b'["w1", 1, "y", ""]'
-    sock.sendall((33 + len(text)).to_bytes(2, "little") + b"P" + bytes(32) + text)
+    sock.sendall((33 + len(text)).to_bytes(2, "little") + b"2" + bytes(range(32)) + text)
     over.wait()
 
 

@@ -1,6 +1,6 @@
 """Behind the handshake, too, what is no frame ends the connection it came over, and nothing else.
 
-Members can be trusted, but not the way: without TLS, who sits on it can change what crosses.
+Members can be trusted not to do so on purpose; who is on the way cannot have a frame taken at all (test_attacks).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerLost
+from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport.blobs import MemorySources
 from telegrad.transport.handshake import Claim, Initiator
@@ -37,7 +38,7 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.tensors import HOST
 from tests.cluster import agents
-from tests.strangers.door import knock, wait_closed
+from tests.strangers.door import Visitor, knock, wait_closed
 from tests.strangers.streams import SMALL, samples, scratch_of
 
 KEY = "the key of the group"
@@ -113,12 +114,10 @@ def worker() -> Iterator[list[Worker]]:
 )
 def test_a_worker_closes_a_connection_that_makes_no_sense(worker: list[Worker], said: bytes, behind: bool) -> None:
     a, b = worker
-    end = Initiator(KEY.encode(), Claim("w0", 0, "another", ""), b.agent.incarnation)
+    end = Initiator(Keyring([KEY.encode()]), Claim("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
-        sock.sendall(end.start())
-        sock.sendall(end.receive(sock.recv(4096)) + (said if behind else b""))
-        while not end.done:
-            end.receive(sock.recv(4096))
-        sock.sendall(b"" if behind else said)
+        visitor = Visitor(sock, end, said if behind else b"")
+        if not behind:
+            visitor.say(said)
         wait_closed(sock, patience=1.0)
     assert a.agent.call("w1", operator.add, (1, 2), None) == 3

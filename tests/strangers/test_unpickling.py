@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport.handshake import Acceptor, Claim, Initiator
 from telegrad.wire import pickling
@@ -20,6 +21,7 @@ from tests.cluster import agents
 from tests.strangers.door import knock, say, wait_closed
 
 KEY = "the key of the group"
+OTHER = Keyring([b"another key"])
 MARK = b"said by a stranger"
 exploded: list[tuple[bytes, ...]] = []
 
@@ -74,7 +76,7 @@ def claim() -> Claim:
 
 
 def with_another_key(hello: bytes, challenge: bytes) -> bytes:
-    end = Initiator(b"another key", claim(), "x", hello[-32:])
+    end = Initiator(OTHER, claim(), "x", random=lambda _: hello[-32:])
     end.start()
     return end.receive(challenge)
 
@@ -85,13 +87,13 @@ TOLD = [
     lambda *_: FRAMES,
     lambda *_: BOMB,
     lambda *_: (1 + len(BOMB)).to_bytes(2, "little") + b"R" + BOMB,
-    lambda *_: (1 + len(BOMB)).to_bytes(2, "little") + b"P" + BOMB,
-    lambda *_: (33 + len(BOMB)).to_bytes(2, "little") + b"P" + bytes(32) + BOMB + FRAMES,
+    lambda *_: (1 + len(BOMB)).to_bytes(2, "little") + b"1" + BOMB,
+    lambda *_: (33 + len(BOMB)).to_bytes(2, "little") + b"1" + bytes(32) + BOMB + FRAMES,
     lambda hello, challenge: with_another_key(hello, challenge) + FRAMES,
     lambda hello, challenge: challenge + FRAMES,
     lambda hello, challenge: hello + FRAMES,
 ]
-NAMES = ["frames", "pickle", "refusal", "short proof", "proof", "another key", "reflection", "twice hello"]
+NAMES = ["frames", "pickle", "refusal", "short key", "key", "another key", "reflection", "twice hello"]
 
 
 @pytest.mark.parametrize("greeted", [False, True], ids=["at once", "after a greeting"])
@@ -100,14 +102,14 @@ def test_nothing_of_a_stranger_is_read(
     worker: list[Worker], reached: list[Any], tell: Callable[..., Any], greeted: bool
 ) -> None:
     _, b = worker
-    hello = Initiator(b"another key", claim(), "x").start()
+    hello = Initiator(OTHER, claim(), "x").start()
     with knock(b) as sock:
         challenge = b""
         if greeted:
             sock.sendall(hello)
             challenge = sock.recv(4096)
         else:
-            challenge = Acceptor(b"another key", claim()).receive(hello)
+            challenge = Acceptor(OTHER, claim()).receive(hello)
         say(sock, tell(hello, challenge))
         wait_closed(sock)
     assert reached == []
@@ -116,15 +118,14 @@ def test_nothing_of_a_stranger_is_read(
 
 def test_a_recording_of_a_member_opens_no_door(worker: list[Worker], reached: list[Any]) -> None:
     _, b = worker
-    end = Initiator(KEY.encode(), Claim("w0", 0, "x", ""), b.agent.incarnation)
+    end = Initiator(Keyring([KEY.encode()]), Claim("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock:
-        recording = end.start()
-        sock.sendall(recording)
-        proof = end.receive(sock.recv(4096))
-        sock.sendall(proof)
-        end.receive(sock.recv(4096))
-        assert end.done
-    for said in (recording + proof + FRAMES, proof + FRAMES):
+        recording = [end.start()]
+        while not end.done:
+            sock.sendall(recording[-1])
+            recording.append(end.receive(sock.recv(4096)))
+    hello, first, claim, _ = recording
+    for said in (hello + first + claim + FRAMES, hello + claim + FRAMES, first + claim + FRAMES, claim + FRAMES):
         with knock(b) as sock:
             say(sock, said)
             wait_closed(sock)

@@ -12,15 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
-from telegrad.transport.handshake import LONGEST, NONCE, PROTOCOL, Acceptor, Claim, Initiator, Spoken
+from telegrad.keyring import Keyring, open_ring
+from telegrad.transport.handshake import LONGEST, PROTOCOL, TCP, TLS, UNIX, Acceptor, Claim, Initiator, Spoken
 
-KEY = b"the key of the group"
+KEY, NEXT, LAST = (Keyring([name]) for name in (b"the key of the group", b"the next key", b"the last key"))
 A = Claim("a", 0, "incarnation of a", "program")
 B = Claim("b", 1, "incarnation of b", "")
 
 
-def ends(key_a: bytes = KEY, key_b: bytes = KEY, wanted: str = B.incarnation) -> tuple[Initiator, Acceptor]:
-    return Initiator(key_a, A, wanted, b"1" * NONCE), Acceptor(key_b, B, b"2" * NONCE)
+def ends(key_a: Keyring = KEY, key_b: Keyring = KEY, wanted: str = B.incarnation) -> tuple[Initiator, Acceptor]:
+    return (
+        Initiator(key_a, A, wanted, random=lambda size: b"1" * size),
+        Acceptor(key_b, B, random=lambda size: b"2" * size),
+    )
 
 
 def converse(
@@ -53,21 +57,123 @@ def test_in_any_pieces(size: int) -> None:
     assert (a.peer, b.peer) == (B, A)
 
 
+def exchange(a: Initiator, b: Acceptor) -> list[bytes]:
+    """The messages of both, in turn."""
+    said = [a.start()]
+    for end in (b, a, b, a, b):
+        said.append(end.receive(said[-1]))
+    assert a.receive(said[-1]) == b""
+    return said
+
+
 def test_frames_behind_the_handshake_are_kept() -> None:
     a, b = ends()
-    proof = a.receive(b.receive(a.start()))
-    answer = b.receive(proof + b"first frame")
+    said = [a.start()]
+    for end in (b, a, b, a):
+        said.append(end.receive(said[-1]))
+    answer = b.receive(said[-1] + b"first frame")
     assert b.leftover == b"first frame"
     a.receive(answer + b"second")
     assert a.leftover == b"second"
 
 
+def test_both_encrypt_with_the_same_keys_each_way() -> None:
+    a, b = ends()
+    exchange(a, b)
+    assert a.ciphers is not None
+    assert b.ciphers is not None
+    for here, there in ((a.ciphers, b.ciphers), (b.ciphers, a.ciphers)):
+        assert there.receiving.decrypt(here.sending.encrypt(b"text")) == b"text"
+
+
+def test_no_two_connections_have_the_same_keys() -> None:
+    said: set[bytes] = set()
+    for _ in range(5):
+        a, b = Initiator(KEY, A, B.incarnation), Acceptor(KEY, B)
+        exchange(a, b)
+        assert a.ciphers is not None
+        said.update(cipher.encrypt(bytes(16)) for cipher in a.ciphers)
+    assert len(said) == 10
+
+
+def test_what_ends_say_of_themselves_cannot_be_read_on_the_way() -> None:
+    said = b"".join(exchange(*ends()))
+    for text in (A.name, A.incarnation, A.program, B.incarnation):
+        assert len(text) == 1 or text.encode() not in said
+
+
 def test_a_wrong_key_is_told_to_both() -> None:
-    a, b = ends(key_a=b"another")
+    a, b = ends(key_a=NEXT)
     with pytest.raises(AuthenticationFailed, match="TELEGRAD_KEY"):
         converse(a, b)
-    with pytest.raises(AuthenticationFailed, match="refused"):
+    with pytest.raises(AuthenticationFailed, match=r"refused.*TELEGRAD_KEY"):
         a.receive(b.parting)
+
+
+@pytest.mark.parametrize(
+    "ring", [Keyring([b"the key of the group", b"the next key"]), KEY], ids=["two keys", "one key"]
+)
+def test_a_group_with_a_key_and_an_open_one_do_not_meet(ring: Keyring) -> None:
+    for rings in ((ring, open_ring()), (open_ring(), ring)):
+        with pytest.raises(AuthenticationFailed):
+            converse(*ends(*rings))
+    converse(*ends(open_ring(), open_ring()))
+
+
+NAMES = [b"the key of the group", b"the next key", b"the last key"]
+
+
+@pytest.mark.parametrize("mine", [["k"], ["k", "n"], ["n", "k"], ["n"], ["l", "n"], ["l", "k", "n"]], ids="".join)
+@pytest.mark.parametrize("theirs", [["k"], ["k", "n"], ["n", "k"], ["n"], ["l"]], ids="".join)
+def test_rings_that_share_a_key_meet_in_every_order(mine: list[str], theirs: list[str]) -> None:
+    ring_a, ring_b = (Keyring([NAMES["knl".index(name)] for name in names]) for names in (mine, theirs))
+    for attempt in range(len(mine)):
+        a, b = Initiator(ring_a, A, B.incarnation, attempt=attempt), Acceptor(ring_b, B)
+        try:
+            converse(a, b)
+        except AuthenticationFailed:
+            with pytest.raises(AuthenticationFailed):
+                a.receive(b.parting)
+            if not a.has_other_key:
+                break
+        else:
+            assert mine[attempt] in theirs
+            return
+    assert not set(mine) & set(theirs)
+
+
+def test_only_a_key_that_is_not_known_is_a_reason_for_the_next() -> None:
+    ring = Keyring(NAMES)
+    for reason in (b"altered", b"stranger", b"other", b"version", b"user"):
+        a = Initiator(ring, A, B.incarnation)
+        with pytest.raises((HandshakeError, PeerUnreachable)):
+            a.receive((1 + len(reason)).to_bytes(2, "little") + b"R" + reason)
+        assert not a.has_other_key
+
+
+@pytest.mark.parametrize(
+    ("carrier_a", "carrier_b"),
+    [
+        (TCP, UNIX),
+        (UNIX, TCP),
+        (TCP, TLS + bytes(64)),
+        (TLS + bytes(64), TCP),
+        (TLS + b"a" * 32 + b"m" * 32, TLS + b"m" * 32 + b"b" * 32),
+    ],
+    ids=["tcp to unix", "unix to tcp", "tcp to tls", "tls to tcp", "between two tls connections"],
+)
+def test_a_handshake_is_worth_nothing_over_another_connection(carrier_a: bytes, carrier_b: bytes) -> None:
+    a, b = Initiator(KEY, A, B.incarnation, carrier_a), Acceptor(KEY, B, carrier_b)
+    with pytest.raises(AuthenticationFailed):
+        converse(a, b)
+    assert a.peer is None
+    assert b.peer is None
+
+
+def test_a_name_that_is_too_long_is_told_here() -> None:
+    a, b = Initiator(KEY, A._replace(name="a" * LONGEST), B.incarnation), Acceptor(KEY, B)
+    with pytest.raises(HandshakeError, match="too long"):
+        exchange(a, b)
 
 
 @pytest.mark.parametrize(
@@ -102,22 +208,23 @@ def test_versions_that_are_too_far_apart_are_told_to_both(newer_asks: bool) -> N
 
 def test_today_s_worker_speaks_to_the_one_before_and_the_next() -> None:
     for other in (PROTOCOL.oldest, PROTOCOL.newest, PROTOCOL.newest + 1):
-        a, b = Initiator(KEY, A, B.incarnation), Acceptor(KEY, B, spoken=Spoken(PROTOCOL.oldest, other))
+        a = Initiator(KEY, A, B.incarnation)
+        b = Acceptor(KEY, B, spoken=Spoken(PROTOCOL.oldest, other))
         converse(a, b)
         assert a.version == b.version == min(other, PROTOCOL.newest)
 
 
 def test_the_worker_that_was_wanted_has_gone() -> None:
     a, b = ends(wanted="the one before")
-    with pytest.raises(PeerUnreachable):
+    with pytest.raises(PeerUnreachable, match="restarted"):
         converse(a, b)
     with pytest.raises(PeerUnreachable, match="restarted"):
-        a.receive(b.parting)
+        b.receive(a.parting)
 
 
 def test_a_recording_is_worthless() -> None:
     said_a, said_b = converse(*ends())
-    b = Acceptor(KEY, B)  # another nonce this time
+    b = Acceptor(KEY, B)  # other random bytes this time
     with pytest.raises(AuthenticationFailed):
         b.receive(said_a)
     assert b.peer is None
@@ -128,22 +235,72 @@ def test_a_recording_is_worthless() -> None:
     assert a.peer is None
 
 
+def test_a_first_message_that_is_replayed_to_the_same_random_bytes_is_worthless_too() -> None:
+    """As in the pattern itself, which has no random bytes of the acceptor: it must not believe the first message."""
+    said = exchange(*ends())
+    _, b = ends()
+    b.receive(said[0])
+    answer = b.receive(said[2])  # it answers, with fresh keys in a real one
+    assert answer
+    assert not b.done
+    assert b.peer is None
+
+
+def test_an_acceptor_with_fresh_keys_believes_no_recorded_claim() -> None:
+    said = exchange(*ends())
+    random = iter([b"2" * 32, b"another secret key of 32 bytes.."])  # the same random bytes, another ephemeral key
+    b = Acceptor(KEY, B, random=lambda _: next(random))
+    b.receive(said[0])
+    assert b.receive(said[2]) != said[3]
+    with pytest.raises(AuthenticationFailed, match="altered"):
+        b.receive(said[4])
+    assert not b.done
+
+
 def test_a_reflection_is_worthless() -> None:
     a = Initiator(KEY, A, B.incarnation)
     with pytest.raises(ProtocolViolation):
         a.receive(a.start())
-    a, b = ends()
-    proof = a.receive(b.receive(a.start()))
-    with pytest.raises(AuthenticationFailed):
-        a.receive(proof)  # its own, sent back
+    for step in (2, 4):
+        a, b = ends()
+        said = [a.start()]
+        for end in (b, a, b, a)[:step]:
+            said.append(end.receive(said[-1]))
+        awaited = bytes([said[-1][2] + 1])
+        with pytest.raises(AuthenticationFailed):
+            a.receive(said[-1][:2] + awaited + said[-1][3:])  # its own, sent back
 
 
 def test_a_mirror_that_calls_itself_the_acceptor_proves_nothing() -> None:
-    """Its challenge holds the initiator's own nonce, its proof is the initiator's own."""
+    """Its greeting holds the initiator's own random bytes, its answer is the initiator's own."""
     a = Initiator(KEY, A, B.incarnation)
-    proof = a.receive(a.start().replace(b"H", b"C", 1))
+    first = a.receive(a.start().replace(b"H", b"C", 1))
     with pytest.raises(AuthenticationFailed):
-        a.receive(proof)
+        a.receive(first[:2] + b"2" + first[3:])
+
+
+def test_who_holds_the_key_and_is_another_worker_is_told_so() -> None:
+    a, b = Initiator(KEY, A, "gone"), Acceptor(KEY, B)
+    first = a.receive(b.receive(a.start()))
+    with pytest.raises(PeerUnreachable, match="another worker listens there now"):
+        a.receive(b.receive(first))
+    with pytest.raises(PeerUnreachable, match="refused"):
+        b.receive(a.parting)
+
+
+def test_an_acceptor_believes_no_initiator_that_wants_another() -> None:
+    a, b = ends()
+    a._wanted = B.incarnation
+    said = [a.start()]
+    for end in (b, a, b):
+        said.append(end.receive(said[-1]))
+    assert a._noise is not None
+    real, a._wanted = a._wanted, "another"
+    a._read_claim = lambda text: (B._replace(incarnation="another"), [])
+    with pytest.raises(PeerUnreachable):
+        b.receive(a.receive(said[-1]))
+    assert real != a._wanted
+    assert b.peer is None
 
 
 @pytest.mark.parametrize("hearer", ["initiator", "acceptor"])
@@ -171,11 +328,11 @@ def test_no_flipped_bit_passes(hearer: str) -> None:
 )
 def test_a_key_holder_that_claims_nonsense_is_refused(said: str) -> None:
     a, b = ends()
-    challenge = b.receive(a.start())
+    second = b.receive(a.receive(b.receive(a.start())))
     with patch.object(json, "dumps", lambda fields: said):
-        proof = a.receive(challenge)
+        claim = a.receive(second)
     with pytest.raises(ProtocolViolation, match="no claim"):
-        b.receive(proof)
+        b.receive(claim)
     assert not b.done
 
 

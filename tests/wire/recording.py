@@ -28,9 +28,10 @@ from telegrad.devices.maps import Devices
 from telegrad.group.generations import Formed
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Before, Verdict
+from telegrad.keyring import Keyring
 from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
-from telegrad.transport.handshake import NONCE, PROTOCOL, Acceptor, Claim, Initiator, Spoken, StreamId
+from telegrad.transport.handshake import PROTOCOL, Acceptor, Claim, Initiator, Spoken, StreamId
 from telegrad.transport.link import Link
 from telegrad.weights import Publisher, Subscriber
 from telegrad.wire.failures import rebuild
@@ -210,11 +211,10 @@ def record(story: Callable[[], None]) -> Streams:
 def ends(spoken: Spoken = PROTOCOL) -> tuple[Initiator, Acceptor]:
     """Of the handshake whose bytes are kept."""
     a, b = (Claim(name, rank, INCARNATIONS[name], "program") for rank, name in enumerate(INCARNATIONS))
-    nonces = b"a" * NONCE, b"b" * NONCE
-    stream_id = StreamId("connection", 1)
+    keys, stream_id = Keyring([KEY.encode()]), StreamId("connection", 1)
     return (
-        Initiator(KEY.encode(), a, b.incarnation, nonces[0], stream_id, spoken),
-        Acceptor(KEY.encode(), b, nonces[1], spoken),
+        Initiator(keys, a, b.incarnation, stream_id=stream_id, random=lambda size: b"a" * size, spoken=spoken),
+        Acceptor(keys, b, random=lambda size: b"b" * size, spoken=spoken),
     )
 
 
@@ -222,7 +222,7 @@ def handshake() -> list[str]:
     """What both ends say, in turn."""
     a, b = ends()
     said = [a.start()]
-    for end in (b, a, b):
+    for end in (b, a, b, a, b):
         said.append(end.receive(said[-1]))
     return [data.hex() for data in said]
 

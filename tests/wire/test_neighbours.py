@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,14 +12,15 @@ from telegrad.agent.agent import Agent
 from telegrad.group.generations import Formed
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Verdict
+from telegrad.keyring import Keyring
 from telegrad.transport.handshake import PROTOCOL, Claim, Initiator, Spoken
 from telegrad.wire.messages import FAILURE, PREFIX, Message
-from tests.strangers.door import knock
+from tests.strangers.door import Visitor, knock
 from tests.wire import recording
 from tests.wire.recording import FOLDER, INCARNATIONS, KEY, ends, meaning, messages
 
 RELEASES = sorted(int(folder.name) for folder in FOLDER.iterdir())
-FIRST = 7  # that was ever released
+FIRST = 8  # that was ever released
 STREAMS = sorted(FOLDER.rglob("*.bin"))
 
 
@@ -48,10 +48,9 @@ def test_an_older_handshake_is_understood(version: int) -> None:
     said = [bytes.fromhex(data) for data in json.loads((FOLDER / str(version) / "handshake.json").read_text())]
     a, b = ends(Spoken(version, version))
     assert a.start() == said[0]
-    assert b.receive(said[0]) == said[1]
-    assert a.receive(said[1]) == said[2]
-    assert b.receive(said[2]) == said[3]
-    assert a.receive(said[3]) == b""
+    for end, heard, answer in zip([b, a, b, a, b], said[:-1], said[1:], strict=True):
+        assert end.receive(heard) == answer
+    assert a.receive(said[-1]) == b""
     assert (a.done, b.done) == (True, True)
     assert (a.version, b.version) == (version, version)
 
@@ -95,25 +94,19 @@ def test_a_worker_of_that_version_gets_the_answers_that_it_got(version: int, new
     wanted = messages((folder / "plain-answers-of-w1.bin").read_bytes())
     with recording.two_workers() as workers, knock(workers[1]) as sock:
         me = Claim("w0", 0, INCARNATIONS["w0"], "another program")
-        greet(sock, Initiator(KEY.encode(), me, INCARNATIONS["w1"], spoken=Spoken(version, newest)))
-        sock.sendall(calls)
-        answers = hear(sock, len(wanted))
+        end = Initiator(Keyring([KEY.encode()]), me, INCARNATIONS["w1"], spoken=Spoken(version, newest))
+        visitor = Visitor(sock, end)
+        visitor.say(calls)
+        answers = hear(visitor, len(wanted))
         said = [in_short(answer, workers[0].agent) for answer in answers]
         assert sorted(said) == sorted(in_short(answer, workers[0].agent) for answer in wanted)
 
 
-def greet(sock: socket.socket, end: Initiator) -> None:
-    sock.sendall(end.start())
-    while not end.done:
-        sock.sendall(end.receive(sock.recv(4096)))
-    assert end.leftover == b""
-
-
-def hear(sock: socket.socket, count: int) -> list[Message]:
+def hear(visitor: Visitor, count: int) -> list[Message]:
     heard = b""
     found: list[Message] = []
     while len(found) < count:
-        data = sock.recv(1 << 16)
+        data = visitor.hear()
         assert data, "the worker closed the connection"
         heard += data
         found = messages(heard)

@@ -1,0 +1,87 @@
+"""What encryption costs over TCP: `python -m benchmarks.encryption [words of row names] [--quick]`.
+
+Two groups take turns in one run: one as it is, and one whose connections stay plain behind the same handshake. There is
+no option for the latter; it is patched in here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.calls import bandwidth, calls_per_second, sync_empty, sync_small_echo
+from benchmarks.command import choose, run
+from benchmarks.groups import Group, work
+from benchmarks.measuring import MB, TELEGRAD, Row
+from benchmarks.turns import take_turns
+from telegrad.transport.connect import Channel
+
+_TCP = ("tcp",)
+
+
+def _echo(name: str, size: int) -> Row:
+    return Row(f"{name} echo", "GB/s", True, partial(bandwidth, size=size, direction="echo"), _TCP, workers=2)
+
+
+ROWS = [
+    Row("empty rpc_sync, p50", "µs", False, partial(sync_empty, at=0.5), _TCP, workers=2),
+    Row("1 KB tensor echo", "µs", False, sync_small_echo, _TCP, workers=2),
+    Row(
+        "rpc_async, 1000 in flight",
+        "calls/s",
+        True,
+        partial(calls_per_second, window=1000, total=10_000),
+        _TCP,
+        workers=2,
+    ),
+    *(_echo(name, size) for name, size in (("64 KB", 64 << 10), ("1 MB", MB), ("16 MB", 16 * MB), ("64 MB", 64 * MB))),
+]
+
+
+def work_in_plain(pipe: Connection, *args: Any) -> None:
+    """Be a worker whose connections are not encrypted."""
+    behind = Channel.behind
+    with patch.object(Channel, "behind", lambda *given: behind(*given)._replace(ciphers=None)):
+        work(pipe, *args)
+
+
+class Workers:
+    """Two workers that take turns with two others."""
+
+    def __init__(self, run: Any) -> None:
+        self._group = Group(TELEGRAD, "tcp", 2, run=run)
+
+    def measure(self, row: Row) -> float:
+        return self._group.measure(row.measure, row.patience)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def kill(self) -> None:
+        self._group.kill()
+
+
+def main() -> int:
+    chosen = choose("benchmarks.encryption", __doc__, ROWS)
+    sides = [Workers(work_in_plain), Workers(work)]
+    try:
+        print(f"{'over TCP':28} {'plain':>12} {'encrypted':>12}   times as long")
+        for row in chosen.rows:
+            figures, failures = take_turns(row, sides, 3 * chosen.rounds)
+            if any(failures):
+                print(f"{row.name}: {' '.join(failures)}")
+                return 1
+            plain, encrypted = map(statistics.median, figures)
+            longer = plain / encrypted if row.higher_is_better else encrypted / plain
+            print(f"{row.name:28} {plain:12,.2f} {encrypted:12,.2f} {row.unit:8} {longer:.2f}", flush=True)
+        return 0
+    finally:
+        for side in sides:
+            side.kill()
+
+
+if __name__ == "__main__":
+    run(main)

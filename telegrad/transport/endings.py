@@ -1,0 +1,27 @@
+"""The errors of calls whose connection has ended."""
+
+from __future__ import annotations
+
+from telegrad.errors import GenerationOver, LeftEarly, PeerLost, ShutDown
+from telegrad.wire.messages import MOVED
+
+
+def parted(peer: str, how: str) -> ShutDown:
+    """Return the error where the worker `peer` has said that nothing more follows, and `how` it left."""
+    uncertain = "calls in flight to it may or may not have run"
+    if how == MOVED:
+        return GenerationOver(
+            f"worker {peer!r} has gone on to the next generation of its group; {uncertain}. "
+            "Call it again after rendezvous_again()"
+        )
+    if how:
+        return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
+    return ShutDown(f"worker {peer!r} shut down; {uncertain}")
+
+
+def lost(peer: str, why: str) -> PeerLost:
+    """Return the error where the connection has ended without a word."""
+    return PeerLost(
+        f"worker {peer!r} was lost: {why}; calls in flight to it may or may not have run. "
+        "If that worker still lives, the next call connects anew"
+    )

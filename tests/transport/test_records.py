@@ -1,0 +1,163 @@
+"""Records: whatever is sent arrives as it was sent, in any pieces; what was altered does not arrive at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telegrad.errors import ProtocolViolation
+from telegrad.transport.noise import KEY, TAG, CipherState, DecryptionFailed
+from telegrad.transport.records import JOINED, LONGEST, OVERHEAD, RECORD, SCRATCH, RecordReader, RecordWriter
+
+SECRET = bytes(KEY)
+
+
+def written(pieces: Sequence[bytes]) -> bytes:
+    """The records of these pieces, some by themselves and some together with others."""
+    writer, said = RecordWriter(CipherState(SECRET)), b""
+    for number, piece in enumerate(pieces):
+        if number % 3 == 2:
+            said += bytes(writer.unsent)
+            writer.clear()
+            said += writer.encrypt(piece)
+            continue
+        if len(piece) > writer.room():
+            said += bytes(writer.unsent)
+            writer.clear()
+        writer.add(piece)
+    return said + bytes(writer.unsent)
+
+
+def read(stream: bytes, cuts: Sequence[int], targets: Sequence[int]) -> bytes:
+    """What is decrypted of a stream that comes in pieces of these sizes, into memory of those."""
+    reader, found = RecordReader(CipherState(SECRET)), b""
+    cut, sizes = itertools.cycle(cuts), itertools.cycle(targets)
+    at = 0
+    while at < len(stream):
+        buffer = reader.buffer()
+        assert len(buffer) > 0
+        came = min(next(cut), len(buffer), len(stream) - at)
+        buffer[:came] = stream[at : at + came]
+        at += came
+        while True:
+            target = memoryview(bytearray(next(sizes)))
+            count = reader.decrypt_into(target, came)
+            came = 0
+            found += target[:count]
+            if not count:
+                break
+            if not reader.has_more:
+                assert not reader.decrypt_into(target)
+                break
+    return found
+
+
+sizes = st.sampled_from([1, 2, 100, SCRATCH - OVERHEAD, SCRATCH, JOINED, RECORD - 1, RECORD])
+contents = st.lists(st.builds(lambda size, byte: bytes([byte]) * size, sizes, st.integers(0, 255)), max_size=5)
+cuts = st.lists(st.sampled_from([1, 3, 19, 20, 21, 24, 4096, SCRATCH, 1 << 30]), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(contents, cuts.filter(lambda cuts: sum(cuts) > 200), st.lists(st.integers(1, 1 << 19), min_size=1, max_size=4))
+def test_what_is_sent_arrives(pieces: list[bytes], cuts: list[int], targets: list[int]) -> None:
+    assert read(written(pieces), cuts, [*targets, 1 << 16]) == b"".join(pieces)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=5), cuts)
+def test_small_pieces_arrive_however_they_are_cut(pieces: list[bytes], cuts: list[int]) -> None:
+    assert read(written(pieces), cuts, [7, 64]) == b"".join(pieces)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=5), st.data())
+def test_an_altered_stream_is_only_a_beginning_of_what_was_sent(pieces: list[bytes], data: st.DataObject) -> None:
+    stream = written(pieces)
+    bit = data.draw(st.integers(0, 8 * len(stream) - 1))
+    altered = bytearray(stream)
+    altered[bit // 8] ^= 1 << bit % 8
+    found = heard(bytes(altered))
+    assert b"".join(pieces).startswith(found)
+    assert found != b"".join(pieces)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=6), st.data())
+def test_records_that_are_dropped_repeated_or_moved_end_it(pieces: list[bytes], data: st.DataObject) -> None:
+    writer = RecordWriter(CipherState(SECRET))
+    sent = [writer.encrypt(piece) for piece in pieces]
+    order = data.draw(st.lists(st.integers(0, len(sent) - 1), max_size=8))
+    came = heard(b"".join(sent[number] for number in order))
+    right = list(itertools.takewhile(lambda pair: pair[0] == pair[1], enumerate(order)))
+    assert came == b"".join(pieces[: len(right)])
+
+
+def heard(stream: bytes) -> bytes:
+    """What is decrypted before something is refused."""
+    reader, found = RecordReader(CipherState(SECRET)), b""
+    buffer = reader.buffer()
+    buffer[: len(stream)] = stream
+    came, target = len(stream), memoryview(bytearray(100))
+    try:
+        while count := reader.decrypt_into(target, came):
+            came = 0
+            found += target[:count]
+    except (DecryptionFailed, ProtocolViolation):
+        pass
+    return found
+
+
+@pytest.mark.parametrize("length", [0, 1, TAG, LONGEST + TAG + 1, 2**32 - 1])
+def test_what_cannot_be_a_record_is_refused_by_its_length(length: int) -> None:
+    reader = RecordReader(CipherState(SECRET))
+    reader.buffer()[:4] = length.to_bytes(4, "little")
+    with pytest.raises(ProtocolViolation, match=str(length)):
+        reader.decrypt_into(memoryview(bytearray(9)), 4)
+
+
+def test_no_memory_is_taken_for_a_long_record_before_it_comes() -> None:
+    reader = RecordReader(CipherState(SECRET))
+    assert len(reader.buffer()) == SCRATCH
+    reader.buffer()[:3] = b"\0\0\x10"
+    assert reader.decrypt_into(memoryview(bytearray(9)), 3) == 0
+    assert len(reader.buffer()) == SCRATCH - 3
+
+
+def test_records_that_leave_together_fit_their_buffer() -> None:
+    writer = RecordWriter(CipherState(SECRET))
+    for size in (JOINED, RECORD, 1):
+        writer.add(bytes(min(size, writer.room())) if writer.room() > 0 else b"")
+        if writer.room() <= 0:
+            break
+    assert len(writer.unsent) <= RECORD + JOINED + 2 * OVERHEAD
+
+
+def test_what_the_socket_has_not_taken_is_kept_as_it_is() -> None:
+    writer, plain = RecordWriter(CipherState(SECRET)), RecordWriter(CipherState(SECRET))
+    whole = plain.encrypt(b"a message")
+    record = writer.encrypt(b"a message")
+    writer.keep(memoryview(record)[5:])
+    writer.sent(3)
+    assert bytes(writer.unsent) == whole[8:]
+    writer.sent(len(whole) - 8)
+    writer.add(b"another")
+    assert bytes(writer.unsent) == plain.encrypt(b"another")
+
+
+def test_a_large_content_goes_straight_to_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[int] = []
+    true = CipherState.decrypt_into
+
+    def noted(cipher: CipherState, ciphertext: memoryview, target: memoryview) -> None:
+        places.append(len(target))
+        true(cipher, ciphertext, target)
+
+    monkeypatch.setattr(CipherState, "decrypt_into", noted)
+    content = bytes(range(256)) * (3 * RECORD // 256)
+    pieces = [content[at : at + RECORD] for at in range(0, len(content), RECORD)]
+    assert read(written(pieces), [1 << 30], [len(content)]) == content
+    assert places == [RECORD] * 3
