@@ -12,14 +12,18 @@ import sys
 from functools import partial
 
 import pytest
+from torch.distributed import FileStore
 
+from telegrad import errors
+from telegrad.group.board import DYNAMIC, Board
+from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import open_store
 from telegrad.keyring import Keyring, read_keys
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
-from tests.cluster import PATIENCE, agents
+from tests.cluster import PATIENCE, agents, wait_until
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "security.md").read_text()
 SHELL = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
@@ -57,14 +61,26 @@ def test_the_key_is_replaced_while_a_group_runs(tmp_path: pathlib.Path) -> None:
     workers: list[Worker] = []
     try:
         join(workers, tmp_path, hosts)
-        for step in steps:
+        for number, step in enumerate(steps, 1):
             for host in hosts:
                 run(step, host)
                 join(workers, tmp_path, hosts)
+            if number == 2:  # the page says to wait
+                wait_until(partial(are_sealed_anew, workers, tmp_path, hosts[0] / "next.key"))
     finally:
         for worker in workers:
             worker.end("")
     assert not {*read_keys(str(hosts[0] / "group.key"))} & {*first}
+
+
+def are_sealed_anew(workers: list[Worker], folder: pathlib.Path, path: pathlib.Path) -> bool:
+    """Whether what the workers have claimed is sealed with the key in this file."""
+    board = Board(SealedStore(FileStore(f"{folder}/store", -1), Keyring(read_keys(str(path)))), DYNAMIC)
+    board.group = workers[0].agent.keys.group
+    try:
+        return all(board.read(f"name/{each.me.name}") and board.read(f"rank/{each.me.id}") for each in workers)
+    except errors.StoreUntrusted:
+        return False
 
 
 def join(workers: list[Worker], folder: pathlib.Path, hosts: list[pathlib.Path]) -> None:

@@ -154,9 +154,9 @@ class Agent:
         return self._server.served
 
     @property
-    def group(self) -> str:
-        """The identity of its group."""
-        return self._connections.joined.keys.group
+    def keys(self) -> Keyring:
+        """The keys of its group."""
+        return self._connections.joined.keys
 
     @property
     def started(self) -> int:

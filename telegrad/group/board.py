@@ -112,6 +112,11 @@ class Board:
         with self._while_it_lasts() as store:
             return store.count(self._place(key))
 
+    def renew(self) -> None:
+        """Seal what this process has seen anew, where the group's key has been replaced."""
+        with self._while_it_lasts() as store:
+            store.renew()
+
     def read_all(self, keys: list[str]) -> list[str]:
         """Return what is there under keys that are known to be there; raises as `swap`."""
         with self._while_it_lasts() as store:

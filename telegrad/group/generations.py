@@ -371,6 +371,7 @@ def known_at(board: Board, terms: Terms) -> list[Member]:
 def waiting_at(store: SealedStore, mine: Formed, most: int, is_alive: IsAlive) -> bool:
     """Whether somebody waits at the store who could come into the generation after this one; tells of it there."""
     root = Board(store, BOARD)
+    root.renew()
     root.claim_terms(mine.terms)  # where the store is a new one, nobody may have come to it yet
     running = running_at(root)
     if running is None or abs(running.number) < mine.number:

@@ -345,6 +345,7 @@ class Membership:
                 return  # another thread has just seen its end
             try:
                 directory = self._directory_of(group)
+                directory.board.renew()
                 changes = directory.changes()
                 missed = monotonic() >= self._missed_at
                 if missed or changes != self._seen_changes:
@@ -446,5 +447,4 @@ class Membership:
             self._takeover.report()
 
     def __repr__(self) -> str:
-        kind = "a dynamic group" if self._group is not None else "a group of fixed size"
-        return f"<Membership of {self._me.name!r} in {kind}: {len(self._present)} present{', closed' * self._closed}>"
+        return f"<Membership of {self._me.name!r}: {len(self._present)} present{', closed' * self._closed}>"

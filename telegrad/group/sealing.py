@@ -84,6 +84,7 @@ class SealedStore:
         self.raw = store
         self.keys = keys
         self._sealer = Sealer(keys, secrets.token_hex(8))
+        self._sealed_with = keys.secrets()[0]
         # The highest serial number seen, by group and place. No lock: where two threads store at once, the lower number
         # may stay, and one older value would be taken.
         self._seen: dict[tuple[str, str], int] = {}
@@ -118,7 +119,7 @@ class SealedStore:
     def read(self, group: str, place: str) -> str:
         """Return what is there, "" for nothing."""
         found, raw = self._look_up(group, place)
-        if not found.is_current:  # the key is being rotated: the older one will be unknown soon
+        if not found.is_current:  # the key is being replaced: the older one will be unknown soon
             self._replace(group, place, raw, found.value, found.serial + 1)
         return found.value
 
@@ -144,6 +145,14 @@ class SealedStore:
         if raw and not raw.lstrip("-").isdecimal():
             raise unauthenticated(place)
         return int(raw or 0)
+
+    def renew(self) -> None:
+        """Seal all that this process has seen with the first key, where another one has become that."""
+        first = self.keys.secrets()[0]
+        if first != self._sealed_with:
+            self._sealed_with = first
+            for group, place in list(self._seen):
+                self.read(group, place)
 
     def _look_up(self, group: str, place: str) -> tuple[Opened, str]:
         """Return what is there, opened and as it stands."""

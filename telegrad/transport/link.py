@@ -30,7 +30,7 @@ from telegrad.transport.processes import process_at
 from telegrad.transport.reading import Reading
 from telegrad.transport.records import RECORD, RecordWriter
 from telegrad.transport.sockets import NOT_NOW, shut
-from telegrad.transport.waker import Waker
+from telegrad.transport.waker import Waker, wait_readable
 from telegrad.transport.writer import Writer
 from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
@@ -316,17 +316,7 @@ class Link:
         """With `reading` held: sleep until bytes come, the connection ends, the time is over, or `waker` is woken."""
         if self.reader.awaits_lanes:
             return
-        if hasattr(select, "poll"):
-            poll = select.poll()
-            poll.register(self._sock, select.POLLIN)
-            if waker is not None:
-                poll.register(waker, select.POLLIN)
-            poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
-        else:
-            sources: list[socket.socket | Waker] = [self._sock] if waker is None else [self._sock, waker]
-            select.select(sources, [], [], timeout)
-        if waker is not None:
-            waker.rest()
+        wait_readable(self._sock, timeout, waker)
 
     def read(self) -> bool:
         """With `reading` held: take what has come and hand the frames on; whether there was anything."""
@@ -417,12 +407,8 @@ class Link:
 
     def _broke(self, error: OSError | None = None) -> None:
         """The socket has failed, or its other end has ended it."""
-        how = (
-            "ended: it died, or its program ended without calling shutdown()"
-            if error is None
-            else f"broke ({said(error)})"
-        )
-        self.close(lost(self.peer, f"the connection {how}"))
+        ended = "ended: it died, or its program ended without calling shutdown()"
+        self.close(lost(self.peer, f"the connection {ended if error is None else f'broke ({said(error)})'}"))
 
     def close(self, reason: PeerError) -> None:
         """End the connection; `on_closed` is told once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 
@@ -39,6 +40,21 @@ class Waker:
     def __del__(self) -> None:
         self._voice.close()
         self._ear.close()
+
+
+def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | None) -> None:
+    """Sleep until a socket can be read, the time is over, or `waker` is woken."""
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        if waker is not None:
+            poll.register(waker, select.POLLIN)
+        poll.poll(None if timeout is None else max(0.0, timeout) * 1e3)
+    else:
+        sources: list[socket.socket | Waker] = [sock] if waker is None else [sock, waker]
+        select.select(sources, [], [], timeout)
+    if waker is not None:
+        waker.rest()
 
 
 _here = threading.local()  # .waker

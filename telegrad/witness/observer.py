@@ -158,7 +158,7 @@ class Observer:
         )
         told["calls_out"] = listed(calls_out, lambda call: (call["to"], call["function"]))
         if self.phase != JOINING:  # it has the group's key
-            told["group"] = agent.group[:12]
+            told["group"] = agent.keys.group[:12]
             told["references"] = parts.references.counts()
 
     def word_on(self, caller: str, number: int) -> str:

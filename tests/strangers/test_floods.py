@@ -34,7 +34,7 @@ from tests.strangers.door import (
 )
 
 KEY = "the key of the group"
-RING, OTHER = Keyring([KEY.encode()]), Keyring([b"another key"])
+OTHER = Keyring([b"another key"])
 CROWD = 1000
 NORMAL = 0.05  # seconds of a call, on a busy machine; what waits for strangers waits for seconds
 MEGABYTE = 1 << 20
@@ -88,7 +88,7 @@ def crowd(worker: Worker, count: int = CROWD) -> Iterator[list[socket.socket]]:
 
 def greet(worker: Worker) -> None:
     """As a member does that comes anew."""
-    end = Initiator(RING, Claim("w0", 0, "another", ""), worker.agent.incarnation)
+    end = Initiator(worker.agent.keys, Claim("w0", 0, "another", ""), worker.agent.incarnation)
     with knock(worker) as sock:
         sock.settimeout(2.0)
         sock.sendall(end.start())
@@ -162,7 +162,7 @@ def test_who_is_slow_is_turned_away_though_never_silent(worker: tuple[Worker, Wo
 def test_a_member_may_be_slow(worker: tuple[Worker, Worker]) -> None:
     """Its handshake comes byte by byte."""
     _, b = worker
-    end = Initiator(RING, Claim("w0", 0, "another", ""), b.agent.incarnation)
+    end = Initiator(b.agent.keys, Claim("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
         said = end.start()
         while not end.done:

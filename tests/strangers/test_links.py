@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerLost
-from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport.blobs import MemorySources
 from telegrad.transport.handshake import Claim, Initiator
@@ -114,7 +113,7 @@ def worker() -> Iterator[list[Worker]]:
 )
 def test_a_worker_closes_a_connection_that_makes_no_sense(worker: list[Worker], said: bytes, behind: bool) -> None:
     a, b = worker
-    end = Initiator(Keyring([KEY.encode()]), Claim("w0", 0, "another", ""), b.agent.incarnation)
+    end = Initiator(b.agent.keys, Claim("w0", 0, "another", ""), b.agent.incarnation)
     with knock(b) as sock:
         visitor = Visitor(sock, end, said if behind else b"")
         if not behind:

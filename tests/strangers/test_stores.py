@@ -29,6 +29,7 @@ from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions
 from telegrad.rpc.worker import Worker
+from telegrad.transport.handshake import PURPOSE
 from tests.cluster import PATIENCE, sealed
 
 KEY = b"the key that nobody else knows"
@@ -72,13 +73,13 @@ def test_nothing_that_proves_membership_is_in_the_store(size: int | None) -> Non
         workers = list(pool.map(begin, range(2)))
     try:
         assert workers[0].agent.call("w1", operator.add, (1, 2), {}) == 3
-        group = workers[0].agent.group
+        group = workers[0].agent.keys.group
     finally:
         for worker in workers:
             worker.end("")
     secrets = [KEY, *KEYS.secrets()]
     for ring in (KEYS, KEYS.within(group)):
-        secrets += [secret for purpose in (b"store", b"link", b"") for secret in ring.derive(purpose)]
+        secrets += [secret for purpose in (b"store", PURPOSE, b"") for secret in ring.derive(purpose)]
     assert len(recorded.said) > 5
     text = "\n".join(recorded.said)
     assert group in text  # it is what is looked for that is not there

@@ -118,7 +118,7 @@ def test_nothing_of_a_stranger_is_read(
 
 def test_a_recording_of_a_member_opens_no_door(worker: list[Worker], reached: list[Any]) -> None:
     _, b = worker
-    end = Initiator(Keyring([KEY.encode()]), Claim("w0", 0, "x", ""), b.agent.incarnation)
+    end = Initiator(b.agent.keys, Claim("w0", 0, "x", ""), b.agent.incarnation)
     with knock(b) as sock:
         recording = [end.start()]
         while not end.done:

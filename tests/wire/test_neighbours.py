@@ -12,12 +12,11 @@ from telegrad.agent.agent import Agent
 from telegrad.group.generations import Formed
 from telegrad.group.members import Member
 from telegrad.group.quorum import Arrival, Verdict
-from telegrad.keyring import Keyring
 from telegrad.transport.handshake import PROTOCOL, Claim, Initiator, Spoken
 from telegrad.wire.messages import FAILURE, PREFIX, Message
 from tests.strangers.door import Visitor, knock
 from tests.wire import recording
-from tests.wire.recording import FOLDER, INCARNATIONS, KEY, ends, meaning, messages
+from tests.wire.recording import FOLDER, INCARNATIONS, ends, meaning, messages
 
 RELEASES = sorted(int(folder.name) for folder in FOLDER.iterdir())
 FIRST = 8  # that was ever released
@@ -94,7 +93,7 @@ def test_a_worker_of_that_version_gets_the_answers_that_it_got(version: int, new
     wanted = messages((folder / "plain-answers-of-w1.bin").read_bytes())
     with recording.two_workers() as workers, knock(workers[1]) as sock:
         me = Claim("w0", 0, INCARNATIONS["w0"], "another program")
-        end = Initiator(Keyring([KEY.encode()]), me, INCARNATIONS["w1"], spoken=Spoken(version, newest))
+        end = Initiator(workers[1].agent.keys, me, INCARNATIONS["w1"], spoken=Spoken(version, newest))
         visitor = Visitor(sock, end)
         visitor.say(calls)
         answers = hear(visitor, len(wanted))
