@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of the frames and of the handshake, with atheris.
+"""Coverage-guided fuzzing of the frames, of the handshake and of records, with atheris.
 
-python -m tests.strangers.fuzz [--seconds 60] [frames | handshake]
+python -m tests.strangers.fuzz [--seconds 60] [frames | handshake | records]
 
 What is found is written to the folder given with --findings; with `--again FILE frames` it is run alone, which needs no
 atheris.
@@ -15,9 +15,14 @@ import subprocess
 import sys
 import tempfile
 
-INSTRUMENTED = ["telegrad.wire.frames", "telegrad.wire.messages", "telegrad.transport.handshake"]
+INSTRUMENTED = [
+    "telegrad.wire.frames",
+    "telegrad.wire.messages",
+    "telegrad.transport.handshake",
+    "telegrad.transport.records",
+]
 MEGABYTES = 512  # of memory: a target that needs more has failed
-NAMES = ["frames", "handshake"]
+NAMES = ["frames", "handshake", "records"]
 
 
 def installed() -> bool:
@@ -41,7 +46,7 @@ def fuzz(target: str, seconds: int, findings: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.strangers.fuzz")
-    parser.add_argument("target", nargs="?", choices=NAMES, help="both where none is given")
+    parser.add_argument("target", nargs="?", choices=NAMES, help="all where none is given")
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--findings", default=".", help="a folder for inputs that fail")
     parser.add_argument("--again", help="a file with an input to run alone")

@@ -1,0 +1,328 @@
+"""An attacker on the way, who sees and changes all that crosses, never has a frame accepted that was not sent so."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telegrad.devices.staging import Staging
+from telegrad.devices.streams import Streams
+from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
+from telegrad.rpc.worker import Worker
+from telegrad.transport.blobs import MemorySources
+from telegrad.transport.connect import Target, connect
+from telegrad.transport.encrypted import EncryptedLink
+from telegrad.transport.handshake import Acceptor, Claim, Initiator
+from telegrad.transport.keyring import Keyring
+from telegrad.transport.memory import Arena
+from telegrad.transport.noise import Ciphers
+from telegrad.transport.poller import Poller
+from telegrad.transport.records import RecordWriter
+from telegrad.wire.messages import CALL, REFUSAL, RESULT, Message, encode
+from tests.cluster import agents
+from tests.strangers.door import Visitor, knock, wait_closed
+from tests.wire.recording import messages
+
+RING = Keyring([b"the key of the group"])
+A, B = Claim("w0", 0, "incarnation of a", ""), Claim("w1", 1, "incarnation of b", "")
+ran: list[Any] = []
+
+
+def run(value: Any) -> Any:
+    ran.append(value)
+    return value
+
+
+# Links whose bytes pass through the hands of an attacker
+
+
+def agreed() -> tuple[Ciphers, Ciphers]:
+    """What both ends encrypt with, after an attacker has forwarded their handshake faithfully."""
+    a, b = Initiator(RING, A, B.incarnation), Acceptor(RING, B)
+    said = a.start()
+    for end in (b, a, b, a, b, a):
+        said = end.receive(said)
+    assert a.ciphers is not None
+    assert b.ciphers is not None
+    return a.ciphers, b.ciphers
+
+
+class End:
+    """A link, and the attacker's end of its socket."""
+
+    def __init__(self, ciphers: Ciphers) -> None:
+        self.frames: list[Message] = []
+        ours, self.theirs = socket.socketpair()
+        self.theirs.setblocking(False)
+        self._poller = Poller()
+        self.link = EncryptedLink(
+            ciphers,
+            ours,
+            "w1",
+            self._poller,
+            MemorySources(Arena(0), None, Staging(Streams())),
+            lambda _, found: self.frames.extend(found),
+            lambda *_: None,
+            prompt=False,
+        )
+
+    def said(self) -> bytes:
+        """What the link has sent."""
+        heard = b""
+        with contextlib.suppress(BlockingIOError):
+            while data := self.theirs.recv(1 << 20):
+                heard += data
+        return heard
+
+    def hear(self, stream: bytes) -> None:
+        self.theirs.setblocking(True)
+        self.theirs.sendall(stream)
+        while self.link.closed is None and self.link.read():
+            pass
+
+    def close(self) -> None:
+        self.link.close(PeerLost("the end of the test"))
+        self.theirs.close()
+        self._poller.close()
+
+
+@contextlib.contextmanager
+def two_ends() -> Iterator[tuple[End, End]]:
+    here, there = agreed()
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(contextlib.closing(End(here))), stack.enter_context(contextlib.closing(End(there)))
+
+
+def sent(end: End, count: int) -> list[bytes]:
+    """The records of so many frames, each for itself."""
+    found = []
+    for number in range(count):
+        end.link.send(Message(CALL, number + 1, body=b"frame %d" % number))
+        found.append(end.said())
+    return found
+
+
+ALTER, INJECT, PLAIN, REFLECT, CUT = range(5)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(1, 5), st.data())
+def test_only_what_was_sent_is_accepted_in_its_order_and_once(count: int, data: st.DataObject) -> None:
+    with two_ends() as (a, b):
+        records, own = sent(a, count), sent(b, 1)
+        order = data.draw(st.lists(st.integers(0, count - 1), max_size=7), "which are passed on")
+        stream = [records[number] for number in order]
+        if data.draw(st.booleans(), "whether something else is done, too"):
+            place = data.draw(st.integers(0, len(stream)))
+            kind = data.draw(st.integers(0, 4))
+            if kind == ALTER and stream:
+                record = bytearray(stream[place % len(stream)])
+                record[data.draw(st.integers(0, len(record) - 1))] ^= data.draw(st.integers(1, 255))
+                stream[place % len(stream)] = bytes(record)
+            elif kind == INJECT:
+                stream.insert(place, data.draw(st.binary(min_size=1, max_size=80)))
+            elif kind == PLAIN:
+                stream.insert(place, encode(Message(CALL, 99, body=b"of the attacker")))
+            elif kind == REFLECT:
+                stream.insert(place, own[0])
+            elif stream:
+                stream[place % len(stream)] = stream[place % len(stream)][: data.draw(st.integers(0, 40))]
+        b.hear(b"".join(stream))
+        accepted = [bytes(frame.body) for frame in b.frames]
+        assert accepted == [b"frame %d" % number for number in range(len(accepted))]
+        untouched = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(stream, records, strict=False))
+        assert len(accepted) <= len(list(untouched))
+        if b.link.closed is not None:
+            assert "altered on the way" in str(b.link.closed) or "no record" in str(b.link.closed)
+
+
+def test_every_bit_of_a_record_counts() -> None:
+    here, there = agreed()
+    with contextlib.closing(End(here)) as a:
+        (record,) = sent(a, 1)
+    for bit in range(8 * len(record)):
+        altered = bytearray(record)
+        altered[bit // 8] ^= 1 << bit % 8
+        there.receiving.nonce = 0
+        with contextlib.closing(End(there)) as b:
+            b.hear(bytes(altered) + bytes(300))  # so that no longer record is waited for
+            assert not b.frames, f"bit {bit}"
+
+
+def test_a_large_frame_arrives_in_any_pieces() -> None:
+    with two_ends() as (a, b):
+        body = os.urandom((1 << 18) + 5)
+        sender = threading.Thread(target=a.link.send, args=(Message(CALL, 1, body=body),))
+        sender.start()
+        a.theirs.setblocking(True)
+        heard = 0
+        while not b.frames:
+            a.link.on_writable()
+            piece = a.theirs.recv(70_001)
+            heard += len(piece)
+            b.hear(piece)
+        sender.join()
+        assert bytes(b.frames[0].body) == body
+
+
+# A worker, and an attacker between it and another member
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    with agents(2, transport="tcp", key="the key of the group") as made:
+        yield made
+
+
+class Relay:
+    """Passes all on between a member and a worker, and notes what the member says."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.heard: list[bytes] = []
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.address = self._door.getsockname()
+        self.far = knock(worker)
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        self.near, _ = self._door.accept()
+        back = threading.Thread(target=self._pass_on, args=(self.far, self.near, lambda _: None))
+        back.start()
+        self._pass_on(self.near, self.far, self.heard.append)
+        back.join()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, target: socket.socket, note: Callable[[bytes], None]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                note(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for sock in (self._door, self.near, self.far):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        self._threads[0].join()
+
+
+def call(number: int, value: str) -> bytes:
+    """The frame of a call of `run`."""
+    return encode(Message(CALL, number, head=b"tests.transport.test_attacks:run", body=pickle.dumps(((value,), {}))))
+
+
+@pytest.mark.parametrize("attack", ["plain frame", "replay", "altered", "reflection"])
+def test_a_relayed_handshake_lets_nobody_else_in(workers: list[Worker], attack: str) -> None:
+    ran.clear()
+    _, b = workers
+    with contextlib.closing(Relay(b)) as relay:
+        target = Target("w1", b.agent.incarnation, "", relay.address)
+        channel = connect(target, RING, A, None, "tcp", 10.0, 0.0)
+        assert channel.ciphers is not None
+        writer = RecordWriter(channel.ciphers.sending)
+        channel.sock.settimeout(10.0)
+        channel.sock.sendall(writer.encrypt(call(1, "of the member")))
+        answer = channel.sock.recv(4096)
+        record = relay.heard[-1]
+        relay.far.sendall(
+            {
+                "plain frame": call(2, "of the attacker"),
+                "replay": record,
+                "altered": bytes([*record[:30], record[30] ^ 1, *record[31:]]),
+                "reflection": answer,
+            }[attack]
+        )
+        assert wait_closed(channel.sock) == b""
+        channel.sock.close()
+    assert ran == ["of the member"]
+    assert workers[0].agent.call("w1", operator.add, (1, 2), None) == 3
+
+
+def test_a_tampered_answer_reaches_no_caller(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, _ = workers
+    sending = RecordWriter.encrypt
+
+    def alter(writer: RecordWriter, data: bytes) -> bytes:
+        record = sending(writer, data)
+        return record[:-1] + bytes([record[-1] ^ 1]) if data[:1] == bytes([RESULT]) else record
+
+    assert a.agent.call("w1", operator.add, (1, 2), None) == 3
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordWriter, "encrypt", alter)
+        with pytest.raises(PeerLost, match="altered on the way"):
+            a.agent.call("w1", operator.add, (1, 2), None)
+    assert a.agent.call("w1", operator.add, (1, 2), None) == 3  # by a new connection
+
+
+def test_what_crosses_tcp_cannot_be_read(workers: list[Worker]) -> None:
+    _, b = workers
+    with contextlib.closing(Relay(b)) as relay:
+        channel = connect(Target("w1", b.agent.incarnation, "", relay.address), RING, A, None, "tcp", 10.0, 0.0)
+        assert channel.ciphers is not None
+        channel.sock.sendall(RecordWriter(channel.ciphers.sending).encrypt(call(1, "a secret")))
+        channel.sock.recv(4096)
+        heard = b"".join(relay.heard)
+        channel.sock.close()
+    for text in (b"a secret", b"test_attacks", A.name.encode(), b.agent.incarnation.encode()):
+        assert text not in heard
+
+
+def test_the_next_key_is_tried_by_a_new_connection(workers: list[Worker]) -> None:
+    _, b = workers
+    target = Target("w1", b.agent.incarnation, "", b.agent.me.tcp)
+    connect(target, Keyring([b"a newer key", b"the key of the group"]), A, None, "tcp", 10.0, 0.0).sock.close()
+    with pytest.raises(AuthenticationFailed, match="TELEGRAD_KEY"):
+        connect(target, Keyring([b"a newer key", b"another"]), A, None, "tcp", 10.0, 0.0)
+
+
+# Frames of kinds that are not known
+
+
+def test_a_request_of_an_unknown_kind_is_refused_and_others_are_served(workers: list[Worker]) -> None:
+    _, b = workers
+    with knock(b) as sock:
+        visitor = Visitor(sock, Initiator(RING, A._replace(incarnation="x"), b.agent.incarnation))
+        visitor.say(encode(Message(40, 7)) + call(8, "after it"))
+        heard = b""
+        while len(found := messages(heard)) < 2:
+            heard += visitor.hear()
+    refused = next(each for each in found if each.kind == REFUSAL)
+    assert refused.id == 7
+    assert b"install the same telegrad" in refused.head
+    assert {each.id for each in found if each.kind == RESULT} == {8}
+
+
+@pytest.mark.parametrize("kind", [0, RESULT, REFUSAL, 40], ids=str)
+def test_what_is_no_request_closes_the_connection(workers: list[Worker], kind: int) -> None:
+    _, b = workers
+    with knock(b) as sock:
+        visitor = Visitor(sock, Initiator(RING, A._replace(incarnation="x"), b.agent.incarnation))
+        visitor.say(encode(Message(kind, 7 if kind != 40 else 0)))
+        assert visitor.hear() == b""
+
+
+def test_a_call_of_a_newer_worker_ends_with_an_error_that_says_so(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = workers
+    with monkeypatch.context() as patched:
+        patched.setattr("telegrad.agent.agent.CALL", 40)
+        with pytest.raises(VersionMismatch, match=r"'w1' did not run .* install the same telegrad"):
+            a.agent.call("w1", operator.add, (1, 2), None)
+        patched.undo()
+        patched.setattr("telegrad.agent.answers.RESULT", 41)
+        with pytest.raises(PeerLost, match="kind 41, which this version does not know"):
+            a.agent.call("w1", operator.add, (1, 2), None)

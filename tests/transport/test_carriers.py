@@ -1,0 +1,204 @@
+"""What carries a connection: Unix sockets of this user only, TLS whose certificates are bound to the handshake."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from telegrad.errors import AuthenticationFailed, PeerUnreachable, UsageError
+from telegrad.transport.connect import Target, connect
+from telegrad.transport.handshake import Claim, Initiator
+from telegrad.transport.keyring import Keyring
+from telegrad.transport.listener import Listener
+from telegrad.transport.poller import Poller
+from telegrad.transport.sockets import HAS_UNIX, unix_address
+from telegrad.transport.tls import TlsFiles, client_context, server_context
+from tests.strangers.door import wait_closed
+from tests.transport.test_tls import Authority
+
+RING = Keyring([b"the key of the group"])
+A, B = Claim("w0", 0, "incarnation of a", ""), Claim("w1", 1, "incarnation of b", "")
+NOBODY = 65534
+
+# Unix sockets, of this user only
+
+needs_unix = pytest.mark.skipif(not HAS_UNIX, reason="the platform has no Unix sockets without files")
+
+
+class Door:
+    """A listener, looked after by a thread."""
+
+    def __init__(self, transport: str = "auto", tls: TlsFiles | None = None) -> None:
+        self.accepted: list[Any] = []
+        self._poller = Poller()
+        self.listener = Listener("127.0.0.1", tls, transport, 0.0, self._poller, lambda *given: self._accept(*given))
+        self.listener.serve(RING, B)
+        self._over = False
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _accept(self, channel: Any, *_: object) -> None:
+        self.accepted.append(channel)
+
+    def _look(self) -> None:
+        while not self._over:
+            for source, _ in self._poller.poll(0.01):
+                source.on_readable()
+
+    def target(self, unix: str | None = None) -> Target:
+        return Target("w1", B.incarnation, self.listener.unix if unix is None else unix, self.listener.tcp)
+
+    def close(self) -> None:
+        self._over = True
+        self._thread.join()
+        self.listener.close()
+        self._poller.close()
+        for channel in self.accepted:
+            channel.sock.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with contextlib.closing(Door()) as made:
+        yield made
+
+
+@needs_unix
+def test_members_of_one_user_meet_by_the_unix_socket(door: Door) -> None:
+    channel = connect(door.target(), RING, A, None, "unix", 10.0, 0.0)
+    channel.sock.close()
+    assert (channel.shared, channel.ciphers) == (True, None)
+
+
+@needs_unix
+@pytest.mark.parametrize("transport", ["auto", "unix"])
+def test_a_unix_socket_of_another_user_is_not_used(
+    door: Door, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    if transport == "unix":
+        with pytest.raises(AuthenticationFailed, match=f"uid {mine}, while this worker has uid {mine + 1}"):
+            connect(door.target(), RING, A, None, transport, 10.0, 0.0)
+        return
+    channel = connect(door.target(), RING, A, None, transport, 10.0, 0.0)
+    channel.sock.close()
+    assert not channel.shared
+    assert channel.ciphers is not None
+
+
+@needs_unix
+def test_another_user_at_the_unix_socket_is_refused(
+    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = os.geteuid()
+    with caplog.at_level(logging.WARNING, "telegrad"), socket.socket(socket.AF_UNIX) as sock:
+        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+        sock.connect(unix_address(door.listener.unix))
+        sock.settimeout(10.0)
+        end = Initiator(RING, A, B.incarnation)
+        with pytest.raises(AuthenticationFailed, match="another user"):
+            end.receive(sock.recv(4096))
+        assert wait_closed(sock) == b""
+    assert any(f"uid {mine}" in record.getMessage() for record in caplog.records)
+    assert door.accepted == []
+
+
+AS_CLIENT = """
+import socket, sys
+sock = socket.socket(socket.AF_UNIX)
+sock.connect("\\0" + sys.argv[1])
+sys.stdout.buffer.write(sock.recv(4096) + sock.recv(4096))
+"""
+AS_SERVER = """
+import socket, sys
+door = socket.socket(socket.AF_UNIX)
+door.bind("\\0" + sys.argv[1])
+door.listen()
+print("listens", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def nobody(program: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of another user."""
+    command = ["/usr/bin/env", "python3", "-I", "-S", "-c", program, name]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/"
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@needs_unix
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+def test_a_process_of_another_user_is_refused_and_not_believed(door: Door) -> None:
+    with nobody(AS_CLIENT, door.listener.unix) as process:
+        assert process.stdout is not None
+        assert process.stdout.read().endswith(b"Ruser")
+    assert door.accepted == []
+    name = f"telegrad-{os.urandom(8).hex()}"
+    with nobody(AS_SERVER, name) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"listens\n"
+        channel = connect(door.target(name), RING, A, None, "auto", 10.0, 0.0)
+        channel.sock.close()
+        assert channel.ciphers is not None
+        with pytest.raises(AuthenticationFailed, match=f"uid {NOBODY}"):
+            connect(door.target(name), RING, A, None, "unix", 10.0, 0.0)
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[TlsFiles]:
+    """Of three workers of one authority."""
+    authority = Authority(tmp_path_factory.mktemp("tls"), "ours")
+    return [authority.files(name) for name in ("w0", "w1", "attacker")]
+
+
+def test_with_tls_there_is_no_unix_socket(certificates: list[TlsFiles]) -> None:
+    with contextlib.closing(Door(tls=certificates[1])) as door, contextlib.closing(Door()) as plain:
+        assert door.listener.unix == ""
+        channel = connect(door.target(plain.listener.unix), RING, A, certificates[0], "auto", 10.0, 0.0)
+        channel.sock.close()
+        assert (channel.shared, channel.ciphers) == (False, None)  # which TLS has encrypted
+    with pytest.raises(UsageError, match='transport="unix"'):
+        Door("unix", certificates[0])
+
+
+def test_a_member_of_the_authority_without_the_key_cannot_relay(certificates: list[TlsFiles]) -> None:
+    """It has a TLS connection with each of two members, and passes on what they say."""
+    failures: list[Exception] = []
+    with contextlib.closing(Door(tls=certificates[1])) as door, socket.create_server(("127.0.0.1", 0)) as between:
+
+        def relay() -> None:
+            near = server_context(certificates[2]).wrap_socket(between.accept()[0], server_side=True)
+            far = client_context(certificates[2]).wrap_socket(socket.create_connection(door.listener.tcp))
+            with near, far, contextlib.suppress(OSError):
+                while said := near.recv(4096):
+                    far.sendall(said)
+                    near.sendall(far.recv(4096))
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        target = Target("w1", B.incarnation, "", between.getsockname())
+        try:
+            connect(target, RING, A, certificates[0], "tcp", 10.0, 0.0)
+        except (AuthenticationFailed, PeerUnreachable) as error:
+            failures.append(error)
+        thread.join()
+        assert [type(error) for error in failures] == [AuthenticationFailed]
+        assert door.accepted == []
