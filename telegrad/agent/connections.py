@@ -276,7 +276,7 @@ class Connections:
 
     def common(self, size: int) -> Tensor:
         """Memory of bytes that workers of this host map, where that can be had; else plain memory."""
-        shares = size >= SHARE_FROM and self._settings.transport != "tcp"
+        shares = size >= SHARE_FROM and self.listener.unix
         tensor = self._pool.common(size) if shares else None
         if tensor is not None:
             return tensor

@@ -176,6 +176,47 @@ def test_a_large_frame_arrives_in_any_pieces() -> None:
         assert bytes(b.frames[0].body) == body
 
 
+def test_small_frames_that_the_socket_does_not_take_follow_in_their_order() -> None:
+    with two_ends() as (a, b):
+        for number in range(2000):
+            a.link.send(Message(CALL, number, body=bytes(1000)))
+        assert a.link.is_sending
+        a.theirs.setblocking(True)
+        while len(b.frames) < 2000:
+            a.link.on_writable()
+            b.hear(a.theirs.recv(100_000))
+        assert not a.link.is_sending
+        assert [frame.id for frame in b.frames] == list(range(2000))
+
+
+def test_who_is_interrupted_as_records_are_made_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody knew which part of the outbox was sent, and it might be sent twice, or never."""
+    true, calls = RecordWriter.add, itertools.count()
+
+    def interrupted(writer: RecordWriter, data: bytes) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        true(writer, data)
+
+    with two_ends() as (a, b):
+        monkeypatch.setattr(RecordWriter, "add", interrupted)
+        a.theirs.settimeout(10.0)
+        interrupts = 0
+        try:
+            a.link.send(Message(CALL, 1, body=bytes(1 << 20)))
+        except KeyboardInterrupt:
+            interrupts += 1
+        while data := a.theirs.recv(1 << 20):
+            b.link.feed(data)
+            try:
+                a.link.on_writable()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 1
+        assert b.frames == []
+        assert not a.link.is_sending
+
+
 # A worker, and an attacker between it and another member
 
 
