@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from telegrad.descriptors import explained
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.group.members import check_name, check_role
+from telegrad.interrupts import install, uninterrupted
 from telegrad.keyring import Keyring, new_key
 from telegrad.processes import named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
@@ -39,6 +40,7 @@ class LocalGroup:
 
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
         _check_free()
+        install()
         roles = _roles(workers, driver)
         self.names: list[str] = list(roles)
         self.driver = driver
@@ -130,6 +132,7 @@ class LocalGroup:
         if current.worker is not None and current.worker.me.name == self.driver:  # else the program has left by itself
             rpc.shutdown(graceful)
 
+    @uninterrupted
     def _end_workers(self) -> None:
         self._closed = True
         for worker in self._workers:
@@ -173,6 +176,7 @@ class LocalGroup:
 class _Worker:
     """A worker's process, and what it prints."""
 
+    @uninterrupted
     def __init__(
         self, name: str, role: str, rank: int, group: LocalGroup, port: int, timeout: float, key: bytes
     ) -> None:

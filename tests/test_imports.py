@@ -15,7 +15,7 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
-    {"errors", "version", "instruments", "importing", "safe_text"},
+    {"errors", "version", "instruments", "importing", "safe_text", "interrupts"},
     {"hints", "threads", "contracts", "processes", "progress", "private_files", "forks", "keyring", "descriptors"},
     {"wire"},
     {"devices"},

@@ -36,6 +36,7 @@ from telegrad.agent.wording import attach, encoded
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError, ShutDown, VersionMismatch
 from telegrad.group.members import Identity, Member
+from telegrad.interrupts import uninterrupted
 from telegrad.keyring import Keyring
 from telegrad.wire.failures import fresh, rebuild
 from telegrad.wire.functions import name_of, program
@@ -110,6 +111,7 @@ class Agent:
             self.streams.use(index)
         self._connections.join(me, keys, directory)
 
+    @uninterrupted
     def close(self, reason: PeerError | None = None, how: str = "") -> None:
         """Leave: calls in flight fail, here and at those who called; `how` is for these, where it is not in order."""
         reason = reason or ShutDown(f"worker {self.name!r} shut down")
@@ -297,9 +299,11 @@ class Agent:
     def _tell(self, outcome: Outcome, pending: Pending) -> None:
         try:
             value = self._open(pending)
-        except Exception as error:
+        except BaseException as error:  # of code of the user that opens the value, too: who waits must not wait on
             outcome.about = f"{user_name(pending.asked)} on worker {pending.peer.name!r}"
             outcome.set_exception(error.with_traceback(None))
+            if not isinstance(error, Exception):
+                raise
         else:
             outcome.set_result(value)
 

@@ -184,9 +184,11 @@ class Future(torch.futures.Future[T]):
             child.follows = None
             try:
                 value = callback(done)
-            except Exception as error:
+            except BaseException as error:
                 child.about = "a callback that was given to `then`"
                 child.set_exception(error)  # type: ignore[arg-type]
+                if not isinstance(error, Exception):
+                    raise
             else:
                 child.set_result(value)
 

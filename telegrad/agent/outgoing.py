@@ -23,6 +23,7 @@ from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.group.members import Identity
+from telegrad.interrupts import waiting_loop
 from telegrad.threads import LONGEST_WAIT, run_beside
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
@@ -244,8 +245,7 @@ class OutgoingCalls:
     def wait_for_room(self) -> None:
         """Wait until less is in flight, and read answers meanwhile."""
         while self.crowded and self._closed is None:
-            link = self._link
-            if not self._reactor.is_behind and isinstance(link, Link) and link.reading.take():
+            if not self._reactor.is_behind and isinstance(link := self._link, Link) and link.reading.take():
                 try:
                     if not link.read():
                         link.wait_readable(ROOM_LOOK)
@@ -255,8 +255,10 @@ class OutgoingCalls:
                 with self._lock:
                     if self.crowded:
                         self._queue += 1
-                        self._room.wait(ROOM_LOOK)
-                        self._queue -= 1
+                        try:
+                            self._room.wait(ROOM_LOOK)
+                        finally:
+                            self._queue -= 1
 
     def wait(self, pending: Pending) -> bool:
         """Wait until `pending` is done; False where its deadline passed before."""
@@ -270,14 +272,14 @@ class OutgoingCalls:
         with self._reactor.waiting():
             wait_for(future)
 
+    @waiting_loop
     def _wait(self, pending: Pending) -> bool:
         self._reactor.send_unsent()
         while not pending.done:
             remaining = pending.deadline - monotonic()
             if remaining <= 0:
                 return False
-            link = self._link
-            if isinstance(link, Link) and link.reading.take():
+            if isinstance(link := self._link, Link) and link.reading.take():
                 try:
                     self._read(link, pending)
                 finally:
@@ -286,6 +288,7 @@ class OutgoingCalls:
                 pending.wait_told(self._lock, min(remaining, LONGEST_WAIT))
         return True
 
+    @waiting_loop
     def _read(self, link: Link, pending: Pending) -> None:
         """Read until it is done; by who has the right to."""
         pending.awaited = True
@@ -307,21 +310,18 @@ class OutgoingCalls:
 
     def expect(self) -> None:
         """Where answers are expected and nobody reads the connection, the leader shall."""
-        link = self._link
-        if isinstance(link, Link):
+        if isinstance(link := self._link, Link):
             link.reading.watch()
 
     def tick(self, now: float) -> float:
         """Now and then: end what is out of time, hear of the end of an idle connection, give back what was lent."""
-        link = self._link
-        if link is not None:
+        if (link := self._link) is not None:
             link.release()
             self.expect()
         return self.expire(now)
 
     def retire(self, numbers: list[int]) -> None:
-        link = self._link
-        if link is not None:
+        if (link := self._link) is not None:
             link.retire(numbers)
 
     # What the connection brings

@@ -139,8 +139,14 @@ class Pending:
                 self.told = threading.Lock()
                 self.told.acquire()
             told = self.told
-        if not self.done and told.acquire(timeout=limit):  # done before there was one to be told
-            told.release()
+        if self.done:  # before there was one to be told
+            return
+        got: list[bool] = []
+        try:
+            got.extend(map(told.acquire, (True,), (limit,)))  # all of it in C: no interrupt can lose what it gave
+        finally:
+            if any(got):
+                told.release()  # to the next that waits
 
     def wake(self) -> None:
         """It is done: who waits goes on."""

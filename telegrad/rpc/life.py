@@ -18,6 +18,7 @@ from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo
 from telegrad.group.stores import Meeting
 from telegrad.group.supervised import own_name
+from telegrad.interrupts import install
 from telegrad.rpc import current
 from telegrad.rpc.cluster import start
 from telegrad.rpc.elastic import Elastic, limits_of
@@ -105,6 +106,7 @@ def enter_group(
 
 
 def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
+    install()
     with _lock, descriptors.explained("this worker could not join", RendezvousError):
         check_free()
         current.worker = begin()

@@ -22,6 +22,7 @@ from telegrad.group.members import Members
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Alone, Parting, Together
 from telegrad.group.turning import Turning
+from telegrad.interrupts import uninterrupted
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
 from telegrad.witness.witness import Witness
@@ -149,6 +150,7 @@ class Worker:
             )
         self.membership.serving.ended.set()
 
+    @uninterrupted
     def end(self, how: str, *, reason: PeerError | None = None) -> None:
         """Leave now; a group whose workers leave together is told `how`, where that is not in order.
 

@@ -37,16 +37,25 @@ class _Epoll:
         self._epoll = select.epoll()
         self._sources: dict[int, tuple[int, Any]] = {}
 
+    # `_sources` says what shall be. Each change can be made again, and by either name: what an exception in between has
+    # left, for want of memory, is mended by the next.
+
     def register(self, fd: int, events: int, source: Any) -> None:
         self._sources[fd] = events, source
-        self._epoll.register(fd, _MASKS[events])
+        try:
+            self._epoll.register(fd, _MASKS[events])
+        except FileExistsError:
+            self._epoll.modify(fd, _MASKS[events])
 
     def modify(self, fd: int, events: int, source: Any) -> None:
-        self._epoll.modify(fd, _MASKS[events])
         self._sources[fd] = events, source
+        try:
+            self._epoll.modify(fd, _MASKS[events])
+        except FileNotFoundError:
+            self._epoll.register(fd, _MASKS[events])
 
     def unregister(self, fd: int) -> None:
-        del self._sources[fd]
+        self._sources.pop(fd, None)
         with contextlib.suppress(OSError):  # closed by its end
             self._epoll.unregister(fd)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from telegrad.transport.keyring import Keyring
 
 from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
@@ -24,7 +25,6 @@ from telegrad.transport.blobs import MemorySources
 from telegrad.transport.connect import Target, connect
 from telegrad.transport.encrypted import EncryptedLink
 from telegrad.transport.handshake import Acceptor, Claim, Initiator
-from telegrad.transport.keyring import Keyring
 from telegrad.transport.memory import Arena
 from telegrad.transport.noise import Ciphers
 from telegrad.transport.poller import Poller

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from telegrad.transport.keyring import Keyring
 
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, UsageError
 from telegrad.transport.connect import Target, connect
 from telegrad.transport.handshake import Claim, Initiator
-from telegrad.transport.keyring import Keyring
 from telegrad.transport.listener import Listener
 from telegrad.transport.poller import Poller
 from telegrad.transport.sockets import HAS_UNIX, unix_address

@@ -1,0 +1,562 @@
+"""Interrupts at chosen points of calls, and what must hold after each. For the main thread of a process in a group.
+
+A point is where CPython looks for signals: the entry of a function, a backward jump, a call. `Injection` counts them by
+a trace function, and marks SIGINT pending at the n-th, as the arrival of the signal does. CPython itself calls the
+handler, at the next place where it looks, so no point is tried that cannot occur. The mark is set by an object that
+dies as the trace function ends: set any earlier, the handler would run within that.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextlib
+import dis
+import gc
+import itertools
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+
+import telegrad.autograd as autograd
+import telegrad.rpc as rpc
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef, current
+
+LIMIT = 10.0  # seconds that anything may take afterwards, on a busy machine
+A, B = "worker1", "worker2"
+
+# asyncio.run makes a KeyboardInterrupt of what has cancelled its task, but for an instant at its beginning.
+INTERRUPTED = (KeyboardInterrupt, asyncio.CancelledError)
+
+_LOOKS = {
+    number
+    for name, number in dis.opmap.items()
+    if name.startswith(("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME", "POP_JUMP_BACKWARD"))
+}
+
+
+class _Arrival:
+    """SIGINT arrives as this dies."""
+
+    __del__ = staticmethod(_thread.interrupt_main)
+
+
+class Injection:
+    """Have SIGINT arrive at certain points, counted from 0."""
+
+    def __init__(self, *at: int) -> None:
+        self.at = set(at)
+        self.seen = 0
+        self.where: list[str] = []
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        module = frame.f_globals.get("__name__") or ""
+        if event == "call" and module.partition(".")[0] not in ("telegrad", "tests"):
+            caller = frame.f_back
+            if caller is None or caller.f_trace is None or module.startswith("asyncio"):
+                return None  # it is not called by this package
+        if module == "telegrad.interrupts":
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] not in _LOOKS:
+            return self.trace
+        if event in ("call", "opcode"):
+            self.seen += 1
+            if self.seen - 1 in self.at:
+                self.at.discard(self.seen - 1)
+                self.where.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+                if not self.at:
+                    sys.settrace(None)
+                arrival = _Arrival()  # noqa: F841
+        return self.trace
+
+
+# A handler that runs in the trace function sees a frame of the package, and so waits for a frame that is traced.
+Injection.trace = FunctionType(Injection.trace.__code__, {**globals(), "__name__": "telegrad.traced"})
+
+
+def settle() -> None:
+    """Have what has arrived come out. (Where functions are traced, a handler that waits is run up to 5 ms later.)"""
+    waiting: Any = getattr(sys.modules.get("telegrad.interrupts"), "_deferred", ())
+    while waiting:
+        time.sleep(1e-4)
+
+
+def interrupted(act: Callable[[], object], injection: Injection) -> bool:
+    """Run `act`; return whether it was interrupted."""
+    try:
+        try:
+            sys.settrace(injection.trace)
+            act()
+            sys.settrace(None)
+            settle()
+        except INTERRUPTED:
+            sys.settrace(None)
+            settle()
+            return True
+    except INTERRUPTED:  # the second one
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+# What the other workers run
+
+
+def double(value: Any) -> Any:
+    return value + value
+
+
+def numbers() -> Any:
+    yield from (1, 2, 3)
+
+
+def pause(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, value: int) -> int:
+        self.count += value
+        return self.count
+
+
+class Picky:
+    """Runs code of the user as it is pickled, and as it comes back."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def __add__(self, other: Picky) -> Picky:
+        return Picky(self.value + other.value)
+
+    def __getstate__(self) -> int:
+        return sum(each for each in range(self.value, self.value + 1))
+
+    def __setstate__(self, value: int) -> None:
+        self.value = sum(each for each in range(value, value + 1))
+
+
+def books() -> dict[str, int]:
+    """What a worker holds for others."""
+    gc.collect()
+    contexts = len(current.here().conductor.contexts._contexts)
+    return {**rpc.debug_info(), "contexts": contexts}
+
+
+# What is interrupted
+
+
+def call() -> None:
+    assert rpc.rpc_sync(A, double, (2,), timeout=LIMIT) == 4
+
+
+def call_with_tensors() -> None:
+    assert rpc.rpc_sync(A, double, (torch.ones(5000),), timeout=LIMIT)[0] == 2
+
+
+def call_with_much() -> None:
+    assert rpc.rpc_sync(A, double, (torch.ones(1_000_000),), timeout=LIMIT)[0] == 2
+
+
+def call_with_own_pickling() -> None:
+    assert rpc.rpc_sync(A, double, (Picky(2),), timeout=LIMIT).value == 4
+
+
+def calls_at_once() -> None:
+    futures = [rpc.rpc_async(to, double, (2,), timeout=LIMIT) for to in (A, B, A, B)]
+    assert [future.wait() for future in futures] == [4] * 4
+
+
+def callbacks() -> None:
+    future = rpc.rpc_async(A, double, (2,), timeout=LIMIT)
+    told: list[int] = []
+    future.add_done_callback(lambda done: told.append(done.value()))
+    assert future.then(lambda done: double(done.value())).wait() == 8
+    assert future.wait() == 4
+
+
+def in_a_loop() -> None:
+    async def ask() -> int:
+        return sum([await rpc.rpc_async(to, double, (2,), timeout=LIMIT) for to in (A, B)])
+
+    assert asyncio.run(ask()) == 8
+
+
+def cancelled() -> None:
+    future = rpc.rpc_async(A, pause, (0.001,), timeout=LIMIT)
+    future.cancel()
+    with contextlib.suppress(Exception):
+        future.wait()
+
+
+def stream() -> None:
+    with rpc.rpc_stream(A, numbers, timeout=LIMIT) as items:
+        assert next(items) == 1
+        assert next(items) == 2
+
+
+def whole_stream() -> None:
+    assert list(rpc.rpc_stream(A, numbers, timeout=LIMIT)) == [1, 2, 3]
+
+
+def reference() -> None:
+    rref = rpc.remote(A, double, (torch.ones(3),), timeout=LIMIT)
+    assert rref.to_here(timeout=LIMIT)[0] == 2
+    assert rpc.rpc_sync(B, take_reference, (rref,), timeout=LIMIT) == 6
+
+
+def take_reference(rref: Any) -> float:
+    return float(rref.to_here(timeout=LIMIT).sum())
+
+
+def actor() -> None:
+    counter = rpc.remote(A, Counter, timeout=LIMIT)
+    assert counter.rpc_sync(timeout=LIMIT).add(2) == 2
+    assert counter.rpc_async(timeout=LIMIT).add(2).wait() == 4
+
+
+def local_reference() -> None:
+    rref = RRef(torch.ones(3))
+    assert rpc.rpc_sync(A, take_reference, (rref,), timeout=LIMIT) == 3
+
+
+def group_call() -> None:
+    assert rpc.group([A, B]).rpc_sync(double, (2,)) == [4, 4]
+
+
+def backward() -> None:
+    with autograd.context() as context_id:
+        weight = torch.ones(3, requires_grad=True)
+        weight.register_hook(lambda gradient: double(gradient) / 2)  # code of the user, within
+        there = rpc.rpc_sync(A, torch.mul, (weight, 3), timeout=LIMIT)
+        loss = rpc.rpc_sync(B, double, (there,), timeout=LIMIT).sum()
+        autograd.backward(context_id, [loss])
+        assert autograd.get_gradients(context_id)[weight][0] == 6
+
+
+class Trained:
+    """A module and an optimizer elsewhere."""
+
+    def __init__(self) -> None:
+        self.module = RemoteModule(A, torch.nn.Linear, (3, 1))
+        self.optimizer = DistributedOptimizer(torch.optim.SGD, self.module.remote_parameters(), lr=0.01)
+
+
+_trained: list[Trained] = []
+
+
+def forward() -> None:
+    assert _trained[0].module.forward(torch.ones(2, 3)).shape == (2, 1)
+
+
+def step() -> None:
+    with autograd.context() as context_id:
+        loss = _trained[0].module(torch.ones(2, 3)).sum()
+        autograd.backward(context_id, [loss])
+        _trained[0].optimizer.step(context_id)
+
+
+def fused_step() -> None:
+    with autograd.context() as context_id:
+        loss = _trained[0].module(torch.ones(2, 3)).sum()
+        autograd.backward(context_id, [loss], step=_trained[0].optimizer)
+
+
+SCENES: dict[str, Callable[[], None]] = {
+    act.__name__: act
+    for act in (
+        call,
+        call_with_tensors,
+        call_with_much,
+        call_with_own_pickling,
+        calls_at_once,
+        callbacks,
+        in_a_loop,
+        cancelled,
+        stream,
+        whole_stream,
+        reference,
+        actor,
+        local_reference,
+        group_call,
+        backward,
+        forward,
+        step,
+        fused_step,
+    )
+}
+
+
+# What must hold
+
+
+def standing() -> dict[str, Any]:
+    """What this worker holds, once all is over."""
+    gc.collect()
+    agent = current.here().agent
+    peers = [*agent._connections._peers.values()]
+    open_files = [file for each in os.listdir("/proc/self/fd") if (file := link_of(each))]
+    blocks = sum("memfd:" in file for file in open_files)
+    return {
+        "descriptors": len(open_files) - blocks,
+        "blocks": blocks,
+        "threads": sum(not thread.name.startswith("telegrad-worker") for thread in threading.enumerate()),
+        "calls": [under_way(peer) for peer in peers],
+        "slots": agent._reactor._slots.busy,
+        "lent": sum(len(blocks) for blocks in lent()),
+        "here": books(),
+        A: rpc.rpc_sync(A, books, timeout=LIMIT),
+        B: rpc.rpc_sync(B, books, timeout=LIMIT),
+    }
+
+
+def link_of(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # closed meanwhile, as the one that lists them
+        return ""
+
+
+def under_way(peer: Any) -> tuple[int, int, int]:
+    with peer._lock:
+        calls = peer._calls
+        return len(calls.in_flight), len(calls._backlog), calls._weight
+
+
+def lent() -> list[Any]:
+    peers = [*current.here().agent._connections._peers.values()]
+    return [link._outgoing._lent for peer in peers if (link := peer.link) is not None and hasattr(link, "_outgoing")]
+
+
+def check_calls() -> None:
+    """The next call to each worker works."""
+    for to in (A, B):
+        began = time.monotonic()
+        assert rpc.rpc_sync(to, double, (3,), timeout=LIMIT) == 6
+        assert time.monotonic() - began < LIMIT
+
+
+def prepare() -> dict[str, Any]:
+    """Run everything twice, so that what is made once is there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _trained[:] = [Trained()]
+    for _ in range(2):
+        for act in SCENES.values():
+            act()
+    until = time.monotonic() + LIMIT
+    while is_under_way(now := standing()):
+        assert time.monotonic() < until, now
+        time.sleep(0.01)
+    return now
+
+
+def is_under_way(now: dict[str, Any]) -> bool:
+    return any(count for to in ("here", A, B) for name, count in now[to].items() if name.startswith("pending"))
+
+
+def holds_no_more(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Blocks of shared memory are kept for a while, some more where calls that were given up still use theirs."""
+    is_more = now["descriptors"] > before["descriptors"] or now["blocks"] > before["blocks"] + 8
+    others = now.keys() - {"descriptors", "blocks"}
+    return not is_more and all(now[name] == before[name] for name in others)
+
+
+def check_standing(before: dict[str, Any]) -> None:
+    until = time.monotonic() + LIMIT
+    while not holds_no_more(now := standing(), before):
+        assert time.monotonic() < until, f"\nbefore {before}\nnow    {now}"
+        time.sleep(0.01)
+
+
+def points(act: Callable[[], None]) -> int:
+    counting = Injection()
+    counting.at = {-1}
+    assert not interrupted(act, counting)
+    return counting.seen
+
+
+def signals_at_random(seed: int, count: int) -> int:
+    """Interrupt calls by a timer's signal; return how often."""
+    before = prepare()
+    chooser = random.Random(seed)
+    acts = [*SCENES.values(), sleep_there]
+    acts.remove(in_a_loop)  # an interrupt may leave the loop of asyncio.run open
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    done = 0
+    while done < count:
+        act = chooser.choice(acts)
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chooser.uniform(1e-4, 6e-3))
+                while True:
+                    act()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                settle()
+        except KeyboardInterrupt:
+            done += 1
+        try:
+            check_calls()
+        except BaseException as error:
+            raise AssertionError(f"SEED={seed}, after {done} interrupts, in {act.__name__}") from error
+    check_standing(before)
+    return done
+
+
+def sleep_there() -> None:
+    rpc.rpc_sync(A, pause, (0.02,), timeout=LIMIT)
+
+
+class Stop(BaseException):
+    """What a handler raises."""
+
+
+def other_handlers(seed: int) -> None:
+    """What any handler raises comes out, once."""
+    before = prepare()
+    chooser = random.Random(seed)
+    known = points(reference)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    signal.signal(signal.SIGINT, stop)
+    for point in chooser.sample(range(known), 60):
+        injection, came = Injection(point), False
+        try:
+            interrupted(reference, injection)
+        except Stop:
+            came = True
+        assert came or not injection.where, (seed, point, injection.where)  # calls that wait shorter have less points
+        check_calls()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    check_standing(before)
+
+
+def beside_another_thread(seed: int) -> int:
+    """Calls of another thread over the same connection go on; return how many."""
+    prepare()
+    chooser = random.Random(seed)
+    known = points(call_with_tensors)
+    over = False
+    wrong: list[BaseException] = []
+    count = 0
+
+    def ask() -> None:
+        nonlocal count
+        try:
+            while not over:
+                assert rpc.rpc_sync(A, double, (5,), timeout=LIMIT) == 10
+                count += 1
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for point in chooser.sample(range(known), 60):
+        interrupted(call_with_tensors, Injection(point))
+        interrupted(sleep_there, Injection(point))
+    over = True
+    thread.join(LIMIT)
+    assert not wrong, wrong
+    check_calls()
+    return count
+
+
+_meetings: Iterator[str]  # paths that nothing has
+
+
+def live() -> None:
+    """A whole life in a group of one."""
+    options = rpc.TelegradOptions(init_method=f"file://{next(_meetings)}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        assert rpc.rpc_sync("alone", double, (2,)) == 4
+    finally:
+        rpc.shutdown()
+
+
+def lives(seed: int, count: int) -> int:
+    """Interrupt `init_rpc` and `shutdown`; each time the process is in no group afterwards, and can join the next."""
+    with tempfile.TemporaryDirectory() as folder:
+        global _meetings
+        _meetings = (f"{folder}/{number}" for number in itertools.count())
+        return _lives(seed, count)
+
+
+def _lives(seed: int, count: int) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    chooser = random.Random(seed)
+    for _ in range(2):
+        live()
+    known = points(live)
+    while remains()[1]:
+        time.sleep(0.01)
+    before = remains()
+    for _ in range(count):
+        point = chooser.randrange(known)
+        injection = Injection(point, point + chooser.choice((0, chooser.randrange(1, 200))))
+        with contextlib.suppress(Exception):  # of shutdown, where init_rpc was interrupted
+            interrupted(live, injection)
+        sys.settrace(None)
+        began = time.monotonic()
+        if current.worker is not None:  # it was interrupted as it left `init_rpc`
+            rpc.shutdown()
+        live()
+        assert time.monotonic() - began < LIMIT, (seed, point, injection.where)
+        until = time.monotonic() + LIMIT
+        while (now := remains()) != before:
+            assert time.monotonic() < until, f"SEED={seed} {point} {injection.where}\nbefore {before}\nnow {now}"
+            time.sleep(0.01)
+    return known
+
+
+def remains() -> tuple[int, list[str]]:
+    gc.collect()
+    names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("telegrad"))
+    return len(os.listdir("/proc/self/fd")), names
+
+
+def sweep(names: list[str], count: int, seed: int) -> int:
+    """Interrupt `count` times, or at each point once if 0; at half of them, once more soon after. Return how often."""
+    before = prepare()
+    chooser = random.Random(seed)
+    done = 0
+    for name in names:
+        act = SCENES[name]
+        known = points(act)
+        chosen = range(known) if not count else chooser.sample(range(known), min(known, count // len(names)))
+        for point in chosen:
+            again = chooser.choice((0, chooser.randrange(1, 200)))
+            if act is in_a_loop:  # of which asyncio lets the second interrupt break its loop
+                again = 0
+            injection = Injection(point, point + again)
+            try:
+                came = interrupted(act, injection)
+                assert came or not injection.where or act is in_a_loop, "it was lost"  # asyncio may have ended before
+                check_calls()
+                done += 1
+            except BaseException as error:
+                raise AssertionError(f"SEED={seed} {name}, points {point}, +{again}: {injection.where}") from error
+        try:
+            check_standing(before)
+        except AssertionError as error:
+            raise AssertionError(f"SEED={seed} {name}: {error}") from error
+    return done

@@ -1,0 +1,65 @@
+"""Ctrl-C, and what other handlers of signals raise, at any point of any call: the next call works, and nothing is left.
+
+A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/rpc/test_interrupts.py` runs that one alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import Process, group, processes
+from tests.rpc import interrupting
+from tests.rpc.interrupting import SCENES
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+
+SEED = int(os.environ.get("TELEGRAD_SEED", "1"))
+LONG = 20 * 60.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Process]]:
+    with group(3) as made:
+        yield made
+
+
+def test_interrupts_at_points_of_every_call(three: list[Process]) -> None:
+    assert three[0].run(interrupting.sweep, list(SCENES), 360, SEED) == 360
+
+
+def test_signals_at_random_times(three: list[Process]) -> None:
+    assert three[0].run(interrupting.signals_at_random, SEED, 150) == 150
+
+
+def test_other_handlers(three: list[Process]) -> None:
+    three[0].run(interrupting.other_handlers, SEED)
+
+
+def test_calls_of_other_threads_go_on(three: list[Process]) -> None:
+    assert three[0].run(interrupting.beside_another_thread, SEED) > 0
+
+
+def test_interrupts_of_init_rpc_and_shutdown() -> None:
+    with processes(1) as made:
+        made[0].run(interrupting.lives, SEED, 6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SCENES)
+def test_interrupts_at_each_point(three: list[Process], name: str) -> None:
+    assert three[0].run(interrupting.sweep, [name], 0, SEED, patience=LONG) > 100
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(SEED, SEED + 5))
+def test_many_signals_at_random_times(three: list[Process], seed: int) -> None:
+    assert three[0].run(interrupting.signals_at_random, seed, 1000, patience=LONG) == 1000
+
+
+@pytest.mark.nightly
+def test_many_interrupts_of_init_rpc_and_shutdown() -> None:
+    with processes(1) as made:
+        made[0].run(interrupting.lives, SEED, 400, patience=LONG)

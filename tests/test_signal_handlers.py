@@ -1,0 +1,345 @@
+"""When handlers of signals run: in code of the user, in a call that blocks, and nowhere else in this package."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
+
+import pytest
+
+from telegrad import interrupts
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows wakes no thread by a signal")
+
+LIMIT = 5.0
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def of_package(function: F) -> F:
+    """The same function, as one of the package."""
+    own = {**globals(), "__name__": "telegrad.sample"}
+    return FunctionType(function.__code__, own, function.__name__, function.__defaults__)  # type: ignore[return-value]
+
+
+@pytest.fixture(autouse=True)
+def interrupted_by_default() -> Iterator[None]:
+    interrupts.install()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupts_of(function: Callable[..., object], *args: Any) -> int:
+    """Return how often it was interrupted, at once or right after it: 0 to 2."""
+    try:
+        try:
+            function(*args)
+            settle()
+        except KeyboardInterrupt:
+            settle()
+            return 1
+    except KeyboardInterrupt:
+        return 2
+    return 0
+
+
+def settle() -> None:
+    while interrupts._deferred:
+        pass
+
+
+def arrive() -> None:
+    _thread.interrupt_main()
+
+
+def arrive_soon(after: float = 0.02) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def send() -> None:
+        time.sleep(after)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=send).start()
+
+
+steps: list[str] = []
+
+
+@of_package
+def changes_in_steps() -> str:
+    steps.clear()
+    _thread.interrupt_main()
+    for step in range(3):
+        steps.extend(str(step))
+    return "the result"
+
+
+def test_what_the_package_does_is_done_first() -> None:
+    assert interrupts_of(changes_in_steps) == 1
+    assert steps == ["0", "1", "2"]
+
+
+def goes_on() -> None:
+    _thread.interrupt_main()
+    steps.append("behind")
+
+
+def test_code_of_the_user_is_interrupted_at_once() -> None:
+    steps.clear()
+    assert interrupts_of(goes_on) == 1
+    assert steps == []
+
+
+@of_package
+def calls(function: Callable[[], None]) -> None:
+    function()
+    steps.append("behind")
+
+
+def test_code_of_the_user_that_the_package_calls_is_interrupted() -> None:
+    steps.clear()
+    assert interrupts_of(calls, arrive) == 1
+    assert steps == []
+
+
+class Sends(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        arrive()
+        steps.append("emitted")
+
+
+@of_package
+def logs() -> None:
+    logging.getLogger("tests.interrupts").error("something")
+    steps.append("behind")
+
+
+def test_a_handler_of_logging_does_not_interrupt_the_package() -> None:
+    log, handler = logging.getLogger("tests.interrupts"), Sends()
+    log.addHandler(handler)
+    log.propagate = False
+    steps.clear()
+    try:
+        assert interrupts_of(logs) == 1
+    finally:
+        log.removeHandler(handler)
+    assert steps == ["emitted", "behind"]
+
+
+class Finalized:
+    def __del__(self) -> None:
+        arrive()
+        steps.append("finalized")
+
+
+@of_package
+def drops(value: list[Any]) -> None:
+    value.clear()
+    steps.append("behind")
+
+
+def test_no_interrupt_is_lost_in_a_finalizer_that_the_package_runs() -> None:
+    steps.clear()
+    assert interrupts_of(drops, [Finalized()]) == 1
+    assert steps == ["finalized", "behind"]
+
+
+@of_package
+def sleeps() -> None:
+    try:
+        time.sleep(LIMIT)
+    finally:
+        _thread.interrupt_main()  # once more, while it tidies up
+        for step in range(3):
+            steps.extend(str(step))
+
+
+def test_a_call_that_blocks_is_interrupted_and_what_tidies_up_is_not() -> None:
+    steps.clear()
+    arrive_soon()
+    begun = time.monotonic()
+    assert interrupts_of(sleeps) == 2
+    assert time.monotonic() - begun < LIMIT / 2
+    assert steps == ["0", "1", "2"]
+
+
+@of_package
+def waits_on_a_condition(condition: threading.Condition) -> None:
+    with condition:
+        condition.wait(LIMIT)
+
+
+def test_a_condition_is_whole_afterwards() -> None:
+    condition = threading.Condition(threading.Lock())
+    arrive_soon()
+    assert interrupts_of(waits_on_a_condition, condition) == 1
+    assert condition.acquire(blocking=False)
+    condition.release()
+
+
+@of_package
+def takes(lock: threading.Lock) -> None:
+    with lock:
+        steps.append("has it")
+
+
+def release_after(lock: threading.Lock, pause: float) -> None:
+    def release() -> None:
+        time.sleep(pause)
+        lock.release()
+
+    lock.acquire()
+    threading.Thread(target=release).start()
+
+
+def test_waiting_for_a_lock_that_guards_something_is_not_interrupted() -> None:
+    lock = threading.Lock()
+    steps.clear()
+    release_after(lock, 0.1)
+    arrive_soon()
+    assert interrupts_of(takes, lock) == 1
+    assert steps == ["has it"]
+    assert not lock.locked()
+
+
+@interrupts.uninterrupted
+def _ends() -> None:
+    time.sleep(0.1)
+    steps.append("ended")
+
+
+ends = of_package(_ends)
+
+
+def test_the_end_of_something_is_not_interrupted() -> None:
+    steps.clear()
+    arrive_soon()
+    assert interrupts_of(ends) == 1
+    assert steps == ["ended"]
+
+
+@interrupts.waiting_loop
+def _looks_again(until: float) -> None:
+    while time.monotonic() < until:
+        pass
+
+
+looks_again = of_package(_looks_again)
+
+
+def test_a_loop_that_waits_is_interrupted_though_it_never_blocks() -> None:
+    begun = time.monotonic()
+    arrive_soon()
+    assert interrupts_of(looks_again, begun + LIMIT) == 1
+    assert time.monotonic() - begun < LIMIT / 2
+
+
+@contextlib.contextmanager
+def _entered() -> Iterator[None]:
+    _thread.interrupt_main()
+    steps.append("entered")
+    try:
+        yield
+    finally:
+        _thread.interrupt_main()
+        steps.append("left")
+
+
+entered = contextlib.contextmanager(of_package(_entered.__wrapped__))  # type: ignore[attr-defined]
+
+
+def test_a_context_manager_is_entered_and_left_whole() -> None:
+    def use() -> None:
+        with entered():
+            settle()
+
+    steps.clear()
+    assert interrupts_of(use) == 2
+    assert steps == ["entered", "left"]
+
+
+def test_a_handler_runs_once_for_a_signal_that_waited_long() -> None:
+    count = 0
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+
+    signal.signal(signal.SIGINT, handler)
+    for _ in range(5):  # each time it is kicked some twenty times before
+        count = 0
+        arrive_soon(0.0)
+        ends()
+        settle()
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            settle()
+        assert count == 1
+
+
+@of_package
+def runs_on(count: int) -> None:
+    _thread.interrupt_main()
+    for _ in range(count):
+        len(steps)
+
+
+def test_a_handler_runs_in_the_end_where_something_goes_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "LONGEST", 0.01)
+    monkeypatch.setattr(interrupts, "MOST", 100)
+    assert interrupts_of(runs_on, 10_000_000) == 1
+
+
+# Programs see their own handlers
+
+
+def test_programs_see_their_own_handlers() -> None:
+    def handler(signum: int, frame: FrameType | None) -> None:
+        pass
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGUSR1, handler) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    assert isinstance(interrupts._real_getsignal(signal.SIGUSR1), interrupts._Handler)
+    assert signal.signal(signal.SIGUSR1, signal.SIG_DFL) is handler
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert interrupts._real_getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_handlers_that_only_wake_a_loop_are_left_alone() -> None:
+    from asyncio.unix_events import _sighandler_noop  # type: ignore[attr-defined]
+
+    signal.signal(signal.SIGUSR1, _sighandler_noop)
+    assert interrupts._real_getsignal(signal.SIGUSR1) is _sighandler_noop
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_wrong_uses_fail_as_ever() -> None:
+    with pytest.raises(TypeError):
+        signal.signal(signal.SIGINT, "no handler")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="signal number out of range"):
+        signal.signal(10_000, signal.SIG_DFL)
+    with pytest.raises(OSError, match="Invalid argument"):
+        signal.signal(signal.SIGKILL, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_forked_child_is_interrupted_like_its_parent() -> None:
+    child = os.fork()
+    if not child:
+        try:
+            changes_in_steps()
+            len(steps)
+        except KeyboardInterrupt:
+            os._exit(7 if steps == ["0", "1", "2"] else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
