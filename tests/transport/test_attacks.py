@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from telegrad.transport.keyring import Keyring
 
 from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import AuthenticationFailed, PeerLost, VersionMismatch
+from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport.blobs import MemorySources
 from telegrad.transport.connect import Target, connect

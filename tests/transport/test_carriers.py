@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from telegrad.transport.keyring import Keyring
 
 from telegrad.errors import AuthenticationFailed, PeerUnreachable, UsageError
+from telegrad.keyring import Keyring
 from telegrad.transport.connect import Target, connect
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.listener import Listener
