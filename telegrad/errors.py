@@ -31,6 +31,7 @@ TelegradError (RuntimeError)
 │       ├── LeftEarly          the other worker did not wait for the rest of its group
 │       └── GenerationOver     the generation of an elastic group to which it belonged has ended
 ├── CallTimeout (TimeoutError) no answer in the call's time
+├── LimitReached               a worker refused something: its limit for one other worker is reached
 ├── CallCancelled              the call was cancelled, or the one for whose sake it was made
 ├── CodecError                 a value could not travel
 │   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
@@ -82,6 +83,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidName",
     "LeftEarly",
+    "LimitReached",
     "NotInitialized",
     "NotOwner",
     "NotPublished",
@@ -235,6 +237,10 @@ class GenerationOver(ShutDown):
 
 class CallTimeout(TelegradError, TimeoutError):
     """The call did not end in its time; it may still run on the other worker."""
+
+
+class LimitReached(TelegradError):
+    """A worker refused something from another, of which it has as much as it keeps for one worker; it has not run."""
 
 
 class CallCancelled(TelegradError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
@@ -12,6 +13,13 @@ LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take
 def program_has_ended() -> bool:
     """Whether functions of `atexit` run; no thread can be started then since Python 3.12."""
     return not threading.main_thread().is_alive()
+
+
+def processor_time(threads: Iterable[threading.Thread]) -> float | None:
+    """Return the processor time that these threads have used, where the platform tells; none of them may end now."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in threads if each.ident)
 
 
 def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:

@@ -28,11 +28,12 @@ from telegrad.agent.naming import user_name
 from telegrad.agent.notices import Handlers, notice_to
 from telegrad.agent.outgoing import COMPANY_WAIT, OutgoingCalls
 from telegrad.agent.pending import Pending
-from telegrad.agent.reactor import LONG, OWED, QUICK, Reactor, Work
+from telegrad.agent.reactor import Reactor
 from telegrad.agent.server import Server
 from telegrad.agent.settings import Settings
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
+from telegrad.agent.works import LONG, OWED, QUICK, Work
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError, ShutDown, VersionMismatch
 from telegrad.group.members import Identity, Member
@@ -83,7 +84,9 @@ class Agent:
             enter,
             self._handlers.take,
             lambda who, reason: self._connections.tell_lost(who, reason),
+            (settings.most_waiting, settings.most_waiting_bytes),
         )
+        self.ticking.append(self._server.intake.tick)
         self._connections = Connections(
             settings, address, self._reactor, self.layers, self.streams, self._server, self._complete
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from telegrad.agent.entrance import Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
 from telegrad.devices.streams import Streams
-from telegrad.errors import CallCancelled, CannotEncode, PeerError, UsageError
+from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, UsageError
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.wire.failures import describe
@@ -86,6 +87,10 @@ class Answers:
             self._note_failure(call, error, name)
         self.send(call, self._failure(call, error, name))
 
+    def refuse(self, call: Incoming, error: LimitReached) -> None:
+        """Answer a call that shall not run; without a line in the log, since there may be many."""
+        self.send(call, self._failure(call, error, ""))
+
     def _failure(self, call: Incoming, error: BaseException, name: str) -> Message:
         self._streams.publish()
         flags, body = 0, describe(error, self.name, name)
@@ -115,6 +120,9 @@ class Answers:
             link.send(answer, later)
             if later and isinstance(link, Link):
                 self._reactor.sent_later(link)
+            if link.is_congested:  # the caller does not read: no further call of it begins until it does
+                self._reactor.hold_up(call.caller.queue, True)
+                link.when_drained(partial(self._reactor.hold_up, call.caller.queue, False))
         except PeerError as error:  # the caller has gone: nobody waits for the answer
             if answer.flags & HAS_REFERENCES:
                 self._undelivered(call.caller.identity, error)

@@ -21,8 +21,9 @@ from telegrad.agent.entrance import Caller
 from telegrad.agent.health import Health
 from telegrad.agent.outgoing import AnyLink, OutgoingCalls
 from telegrad.agent.pending import Pending
-from telegrad.agent.reactor import INSTANT, Reactor, Work
+from telegrad.agent.reactor import Reactor
 from telegrad.agent.settings import Settings
+from telegrad.agent.works import INSTANT, Work
 from telegrad.devices.maps import faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
 from telegrad.devices.staging import Staging

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from telegrad.agent.attachments import Attachments, Destination, GraphContext
 from telegrad.agent.cancelling import Served, finishes
 from telegrad.agent.scene import Hops, Scene, hops_of, setting
+from telegrad.agent.works import WorkQueue
 from telegrad.devices.routes import for_answers
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
@@ -55,7 +56,7 @@ class Entrance:
 class Caller:
     """Who is at the other end of an accepted connection."""
 
-    __slots__ = ("calls", "entrance", "identity", "name", "place", "same_program")
+    __slots__ = ("calls", "cancelled", "control", "entrance", "identity", "name", "place", "queue", "same_program")
 
     def __init__(self, identity: Identity, same_program: bool, map_: Iterable[tuple[str, str]]) -> None:
         """`map_` leads from its devices to those of this worker."""
@@ -64,6 +65,9 @@ class Caller:
         self.same_program = same_program
         self.place = for_answers(identity.name, dict(map_))
         self.entrance = Entrance()
+        self.queue: WorkQueue = WorkQueue()  # of its calls
+        self.control: WorkQueue = WorkQueue(has_slots=False)  # of its control messages
+        self.cancelled = 0  # calls, since the queue was last searched for such
         # By their numbers those that were not answered yet; no lock: each use is one operation of a dict.
         self.calls: dict[int, Incoming] = {}
 

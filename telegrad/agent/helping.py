@@ -14,8 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from telegrad.agent.cancelling import serving
-from telegrad.agent.reactor import Reactor, Work
+from telegrad.agent.reactor import Reactor
 from telegrad.agent.spinning import Spin
+from telegrad.agent.works import Work, WorkQueue
 from telegrad.transport.link import Link
 
 MOMENT = 1e-3  # seconds without anything, after which it sleeps
@@ -24,11 +25,11 @@ log = logging.getLogger("telegrad")
 _here = threading.local()  # .own: what this thread has read and not seen to
 
 
-def submit(reactor: Reactor, work: Work) -> None:
-    """Have the thread that read this do it, if it helps so, and else the reactor."""
+def submit(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None:
+    """Have the thread that read this do it, if it helps so, and else the reactor in the turn of `queue`."""
     own: deque[Work] | None = getattr(_here, "own", None)
     if own is None:
-        reactor.submit(work)
+        reactor.submit(work, queue)
     else:
         own.append(work)
 

@@ -15,8 +15,8 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.outgoing import OutgoingCalls
 from telegrad.agent.pending import Pending
-from telegrad.agent.reactor import Work
 from telegrad.agent.server import Server
+from telegrad.agent.works import Work, WorkQueue
 
 
 class Traffic(NamedTuple):
@@ -42,9 +42,10 @@ def calls_going_on(agent: Agent) -> list[Incoming]:
 def calls_queued(agent: Agent) -> list[Incoming]:
     """Calls of others that wait for their turn, or for a slot."""
     reactor = agent._reactor
-    works: list[Work] = [*reactor._slots.waiting.copy(), *reactor._ready.copy()]
+    queues = [*reactor._slots.waiting.copy(), *(each for each in reactor._ready.copy() if isinstance(each, WorkQueue))]
+    works = [each for each in reactor._ready.copy() if isinstance(each, Work)]
     found = list(agent._server.in_turn.copy().values())
-    for work in works:
+    for work in [*(work for queue in queues for work in queue.works.copy()), *works]:
         if isinstance(work.argument, Incoming) and work.run == agent._server._run:
             found.append(work.argument)
         elif isinstance(work.argument, Caller):

@@ -16,8 +16,9 @@ from telegrad.agent.attachments import Layers
 from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
 from telegrad.agent.pending import Pending, advised
-from telegrad.agent.reactor import OWED, Reactor, Work
+from telegrad.agent.reactor import Reactor
 from telegrad.agent.spinning import SOON, Spin
+from telegrad.agent.works import OWED, Work
 from telegrad.contracts import guarded, new_lock
 from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart

@@ -10,6 +10,9 @@ gives the lead away
 
 So no connection waits for user code, whatever it does, and short calls cross no thread. Calls are counted: at most
 `slots` of them run at once. A call that waits does not count, so nested calls cannot use up the threads.
+
+The works of each caller are in a queue of their own (`slots`). The leader takes one work of each queue in turn, and
+looks at all connections after every TURNS works, so that a caller that sends without end delays the others by no more.
 """
 
 from __future__ import annotations
@@ -21,45 +24,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any, NamedTuple
 
 from telegrad.agent.slots import Slots
 from telegrad.agent.spinning import SOON, Spin
+from telegrad.agent.works import IDLE, LONG, OWED, QUICK, Runner, Work, WorkQueue
 from telegrad.contracts import guarded, new_lock
-from telegrad.threads import program_has_ended
+from telegrad.threads import processor_time, program_has_ended
 from telegrad.transport.poller import READ, WRITE, Poller, Source
-
-# Not counted and short; counted and short; counted, and the lead goes first; as INSTANT, once nothing else is there;
-# as INSTANT, and not dropped at the end: somebody waits for it.
-INSTANT, QUICK, LONG, IDLE, OWED = range(5)
 
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 PUT_OFF = 64  # works at most that wait for an idle moment
+TURNS = 64  # works, or reads of one connection, until the leader looks at all connections again
 NO_MEMORY_PAUSE = 0.01  # seconds until a thread goes on that found no memory
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
 
 log = logging.getLogger("telegrad")
-
-
-class Work(NamedTuple):
-    """Something to be run once: `run(argument)`."""
-
-    run: Callable[[Any], None]
-    argument: Any
-    cost: int
-
-
-class _Runner:
-    """A thread of the reactor; only it changes its fields. Others look at `since` and `counted`."""
-
-    __slots__ = ("counted", "since", "waited", "wakeup")
-
-    def __init__(self) -> None:
-        self.wakeup = threading.Lock()  # held while the worker stands by; released to wake it
-        self.wakeup.acquire()
-        self.since = 0.0  # when the leader began the work it runs by itself
-        self.waited = 0.0  # when the work that it runs first waited for something
-        self.counted = False  # runs a call
 
 
 class Reactor:
@@ -71,15 +50,17 @@ class Reactor:
         self._entered = entered
         self._start_watch = watch
         self._most_waiting = most_waiting
-        self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed, ends of _Runner.since
-        self._slots: Slots[Work] = guarded(Slots(slots), self._lock, ("busy", "count", "waiting"))
-        self._leader: _Runner | None = None  # peeked at by who asks whether it leads: what it finds, only it changes
-        self._standby: list[_Runner] = []
-        self._threads: dict[_Runner, threading.Thread] = {}
-        self._ready: deque[Work] = deque()
+        self._lock = new_lock()  # guards _leader, _standby, _slots, _threads, changes of _closed, ends of Runner.since
+        self._slots: Slots = guarded(Slots(slots), self._lock, ("busy", "count", "waiting", "has_waiting"))
+        self._leader: Runner | None = None  # peeked at by who asks whether it leads: what it finds, only it changes
+        self._standby: list[Runner] = []
+        self._threads: dict[Runner, threading.Thread] = {}
+        self._ready: deque[Work | WorkQueue] = deque()
+        self._own: WorkQueue = WorkQueue()  # of works for which no caller stands
         self._idle_work: deque[Work] = deque()
         self._asleep = False  # the leader waits in the poller
         self._spinning = False
+        self._unlooked = 0  # reads of one connection since the leader looked at all
         self._recent: Source | None = None  # the source that was ready last
         self._unsent: set[Source] = set()  # sources with answers that wait for the batch to end
         self._closed = False
@@ -95,17 +76,37 @@ class Reactor:
 
     def start(self) -> None:
         with self._lock:
-            leader = self._leader = _Runner()
+            leader = self._leader = Runner()
         self._spawn(leader)
 
-    def submit(self, work: Work) -> None:
-        """Have `work` run soon, from any thread."""
-        idle = work.cost == IDLE and len(self._idle_work) < PUT_OFF
-        (self._idle_work if idle else self._ready).append(work)
+    def submit(self, work: Work, queue: WorkQueue | None = None) -> None:
+        """Have `work` run soon, from any thread; in the turn of `queue`, if one is given."""
+        if queue is None and work.cost in (QUICK, LONG):
+            queue = self._own
+        if work.cost == IDLE and len(self._idle_work) < PUT_OFF:
+            self._idle_work.append(work)
+        elif queue is None:
+            self._ready.append(work)
+        elif queue.append(work):
+            self._ready.append(queue)
         if self._asleep:
             self.poller.wake()
         if self._closed:
             self._drop_ready()
+
+    def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
+        """Let no further work of a queue begin, or let them begin again."""
+        with self._lock:
+            queue.is_held_up = is_held_up
+            started = not is_held_up and self._release_waiting()
+        if started:
+            self.poller.wake()
+
+    def drop(self, queue: WorkQueue, is_unwanted: Callable[[Work], bool]) -> list[Work]:
+        """Remove works from a queue; return those that were removed."""
+        unwanted = {id(work): work for work in queue.works.copy() if is_unwanted(work)}
+        with self._lock:
+            return [unwanted[each] for each in queue.drop(set(unwanted))]
 
     def batches(self) -> bool:
         """Whether what this thread sends may wait for the end of a batch of work: only the leader has those."""
@@ -127,7 +128,7 @@ class Reactor:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Around every wait: the thread gives up the lead and its slot meanwhile."""
-        worker: _Runner | None = getattr(self._local, "worker", None)
+        worker: Runner | None = getattr(self._local, "worker", None)
         if worker is None:
             yield
             return
@@ -135,9 +136,9 @@ class Reactor:
         worker.waited = worker.waited or perf_counter()
         with self._lock:
             leads = self._leader is worker
-            if counted:
-                self._slots.pause()
-                worker.counted = False
+            if counted is not None:
+                self._slots.pause(counted)
+                worker.counted = None
             started = self._release_waiting()
         if leads:
             self.send_unsent()
@@ -147,20 +148,20 @@ class Reactor:
         try:
             yield
         finally:
-            if counted:
+            if counted is not None:
                 with self._lock:
-                    self._slots.resume()
-                worker.counted = True
+                    self._slots.resume(counted)
+                worker.counted = counted
 
     def worked_until(self) -> float:
         """When the work of this thread first waited, or now."""
-        worker: _Runner | None = getattr(self._local, "worker", None)
+        worker: Runner | None = getattr(self._local, "worker", None)
         return worker.waited if worker is not None and worker.waited else perf_counter()
 
     @property
     def backed_up(self) -> bool:
         """Whether calls wait for a slot."""
-        return bool(self._slots.waiting)
+        return self._slots.has_waiting
 
     @property
     def is_behind(self) -> bool:
@@ -172,27 +173,19 @@ class Reactor:
         leader = self._leader
         if leader is not None and leader.since and now - leader.since > STUCK_AFTER:
             self._pass_lead(leader, leader.since)
-        if self._slots.waiting:
+        if self._slots.has_waiting:
             self._watch_slots(now)
 
     def _watch_slots(self, now: float) -> None:
         """Where calls wait for those that sleep, let one more begin."""
         with self._lock:
-            lent = self._slots.lend(now, self._processor_time())
+            # Meanwhile they cannot end: the clock of a thread that has ended must not be asked.
+            running = [thread for worker, thread in self._threads.items() if worker.counted is not None]
+            lent = self._slots.lend(now, processor_time(running))
             if lent:
                 self._release_waiting()
         if lent:
             self.poller.wake()
-
-    def _processor_time(self) -> float | None:
-        """With the lock held: of all threads that run a call, where the platform tells.
-
-        Meanwhile they cannot end: the clock of a thread that has ended must not be asked.
-        """
-        if not hasattr(time, "pthread_getcpuclockid"):
-            return None
-        running = [thread.ident for worker, thread in self._threads.items() if worker.counted]
-        return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in running if ident)
 
     @property
     def idle(self) -> bool:
@@ -223,12 +216,12 @@ class Reactor:
                 work = self._ready.popleft()
             except IndexError:  # emptied by two threads at once
                 return
-            if work.cost == OWED:
+            if isinstance(work, Work) and work.cost == OWED:
                 self._do(work)
 
     # The threads
 
-    def _spawn(self, worker: _Runner) -> None:
+    def _spawn(self, worker: Runner) -> None:
         thread = threading.Thread(target=self._main, args=(worker,), name="telegrad-worker", daemon=True)
         with self._lock:
             self._threads[worker] = thread
@@ -239,7 +232,7 @@ class Reactor:
                 del self._threads[worker]
             raise
 
-    def _main(self, worker: _Runner) -> None:
+    def _main(self, worker: Runner) -> None:
         self._local.worker = worker
         try:
             self._entered()
@@ -255,15 +248,14 @@ class Reactor:
             if last:
                 self.poller.close()
 
-    def _recover(self, worker: _Runner) -> None:
+    def _recover(self, worker: Runner) -> None:
         """There was no memory, even to tell: who leads must not end for that. What it had begun is lost."""
         time.sleep(NO_MEMORY_PAUSE)
         with self._lock:
             worker.since = 0.0
-            if worker.counted:
-                self._end_call(worker)
+            self._end_call(worker)
 
-    def _stand_by(self, worker: _Runner) -> bool:
+    def _stand_by(self, worker: Runner) -> bool:
         """Wait to be given the lead; False where the thread shall end."""
         with self._lock:
             if self._leader is worker:
@@ -274,7 +266,7 @@ class Reactor:
         worker.wakeup.acquire()
         return not self._closed
 
-    def _pass_lead(self, worker: _Runner, since: float | None = None) -> None:
+    def _pass_lead(self, worker: Runner, since: float | None = None) -> None:
         """Make another thread lead, if `worker` does still (and is still in the work it began at `since`)."""
         with self._lock:
             if self._leader is not worker or self._closed or (since is not None and worker.since != since):
@@ -284,7 +276,7 @@ class Reactor:
                 self._leader = self._standby.pop()
                 self._leader.wakeup.release()
             else:
-                new = self._leader = _Runner()
+                new = self._leader = Runner()
         if new is None:
             return
         try:
@@ -296,11 +288,13 @@ class Reactor:
             level = logging.DEBUG if program_has_ended() else logging.WARNING
             log.log(level, "telegrad: %s; a thread that works goes on leading, and the clock tries again", error)
 
-    def _lead(self, worker: _Runner) -> None:
+    def _lead(self, worker: Runner) -> None:
         ready = self._ready
+        turns = 0
         self.send_unsent()
         while self._leader is worker and not self._closed:
-            if not ready:
+            if not ready or turns >= TURNS:
+                turns = 0
                 if self._unsent:
                     self.send_unsent()
                 try:
@@ -309,12 +303,20 @@ class Reactor:
                     if not self._closed:  # closed under its hands
                         raise
                 continue
-            work = ready.popleft()
-            if work.cost in (QUICK, LONG):
+            turns += 1
+            following = ready.popleft()
+            if isinstance(following, WorkQueue):  # whose turn it is
                 with self._lock:
-                    worker.counted = self._slots.take(work)
-                if not worker.counted:
+                    work, has_more = self._slots.begin(following)
+                    if work is not None and following.has_slots:
+                        worker.counted = following
+                if has_more:
+                    ready.append(following)
+                if work is None:
                     continue
+            else:
+                work = following
+            del following
             if work.cost == LONG:
                 self.send_unsent()
                 self._pass_lead(worker)
@@ -323,7 +325,7 @@ class Reactor:
                 self._run_leading(worker, work)
             del work  # and what it holds, before waiting for more
 
-    def _run_leading(self, worker: _Runner, work: Work) -> None:
+    def _run_leading(self, worker: Runner, work: Work) -> None:
         """Run short work without giving the lead away, watched."""
         worker.since = perf_counter()
         worker.waited = 0.0
@@ -334,29 +336,31 @@ class Reactor:
         with self._lock:
             worker.since = 0.0
             still = self._leader is worker
-            if still and worker.counted:
+            if still and worker.counted is not None:
                 self._end_call(worker)
                 if self._slots.waiting:
                     self._release_waiting()
         if not still:
             self._run_waiting(worker)
 
-    def _run(self, worker: _Runner, work: Work) -> None:
+    def _run(self, worker: Runner, work: Work) -> None:
         worker.waited = 0.0
         self._do(work)
         self._run_waiting(worker)
 
-    def _run_waiting(self, worker: _Runner) -> None:
+    def _run_waiting(self, worker: Runner) -> None:
         """A thread that does not lead has ended a call: its slot goes to the calls that wait for one."""
-        while worker.counted:
+        while worker.counted is not None:
             with self._lock:
                 self._end_call(worker)
-                work = self._slots.next()
-                if work is None:
-                    return
-                worker.counted = True
-            worker.waited = 0.0
-            self._do(work)
+                queue, work, has_more = self._slots.next()
+                worker.counted = queue
+            if queue is not None and has_more:
+                self._ready.append(queue)
+                self.poller.wake()
+            if work is not None:
+                worker.waited = 0.0
+                self._do(work)
 
     @staticmethod
     def _do(work: Work) -> None:
@@ -365,10 +369,11 @@ class Reactor:
         except Exception:
             log.exception("telegrad: work of the agent failed")
 
-    def _end_call(self, worker: _Runner) -> None:
-        """With the lock held: a call has ended."""
-        self._slots.end()
-        worker.counted = False
+    def _end_call(self, worker: Runner) -> None:
+        """With the lock held: a call has ended, if it was one."""
+        if worker.counted is not None:
+            self._slots.end(worker.counted)
+            worker.counted = None
 
     def _release_waiting(self) -> bool:
         """With the lock held: let the leader start calls for which there are slots now."""
@@ -389,7 +394,7 @@ class Reactor:
 
     def _poll(self) -> None:
         start = perf_counter()
-        events = self._spin(start) if self._spinning else []
+        events = self._spin(start) if self._spinning and not self._ready else []
         if events is None:
             return
         if not events:
@@ -398,7 +403,7 @@ class Reactor:
                 events = self.poller.poll(0 if self._ready or self._idle_work or self._closed else None)
             finally:
                 self._asleep = False
-        if not events and self._idle_work:
+        if not events and self._idle_work and not self._ready:
             self._ready.append(self._idle_work.popleft())
             return
         soon = perf_counter() - start < SOON
@@ -418,8 +423,12 @@ class Reactor:
         """
         spin, recent = Spin(start, gives_way=True), self._recent
         while True:
-            if (recent is not None and _read(recent)) or self._ready:
+            if self._unlooked < TURNS and recent is not None and _read(recent):
+                self._unlooked += 1
                 return None
+            if self._ready:
+                return None
+            self._unlooked = 0
             if self._idle_work:
                 return []
             events = self.poller.poll(0)

@@ -17,13 +17,15 @@ from telegrad import instruments
 from telegrad.agent import helping, profiling
 from telegrad.agent.answers import Answers, its_future
 from telegrad.agent.attachments import Layers
-from telegrad.agent.cancelling import FINISHING, finishes, serving
+from telegrad.agent.cancelling import FINISHING, MUST_FINISH, finishes, serving
 from telegrad.agent.entrance import Arrival, Caller, Doorkeeper, Incoming
 from telegrad.agent.futures import Future, Signal
+from telegrad.agent.intake import FEW, Intake
 from telegrad.agent.loop import EventLoop
 from telegrad.agent.naming import RUNS, user_name
-from telegrad.agent.reactor import IDLE, INSTANT, LONG, QUICK, Reactor, Work
+from telegrad.agent.reactor import Reactor
 from telegrad.agent.scene import entered, in_setting
+from telegrad.agent.works import IDLE, INSTANT, LONG, QUICK, Work
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
 from telegrad.group.members import Identity
@@ -72,10 +74,12 @@ class Server:
         entered: Callable[[], None],
         on_notice: Callable[[Identity, Any, Sequence[Tensor]], None],
         undelivered: Callable[[Identity, PeerError], None],
+        most_waiting: tuple[int, int],
     ) -> None:
         """`entered` is called on each new thread that runs user code, `on_notice` with each control message.
 
-        `undelivered` is told where an answer that carries something finds no connection any more.
+        `undelivered` is told where an answer that carries something finds no connection any more. `most_waiting`:
+        calls of one caller that are not answered, and bytes of what it sent that has not begun.
         """
         self.name = name
         self._reactor = reactor
@@ -83,6 +87,7 @@ class Server:
         self._streams = streams
         self._on_notice = on_notice
         self._answers = Answers(name, reactor, layers, streams, undelivered)
+        self.intake = Intake(reactor, *most_waiting)
         self._loop = EventLoop(entered)
         self.doorkeeper: Doorkeeper | None = None
         self.orders = False  # the doorkeeper is asked for functions that are known to be short, too
@@ -102,31 +107,51 @@ class Server:
         return not self._running and self._reactor.idle
 
     def on_messages(self, caller: Caller, link: Link | LoopEnd, messages: Iterable[Message]) -> None:
+        """Take in what a caller has sent.
+
+        Raises:
+            ProtocolViolation: two calls have one number.
+        """
         for message in messages:
             come = Incoming(caller, link, message)
             if message.flags:
                 come.came = monotonic()
                 if message.flags & HAS_REFERENCES:
                     come.attachments = self._layers.take_attachments(message, caller.identity)
+            size = len(message.body) + (_size_of(message.blobs) if message.blobs else 0)
             if message.kind == CALL:
-                caller.calls[message.id] = come
-                short = message.head and self._short.get(message.head)
-                if (not short or self.orders) and self._heeds(message.head):
-                    caller.entrance.put(come)
-                    self._reactor.submit(Work(self._run_in_order, caller, self._cost_in_order(come)))
-                elif message.head in self.at_once:
-                    self._reactor.submit(Work(self._run, come, INSTANT))
-                else:
-                    self._reactor.submit(Work(self._run, come, QUICK if short else LONG))
+                self._take_call(caller, come, size)
             elif message.kind == NOTICE:
                 if message.flags & PATIENT:
-                    self._reactor.submit(Work(self._notice, come, IDLE))
+                    self._reactor.submit(Work(self._notice, come, IDLE, size), caller.control)
                 else:
-                    helping.submit(self._reactor, Work(self._notice, come, INSTANT))
+                    work = Work(self._notice, come, INSTANT, size)
+                    helping.submit(self._reactor, work, caller.control)
             elif message.kind == CANCEL:
                 self._cancel(caller.calls.get(message.id))
             else:
                 self._refuse(caller, link, message)
+        if len(caller.calls) > FEW or len(caller.control) > FEW:
+            self.intake.check(caller, link)
+
+    def _take_call(self, caller: Caller, call: Incoming, size: int) -> None:
+        """Have a call run in its caller's turn."""
+        message = call.message
+        if message.id in caller.calls:
+            raise ProtocolViolation(f"two calls have the number {message.id}")
+        caller.calls[message.id] = call
+        if len(caller.calls) > FEW and (excess := self.intake.excess(caller)) is not None:
+            self._answers.refuse(call, excess)
+            return
+        short = message.head and self._short.get(message.head)
+        if (not short or self.orders) and self._heeds(message.head):
+            caller.entrance.put(call)
+            work = Work(self._run_in_order, caller, self._cost_in_order(call), size)
+            self._reactor.submit(work, caller.queue)
+        elif message.head in self.at_once:
+            self._reactor.submit(Work(self._run, call, INSTANT, size), caller.control)
+        else:
+            self._reactor.submit(Work(self._run, call, QUICK if short else LONG, size), caller.queue)
 
     def _refuse(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         """Answer a request of a kind that this version does not know.
@@ -144,6 +169,7 @@ class Server:
         for call in list(caller.calls.values()):
             if call.destination is None:
                 self._cancel(call)
+        self.intake.lost(caller)
 
     def _cancel(self, call: Incoming | None) -> None:
         """A call is not wanted any more, unless it is over: if it has not begun, it never will."""
@@ -159,6 +185,8 @@ class Server:
         with self._streams.turn():
             _, tensors = self._layers.take_tensors(come.message, sender)
             self._on_notice(sender, pickle.loads(come.message.body), tensors)
+        if self.intake.stopped:
+            self.intake.look(come.caller)
 
     def _run(self, call: Incoming) -> None:
         if self._streams.used:
@@ -166,6 +194,8 @@ class Server:
                 self._serve(call)
         else:
             self._serve(call)
+        if self.intake.stopped:
+            self.intake.look(call.caller)
 
     def _serve(self, call: Incoming, arrival: Arrival | None = None) -> None:
         self.served += 1
@@ -228,6 +258,8 @@ class Server:
         if message.head:
             args, kwargs = value
             function = resolve(message.head.decode())
+            if message.head not in self.intake.may_drop:
+                self.intake.note(message.head, hasattr(function, MUST_FINISH))
         else:
             function, args, kwargs = value
         if call.cancelled:
@@ -253,7 +285,7 @@ class Server:
         with self._streams.turn():
             arrival = self._admit(call)
         if caller.entrance.end():
-            self._reactor.submit(Work(self._run_in_order, caller, LONG))
+            self._reactor.submit(Work(self._run_in_order, caller, LONG), caller.queue)
         if arrival is not None:
             self._perform(arrival)
 
@@ -275,7 +307,7 @@ class Server:
 
     def perform(self, arrival: Arrival) -> None:
         """Have a call run that was not admitted at once."""
-        self._reactor.submit(Work(self._perform, arrival, self._cost_in_order(arrival.call)))
+        self._reactor.submit(Work(self._perform, arrival, self._cost_in_order(arrival.call)), arrival.caller.queue)
 
     def _perform(self, arrival: Arrival) -> None:
         self.in_turn.pop(id(arrival.call), None)
@@ -365,6 +397,11 @@ class Server:
 
     def close(self) -> None:
         self._loop.close()
+
+
+def _size_of(blobs: Iterable[Any]) -> int:
+    """The bytes of the memory of tensors that have come."""
+    return sum(each.nbytes if isinstance(each, Tensor) else each.blob.nbytes for each in blobs)
 
 
 def _note(call: Incoming, error: object = None) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.endings import lost
-from telegrad.transport.link import READ_AT_ONCE, Link
+from telegrad.transport.link import CALLS_AT_ONCE, READ_AT_ONCE, Link
 from telegrad.transport.noise import Ciphers, DecryptionFailed
-from telegrad.transport.records import RecordReader, RecordWriter, not_authentic
+from telegrad.transport.records import SCRATCH, RecordReader, RecordWriter, not_authentic
 from telegrad.transport.sockets import NOT_NOW
 
 
@@ -43,6 +43,9 @@ class EncryptedLink(Link):
             if self.reader.awaits_lanes or self.closed is not None:
                 return came
             buffer = self._arriving.buffer()
+            limited = self.prompt and not self.reader.is_in_part and len(buffer) <= SCRATCH
+            if limited:
+                buffer = buffer[:CALLS_AT_ONCE]
             try:
                 count = self._sock.recv_into(buffer)
             except NOT_NOW:
@@ -56,7 +59,7 @@ class EncryptedLink(Link):
             came = True
             self.received += count
             self._arrived(count)
-            if count < len(buffer):
+            if limited or count < len(buffer):
                 return True
         return came
 

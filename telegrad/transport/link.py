@@ -8,10 +8,8 @@ How the memory of tensors crosses is the subject of `blobs`.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import itertools
-import select
 import socket
 import ssl
 import threading
@@ -22,15 +20,15 @@ from telegrad.descriptors import is_out, said
 from telegrad.errors import PeerError, ProtocolViolation
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.connect import Channel
+from telegrad.transport.descriptors import DESCRIPTORS_AT_ONCE, MOST_NEW, receive
 from telegrad.transport.endings import lost, parted
 from telegrad.transport.lanes import NO_LANES, Lanes
-from telegrad.transport.memory import DESCRIPTORS_AT_ONCE, MOST_NEW
 from telegrad.transport.poller import Poller
 from telegrad.transport.processes import process_at
 from telegrad.transport.reading import Reading
 from telegrad.transport.records import RECORD, RecordWriter
 from telegrad.transport.sockets import NOT_NOW, shut
-from telegrad.transport.waker import Waker, wait_readable
+from telegrad.transport.waker import Waker, is_readable, wait_readable
 from telegrad.transport.writer import Writer
 from telegrad.wire.failures import fresh
 from telegrad.wire.frames import FrameReader
@@ -47,8 +45,7 @@ from telegrad.wire.messages import (
 )
 
 READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
-_ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # what the program starts meanwhile inherits none
+CALLS_AT_ONCE = 16 << 10  # bytes of small frames per turn, where others call: each frame costs as much as a short call
 
 
 class Link:
@@ -88,7 +85,9 @@ class Link:
         self._on_messages = on_messages
         self._on_closed = on_closed
         self._over: str | None = None  # the peer has said that nothing more follows, and how it left
-        self.lanes_in, self.lanes_out = (NO_LANES, NO_LANES) if self._shares else self._make_lanes(widen)
+        self.lanes_in, self.lanes_out = (
+            NO_LANES if self._shares else self._make_lanes(sends, widen) for sends in (False, True)
+        )
         self._incoming = Incoming(stores, self.lanes_in)
         self._maps = self._incoming.maps
         # Where it awaits lanes, who reads has nothing to wait for: `stop_reading` is due.
@@ -97,22 +96,12 @@ class Link:
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
         self._records = records
-        self._writer = Writer(
-            sock,
-            self._tls_lock,
-            stores.staging,
-            lambda write: poller.watch(self, write=write),
-            self._resume,
-            records,
-        )
+        watch = lambda write: poller.watch(self, write=write)  # noqa: E731
+        self._writer = Writer(sock, self._tls_lock, stores.staging, watch, self._resume, records)
         self._outbox = self._writer.outbox
 
-    def _make_lanes(self, widen: Callable[[Link, bool], None] | None) -> tuple[Lanes, Lanes]:
-        receiving, sending = (
-            Lanes(sends, self._lane_failed, partial(widen, self, sends) if widen is not None else None)
-            for sends in (False, True)
-        )
-        return receiving, sending
+    def _make_lanes(self, sends: bool, widen: Callable[[Link, bool], None] | None) -> Lanes:
+        return Lanes(sends, self._lane_failed, partial(widen, self, sends) if widen is not None else None)
 
     @property
     def taken(self) -> int:
@@ -128,6 +117,22 @@ class Link:
     def is_sending(self) -> bool:
         """Whether there is something that the socket has not taken."""
         return self._writer.is_busy
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether more waits in the outbox than should, since the peer does not read; a look without the lock."""
+        return self._writer.waits and self._writer.is_full
+
+    def when_drained(self, act: Callable[[], None]) -> None:
+        """Call `act` once the connection is not congested any more, or has ended; at once where that is so."""
+        with self._lock:
+            self._writer.drained = act
+        self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        with self._lock:
+            act = self._writer.take_drained()
+        act()
 
     def __repr__(self) -> str:
         state = f"ended, {self.closed}" if self.closed is not None else f"{len(self._outbox)} buffers to send"
@@ -221,10 +226,7 @@ class Link:
             self._writer.flush()
 
     def _queue_release(self) -> None:
-        numbers: list[int] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                numbers.append(self._maps.released.popleft())
+        numbers = self._maps.take_released()
         try:
             self._outbox.append(Chunk(encode(Message(RELEASE, body=pack_numbers(numbers)))))
         except MemoryError:
@@ -246,10 +248,7 @@ class Link:
 
     def has_unread(self) -> bool:
         """Whether something has come that nobody has read yet."""
-        try:
-            return bool(select.select([self._sock], [], [], 0)[0])
-        except (OSError, ValueError):  # it has ended, or its number is too high to be asked
-            return False
+        return is_readable(self._sock)
 
     def retire(self, numbers: list[int]) -> None:
         """Tell the peer which blocks this worker gave up."""
@@ -263,6 +262,7 @@ class Link:
         with self._lock:
             if self.closed is None:
                 self._writer.flush()
+        self._tell_drained()
 
     def _resume(self) -> None:
         """A device has copied what is to be sent next, or has failed."""
@@ -270,6 +270,7 @@ class Link:
             with self._lock:
                 if self.closed is None:
                     self._writer.resume()
+            self._tell_drained()
         except Exception as error:
             self.fail(error)
 
@@ -329,6 +330,9 @@ class Link:
             if self.reader.awaits_lanes or self.closed is not None:
                 return came
             buffer = self.reader.buffer()
+            limited = self.prompt and not self._tls and not self.reader.is_in_part
+            if limited:
+                buffer = buffer[:CALLS_AT_ONCE]
             try:
                 count = self._read(buffer)
             except NOT_NOW:
@@ -345,7 +349,7 @@ class Link:
             came = True
             self.received += count
             self._take(count)
-            if count < len(buffer) and not self._tls:
+            if limited or (count < len(buffer) and not self._tls):
                 return True
         return came
 
@@ -355,13 +359,9 @@ class Link:
                 with self._tls_lock:
                     return self._sock.recv_into(buffer)
             return self._sock.recv_into(buffer)
-        count, ancillary, flags, _ = self._sock.recvmsg_into([buffer], _ANCILLARY, _CLOSE_ON_EXEC)
-        fds = array.array("i")
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-        if fds or flags & socket.MSG_CTRUNC:
-            self._maps.take_descriptors(fds, not flags & socket.MSG_CTRUNC)
+        count, fds, complete = receive(self._sock, buffer)
+        if fds or not complete:
+            self._maps.take_descriptors(fds, complete)
         return count
 
     def _take(self, count: int) -> None:
@@ -400,7 +400,7 @@ class Link:
                 self._over = bytes(frame.body).decode()
             elif frame.kind != PULSE:
                 yield frame
-            elif frame.id:
+            elif frame.id and not self.is_congested:  # else there is enough that tells
                 self.send(Message(PULSE))
 
     # The end
@@ -419,6 +419,7 @@ class Link:
             self._writer.clear()
             self._outgoing.abandon()
             shut(self._sock)
+        self._tell_drained()
         self.reading.end()
         self._poller.forget(self)
         for lanes in (self.lanes_in, self.lanes_out):

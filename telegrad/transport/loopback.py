@@ -17,6 +17,8 @@ class LoopEnd:
     There is nothing to read here: who sends a message delivers it.
     """
 
+    is_congested = False
+
     def __init__(
         self,
         peer: str,
@@ -45,6 +47,10 @@ class LoopEnd:
 
     def retire(self, numbers: list[int]) -> None:
         """Nothing is lent."""
+
+    def when_drained(self, act: Callable[[], None]) -> None:
+        """Nothing waits to be sent."""
+        act()
 
     def close(self, reason: PeerError) -> None:
         for end in (self, self._other):

@@ -33,6 +33,7 @@ from telegrad.devices.sharing import DeviceBlock, OpenBlock, open_block, sharer
 from telegrad.devices.streams import Arrived, Streams
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.blocks import Block, CommonBlock, Loan
+from telegrad.transport.descriptors import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
 from telegrad.wire.messages import COMMON
 from telegrad.wire.tensors import HOST, memory
 
@@ -40,9 +41,6 @@ MOST_LENT = 256  # blocks, before those of accelerators are no longer lent
 LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
 WARM_FROM = 1 << 18  # smaller storages come from torch's own allocator
 KEEP = 10.0  # seconds that memory stays warm without use
-DESCRIPTORS_AT_ONCE = 64  # that one write carries
-MOST_NEW = 512  # descriptors that one message brings; further blobs of it go through the socket
-MOST_UNNAMED = MOST_NEW + DESCRIPTORS_AT_ONCE  # those of a message, and what comes with the end of it
 SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 
 
@@ -372,6 +370,14 @@ class SharedMaps:
         if size > len(base):
             raise ProtocolViolation(f"shared block {number} holds {len(base)} bytes, {size} were announced")
         return self._lender.lend(base, size, number)
+
+    def take_released(self) -> list[int]:
+        """Return the numbers of blocks that are not needed any more and were not told to the peer."""
+        numbers: list[int] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                numbers.append(self.released.popleft())
+        return numbers
 
     def open(self, number: int, handle: bytes) -> None:
         """The peer will lend a block of an accelerator; raises where it cannot be reached from here."""

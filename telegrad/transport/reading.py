@@ -45,6 +45,7 @@ class Reading:
         self._finish = finish
         self.owner = Owner.NOBODY
         self._at_it = False  # the leader reads, and does not only wait to be told
+        self._is_held = False  # the leader shall not read
         self._ended = False
 
     def take(self) -> bool:
@@ -63,7 +64,7 @@ class Reading:
     def begin(self) -> bool:
         """Whether the leader, told that something came, may read it; `give_back` must follow then."""
         with self._lock:
-            if self.owner is not Owner.LEADER or self._at_it:
+            if self.owner is not Owner.LEADER or self._at_it or self._is_held:
                 return False
             self._at_it = True
             return True
@@ -84,7 +85,7 @@ class Reading:
                 self._at_it = False
             elif self._expected():
                 self.owner = Owner.LEADER
-                self._arm(True)
+                self._arm(not self._is_held)
             else:
                 self.owner = Owner.NOBODY
         if ended:
@@ -101,7 +102,14 @@ class Reading:
         with self._lock:
             if self.owner is Owner.NOBODY and not self._ended:
                 self.owner = Owner.LEADER
-                self._arm(True)
+                self._arm(not self._is_held)
+
+    def hold(self, is_held: bool) -> None:
+        """Keep the leader from reading, or let it read again; threads that wait may read in any case."""
+        with self._lock:
+            self._is_held = is_held
+            if self.owner is Owner.LEADER and not self._ended:
+                self._arm(not is_held)
 
     def end(self) -> None:
         """The connection has ended; who reads it finishes."""

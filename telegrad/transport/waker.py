@@ -42,6 +42,14 @@ class Waker:
         self._ear.close()
 
 
+def is_readable(sock: socket.socket) -> bool:
+    """Return True if a socket can be read at once."""
+    try:
+        return bool(select.select([sock], [], [], 0)[0])
+    except (OSError, ValueError):  # it has ended, or its number is too high to be asked
+        return False
+
+
 def wait_readable(sock: socket.socket, timeout: float | None, waker: Waker | None) -> None:
     """Sleep until a socket can be read, the time is over, or `waker` is woken."""
     if hasattr(select, "poll"):

@@ -16,6 +16,8 @@ from telegrad.transport.records import JOINED, RecordWriter
 from telegrad.transport.sockets import NOT_NOW, shut
 
 BUFFERS_AT_ONCE = 32
+MOST_BUFFERS = 256  # that wait, and as many bytes, until the connection is congested
+MOST_BYTES = 64 << 20
 GATHERS = hasattr(socket.socket, "sendmsg")  # several buffers in one write; not on Windows
 
 
@@ -38,6 +40,7 @@ class Writer:
         self.outbox: deque[Chunk | StagedCopy] = deque()
         self.waits = False  # for the socket
         self.written = 0  # bytes
+        self.drained: Callable[[], None] | None = None  # to be called once it is not full any more
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tls_lock = tls_lock
@@ -154,6 +157,19 @@ class Writer:
         self._staging.watch(first, self._resume)
         return False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for the socket that nothing should be added; for any thread."""
+        if not self.waits:
+            return False
+        waiting = [len(chunk.data) for chunk in self.outbox.copy() if isinstance(chunk, Chunk)]
+        return len(waiting) > MOST_BUFFERS or sum(waiting) > MOST_BYTES
+
+    def take_drained(self) -> Callable[[], None]:
+        """Return what to call now that not so much waits any more; it may do nothing."""
+        act, self.drained = (_nothing, self.drained) if self.is_full else (self.drained or _nothing, None)
+        return act
+
     def resume(self) -> None:
         """A piece has been copied, or a device has failed."""
         self._watched = None
@@ -177,3 +193,7 @@ class Writer:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.fds))
             return self._sock.sendmsg(buffers, [rights])
         return self._sock.sendmsg(buffers)
+
+
+def _nothing() -> None:
+    """Nobody waits for that."""

@@ -49,6 +49,11 @@ class FrameReader:
             return self._target[self._filled :]
         return self._scratch[self._end :]
 
+    @property
+    def is_in_part(self) -> bool:
+        """Whether the next bytes belong to a large part of a frame."""
+        return self._target is not None
+
     def advance(self, count: int) -> Iterator[Message]:
         """Take note of `count` bytes written to `buffer()`; the frames that they complete, to be taken to the end.
 

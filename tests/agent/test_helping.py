@@ -10,7 +10,7 @@ import pytest
 
 from telegrad.agent import helping
 from telegrad.agent.futures import Future
-from telegrad.agent.reactor import INSTANT, Work
+from telegrad.agent.works import INSTANT, Work
 from telegrad.transport.reading import Owner, Reading
 
 
@@ -20,7 +20,7 @@ class Reactor:
     def __init__(self) -> None:
         self.given: list[str] = []
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work, queue: object = None) -> None:
         self.given.append(work.argument)
 
 

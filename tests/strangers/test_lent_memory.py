@@ -19,8 +19,9 @@ from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerLost
 from telegrad.transport.blobs import MemorySources
+from telegrad.transport.descriptors import DESCRIPTORS_AT_ONCE, MOST_UNNAMED
 from telegrad.transport.link import Link
-from telegrad.transport.memory import DESCRIPTORS_AT_ONCE, MOST_UNNAMED, SHARING, Arena, SharedPool
+from telegrad.transport.memory import SHARING, Arena, SharedPool
 from telegrad.transport.poller import Poller
 from telegrad.wire.messages import CALL, COMMON, ENTRY, RELEASE, Message, encode
 from telegrad.wire.tensors import HOST

@@ -1,0 +1,136 @@
+"""What of each caller waits here: how much that may be, and what becomes of a caller that sends more.
+
+A caller limits itself to 32,768 calls in flight, unless it makes them while it serves others. The limits here stand
+above that, and hold for any caller, so that a well-behaved program meets none of them:
+
+1. Where `most_calls` of its calls are not answered, or `most_bytes` of what it sent have not begun, its connection is
+   not read. What it sends further waits at its end, so it is slowed down and meets no error.
+2. Its connection may bring what those calls wait for: a CANCEL, a control message, a call that opens a gate. So where
+   nothing of it has begun or ended for STALLED_AFTER seconds, one read is made. Meanwhile it is sent a PULSE at each
+   look, since it may ask in vain for a sign of life.
+3. Twice `most_calls` can so come together in minutes in which nothing ends. Further calls are refused.
+
+Only connections over which others call are read slowly. Answers to calls of this worker come over others, so two
+workers that call each other cannot wait for each other here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from math import inf
+
+from telegrad.agent.entrance import Caller, Incoming
+from telegrad.agent.reactor import Reactor
+from telegrad.agent.slots import STALLED_AFTER
+from telegrad.agent.works import Work
+from telegrad.errors import LimitReached, PeerError
+from telegrad.transport.link import Link
+from telegrad.transport.loopback import LoopEnd
+from telegrad.wire.messages import PULSE, Message
+
+FEW = 16  # calls, or messages, that are not worth a closer look
+MOST_NAMES = 4096
+
+
+class _Stopped:
+    """A caller whose connection is not read."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._seen: tuple[int, ...] = ()  # what of it was here at the last look that found a change
+        self._since = 0.0
+
+    def stalls(self, has: tuple[int, ...], now: float) -> bool:
+        """Return True if nothing has changed for a while; the next while begins then."""
+        stalled = has == self._seen
+        if stalled and now - self._since < STALLED_AFTER:
+            return False
+        self._seen, self._since = has, now
+        return stalled
+
+
+class Intake:
+    """Slows callers down, and forgets what is not wanted any more."""
+
+    def __init__(self, reactor: Reactor, most_calls: int, most_bytes: int) -> None:
+        self._reactor = reactor
+        self._most_calls = most_calls
+        self._most_bytes = most_bytes
+        # No lock: each use is one operation of a dict, or of a set.
+        self.stopped: dict[Caller, _Stopped] = {}
+        self.may_drop: set[bytes] = set()  # names of functions that need not run once their calls are cancelled
+
+    def excess(self, caller: Caller) -> LimitReached | None:
+        """Return why the latest call of a caller is to be refused, if it is."""
+        count = len(caller.calls) - 1
+        if count < 2 * self._most_calls:
+            return None
+        return LimitReached(
+            f"a call of worker {caller.name!r} was refused: {count:,} of its calls are not answered yet, and no "
+            "more are kept for one worker. Wait for some of them before making more"
+        )
+
+    def check(self, caller: Caller, link: Link | LoopEnd) -> None:
+        """Stop reading the connection of a caller of which too much waits; after each read of it."""
+        if self._has_too_much(caller) and isinstance(link, Link):
+            self.stopped.setdefault(caller, _Stopped(link))
+            link.reading.hold(True)
+            self.look(caller)  # it may have got room meanwhile
+
+    def look(self, caller: Caller) -> bool:
+        """Read the connection of a caller again if it has room; return True if it has."""
+        if self._has_too_much(caller):
+            return False
+        stopped = self.stopped.pop(caller, None)
+        if stopped is not None:
+            stopped.link.reading.hold(False)
+        return True
+
+    def tick(self, now: float) -> float:
+        """Look at those whose connections are not read; when to look again."""
+        for caller, stopped in list(self.stopped.items()):
+            if self.look(caller):
+                continue
+            with contextlib.suppress(PeerError):
+                stopped.link.send(Message(PULSE))
+            if stopped.stalls((len(caller.calls), len(caller.queue), len(caller.control)), now):
+                stopped.link.reading.hold(False)  # until `check`
+        return now + STALLED_AFTER if self.stopped else inf
+
+    def _has_too_much(self, caller: Caller) -> bool:
+        return (
+            max(len(caller.calls), len(caller.queue), len(caller.control)) >= self._most_calls
+            or caller.queue.size + caller.control.size >= self._most_bytes
+        )
+
+    # Calls that are not wanted any more
+
+    def note(self, name: bytes, must_finish: bool) -> None:
+        """A function was found by its name: whether it must run even if its call is cancelled."""
+        if not must_finish:
+            if len(self.may_drop) >= MOST_NAMES:
+                self.may_drop.clear()
+            self.may_drop.add(name)
+
+    def cancelled(self, caller: Caller) -> None:
+        """A call of a caller was cancelled; where that is said of many, forget those that have not begun."""
+        caller.cancelled += 1
+        if caller.cancelled > max(FEW, len(caller.queue) // 2):
+            self._drop_cancelled(caller)
+
+    def lost(self, caller: Caller) -> None:
+        """A caller has gone, and its calls were cancelled."""
+        self.stopped.pop(caller, None)
+        self._drop_cancelled(caller)
+
+    def _drop_cancelled(self, caller: Caller) -> None:
+        caller.cancelled = 0
+
+        def is_unwanted(work: Work) -> bool:
+            call = work.argument
+            if not isinstance(call, Incoming) or not call.cancelled or call.destination is not None:
+                return False
+            return call.message.head in self.may_drop
+
+        for work in self._reactor.drop(caller.queue, is_unwanted):
+            caller.calls.pop(work.argument.message.id, None)

@@ -1,0 +1,245 @@
+"""One caller that sends without end: the others are served, and what it costs the callee has a bound.
+
+The flood leaves over the connection of a worker, past the limits that a caller sets itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import pickle
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from telegrad.agent.entrance import Caller
+from telegrad.errors import LimitReached, PeerError
+from telegrad.rpc.worker import Worker
+from telegrad.transport import writer
+from telegrad.transport.blobs import Chunk
+from telegrad.transport.link import Link
+from telegrad.wire.failures import rebuild
+from telegrad.wire.messages import CALL, CANCEL, FAILURE, NOTICE, PULSE, Message
+from tests.cluster import agents, wait_until
+
+MOST = 2000  # calls of one caller that may wait
+KIB = 1 << 10
+gate = threading.Event()
+ran: list[int] = []
+
+
+class Word(NamedTuple):
+    """A control message."""
+
+    number: int
+
+
+def hold(number: int = 0) -> None:
+    ran.append(number)
+    gate.wait(30)
+
+
+def big(size: int) -> bytes:
+    return bytes(size)
+
+
+@pytest.fixture
+def three() -> Iterator[tuple[Worker, Worker, Worker]]:
+    """The callee, who floods it, and another caller."""
+    gate.clear()
+    ran.clear()
+    with agents(3, num_worker_threads=4) as (callee, flooder, other):
+        callee.agent._server.intake._most_calls = MOST
+        for caller in (flooder, other):
+            caller.agent.call("w0", operator.add, (1, 2), None)
+        yield callee, flooder, other
+        gate.set()
+        wait_until(lambda: callee.agent._server.idle)
+
+
+def link_of(worker: Worker) -> Link:
+    link = worker.agent._connections.peer("w0").link
+    assert isinstance(link, Link)
+    return link
+
+
+def caller_of(callee: Worker, name: str) -> Caller:
+    callers = [link._on_messages.args[0] for link in callee.agent._connections._accepted]  # type: ignore[attr-defined]
+    return next(caller for caller in callers if caller.name == name)
+
+
+def call(number: int, function: Callable[..., Any], *args: Any) -> Message:
+    name = f"{function.__module__}:{function.__qualname__}".encode()
+    return Message(CALL, 1_000_000 + number, head=name, body=pickle.dumps((args, {}), 5))
+
+
+def is_held(callee: Worker, name: str) -> bool:
+    return any(caller.name == name for caller in callee.agent._server.intake.stopped)
+
+
+def latency(worker: Worker) -> float:
+    took = []
+    for number in range(50):
+        start = time.perf_counter()
+        assert worker.agent.call("w0", operator.add, (number, 1), None, timeout=20) == number + 1
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+@contextlib.contextmanager
+def unread(link: Link) -> Iterator[None]:
+    """Nobody reads what comes over a link."""
+    wait_until(link.reading.take)
+    try:
+        yield
+    finally:
+        link.reading.give_back()
+
+
+def test_calls_that_sleep_leave_a_slot_for_others(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, flooder, other = three
+    for number in range(MOST // 2):
+        link_of(flooder).send(call(number, hold, number))
+    wait_until(lambda: len(ran) >= 4)
+    start = time.monotonic()
+    assert other.agent.call("w0", operator.add, (1, 2), None, timeout=20) == 3
+    assert time.monotonic() - start < 10  # the slots are not free for 30
+    assert len(caller_of(callee, "w1").queue) > 100
+
+
+def test_a_caller_with_too_many_calls_is_not_read_until_it_has_fewer(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, flooder, other = three
+    count = 6 * MOST
+    for number in range(count):
+        link_of(flooder).send(call(number, hold, number))
+    wait_until(lambda: is_held(callee, "w1"))
+    assert latency(other) < 1.0
+    assert len(caller_of(callee, "w1").calls) < 2 * MOST
+    assert not is_held(callee, "w2")
+    gate.set()
+    wait_until(lambda: len(ran) == count)
+    assert sorted(ran) == list(range(count))
+    wait_until(lambda: not is_held(callee, "w1"))
+    assert flooder.agent.call("w0", operator.add, (1, 2), None) == 3
+
+
+def test_what_cancels_calls_is_read_though_too_many_wait(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, flooder, _ = three
+    for number in range(MOST + 100):
+        link_of(flooder).send(call(number, hold, number))
+    wait_until(lambda: is_held(callee, "w1"))
+    for number in range(MOST + 100):
+        link_of(flooder).send(Message(CANCEL, 1_000_000 + number))
+    wait_until(lambda: len(caller_of(callee, "w1").queue) < 100)
+    wait_until(lambda: not is_held(callee, "w1"))
+
+
+def test_a_caller_that_is_not_read_hears_that_the_callee_lives(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, flooder, _ = three
+    for number in range(MOST + 100):
+        link_of(flooder).send(call(number, hold, number))
+    wait_until(lambda: is_held(callee, "w1"))
+    before = link_of(flooder).taken
+    flooder.agent._connections.peer("w0").expect()
+    wait_until(lambda: link_of(flooder).taken > before)
+
+
+def test_far_too_many_calls_are_refused(three: tuple[Worker, Worker, Worker]) -> None:
+    """As when reading goes on for a while though nothing ends."""
+    callee = three[0]
+    callee.agent._server.intake._most_calls = 20
+    caller = caller_of(callee, "w1")
+    answers: list[Message] = []
+
+    class Elsewhere:
+        is_congested = False
+
+        def send(self, message: Message, later: bool = False) -> None:
+            answers.append(message)
+
+    calls = [call(number, hold, number) for number in range(60)]
+    callee.agent._server.on_messages(caller, Elsewhere(), calls)  # type: ignore[arg-type]
+    wait_until(lambda: len(answers) >= 20)
+    assert all(answer.kind == FAILURE for answer in answers)
+    with pytest.raises(LimitReached, match=r"worker 'w1'.* are not answered yet.*Wait for some"):
+        raise rebuild(bytes(answers[0].body))
+    assert len(caller.calls) == 40
+
+
+def test_results_that_nobody_reads_end_the_beginning_of_calls(
+    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callee, flooder, other = three
+    monkeypatch.setattr(writer, "MOST_BYTES", 1024 * KIB)
+    link = link_of(flooder)
+    count, size = 200, 256 * KIB
+    accepted = next(link for link in callee.agent._connections._accepted if link.peer == "w1")
+    with unread(link):
+        for number in range(count):
+            link.send(call(number, big, size))
+        caller = caller_of(callee, "w1")
+        wait_until(lambda: caller.queue.is_held_up)
+        assert latency(other) < 1.0
+        assert caller.queue.is_held_up
+        waiting = sum(len(chunk.data) for chunk in accepted._writer.outbox.copy() if isinstance(chunk, Chunk))
+        assert waiting <= 1024 * KIB + 6 * size  # and what ran as the limit was reached
+        assert len(caller.queue) > count / 2
+    link.reading.watch()
+    flooder.agent.expect("w0")
+    wait_until(lambda: not (caller.calls or caller.queue.is_held_up))
+
+
+def test_a_number_that_is_used_twice_ends_the_connection(three: tuple[Worker, Worker, Worker]) -> None:
+    _, flooder, other = three
+    link = link_of(flooder)
+    for _ in range(2):
+        link.send(call(0, hold))
+    flooder.agent.expect("w0")
+    wait_until(lambda: link.closed)
+    gate.set()
+    assert latency(other) < 1.0
+
+
+def test_control_messages_have_a_turn_of_their_own(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, flooder, other = three
+    stop = threading.Event()
+    callee.agent.on(Word, lambda *_: None)
+
+    def flood() -> None:
+        link = link_of(flooder)
+        while not stop.is_set() and link.closed is None:
+            if len(link._outbox) < 1000:
+                for _ in range(100):
+                    link.send(Message(NOTICE, body=pickle.dumps(("Word", 1))))
+                    link.send(Message(PULSE, 1))
+            time.sleep(0)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        wait_until(lambda: link_of(flooder).sent > 100_000)
+        assert latency(other) < 1.0
+        assert len(caller_of(callee, "w1").control) < 2 * MOST
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_calls_of_a_caller_that_has_gone_do_not_begin(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, flooder, other = three
+    for number in range(MOST // 2):
+        link_of(flooder).send(call(number, hold, number))
+    wait_until(lambda: len(ran) >= 4)
+    caller = caller_of(callee, "w1")
+    wait_until(lambda: len(caller.queue) > MOST // 4)
+    flooder.agent.close(PeerError("the end"))
+    wait_until(lambda: not len(caller.queue))
+    assert len(ran) < 20
+    gate.set()
+    wait_until(lambda: not caller.calls)
+    assert len(ran) < 20
+    assert latency(other) < 1.0
