@@ -87,6 +87,7 @@ class Server:
         self._streams = streams
         self._on_notice = on_notice
         self._answers = Answers(name, reactor, layers, streams, undelivered)
+        self._runs = self._run  # made once: each call that waits would keep one for the garbage collector to visit
         self.intake = Intake(reactor, *most_waiting)
         self._loop = EventLoop(entered)
         self.doorkeeper: Doorkeeper | None = None
@@ -149,9 +150,9 @@ class Server:
             work = Work(self._run_in_order, caller, self._cost_in_order(call), size)
             self._reactor.submit(work, caller.queue)
         elif message.head in self.at_once:
-            self._reactor.submit(Work(self._run, call, INSTANT, size), caller.control)
+            self._reactor.submit(Work(self._runs, call, INSTANT, size), caller.control)
         else:
-            self._reactor.submit(Work(self._run, call, QUICK if short else LONG, size), caller.queue)
+            self._reactor.submit(Work(self._runs, call, QUICK if short else LONG, size), caller.queue)
 
     def _refuse(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         """Answer a request of a kind that this version does not know.

@@ -23,5 +23,5 @@ class Settings(NamedTuple):
     most_calls: int = 1 << 15  # in flight to one worker; who would begin another waits, unless it serves a call
     most_bytes: int = 1 << 30  # of the tensors in them
     heartbeat: float = 0.0
-    most_waiting: int = 1 << 16  # calls of one worker that are not answered; above, its connection is read slowly
+    most_waiting: int = 40_000  # calls of one worker that are not answered; above, its connection is read slowly
     most_waiting_bytes: int = 1 << 28  # of its calls and control messages that have not begun
