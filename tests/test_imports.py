@@ -40,6 +40,7 @@ PURE = [
     "transport/records.py",
     "transport/reading.py",
     "transport/silence.py",
+    "transport/refusals.py",
     "group/members.py",
     "group/surroundings.py",
     "group/attendance.py",

@@ -360,8 +360,7 @@ class Link:
                     return self._sock.recv_into(buffer)
             return self._sock.recv_into(buffer)
         count, fds, complete = receive(self._sock, buffer)
-        if fds or not complete:
-            self._maps.take_descriptors(fds, complete)
+        self._maps.take_descriptors(fds, complete)
         return count
 
     def _take(self, count: int) -> None:

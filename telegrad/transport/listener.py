@@ -18,11 +18,12 @@ from telegrad.transport.connect import Channel
 from telegrad.transport.handshake import OTHER_USER, TCP, TLS, UNIX, Acceptor, Claim, StreamId, refusal
 from telegrad.transport.poller import Poller
 from telegrad.transport.processes import stranger_at
+from telegrad.transport.refusals import Refusals, host_of, to_give_way
 from telegrad.transport.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, own_digest, peer_digest, server_context
 
 PATIENCE = 5.0  # seconds that a handshake may take
-MOST_STRANGERS = 256  # connections in their handshake at once; for a further one the oldest must go
+MOST_STRANGERS = 256  # connections in their handshake at once; above, the oldest of the host with the most goes
 BACKLOG = 512
 
 Accepted = Callable[[Channel, Claim, StreamId], None]
@@ -58,6 +59,7 @@ class Listener:
         self.digest = own_digest(tls) if tls is not None else b""  # of this worker's certificate
         self._lock = threading.Lock()  # guards _strangers and that the poller watches these
         self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self._refusals = Refusals()  # guarded by _lock
         self.patience = patience
         self.most_strangers = most_strangers
         self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and what this worker says of itself
@@ -101,7 +103,8 @@ class Listener:
         stranger = _Stranger(sock, self, end, origin)
         with self._lock:
             crowded = len(self._strangers) >= self.most_strangers
-            oldest = next(iter(self._strangers)) if crowded else None
+            waiting = list(self._strangers) if crowded else []
+            oldest = waiting[to_give_way(each.origin for each in waiting)] if crowded else None
             self._strangers[stranger] = None
             self._poller.watch(stranger, read=True)
         if oldest is not None:  # a member is through in milliseconds: it is seldom the oldest
@@ -118,8 +121,13 @@ class Listener:
         """It is not of the group: one line in the log, and the door."""
         if not self._dismiss(stranger):
             return
-        level = logging.DEBUG if isinstance(why, _Looked) else logging.WARNING
-        log.log(level, "telegrad: a connection from %s was refused: %s", stranger.origin, why)
+        if isinstance(why, _Looked):
+            log.debug("telegrad: a connection from %s was refused: %s", stranger.origin, why)
+        else:
+            with self._lock:
+                is_told = self._refusals.is_told(host_of(stranger.origin), monotonic())
+            if is_told:
+                log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         with contextlib.suppress(OSError, ValueError):
             if stranger.end.parting:
                 stranger.sock.send(stranger.end.parting)
@@ -148,7 +156,10 @@ class Listener:
             for door in self._doors:
                 self._poller.watch(door, read=True)
         with self._lock:
+            left_out = self._refusals.left_out(now)
             late = [stranger for stranger in self._strangers if now - stranger.since > self.patience]
+        for host, count in left_out:
+            log.warning("telegrad: %d more connections from %s were refused in the last minute", count, host)
         for stranger in late:
             self.turn_away(stranger, ProtocolViolation(f"it has not introduced itself within {self.patience:g} s"))
 

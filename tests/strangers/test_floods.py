@@ -20,6 +20,7 @@ from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport import listener
 from telegrad.transport.handshake import Claim, Initiator
+from telegrad.transport.refusals import MOST_LINES
 from tests.cluster import agents
 from tests.strangers.door import (
     HAS_PROC,
@@ -138,7 +139,9 @@ def test_garbage_from_all_sides(worker: tuple[Worker, Worker], caplog: pytest.Lo
             thread.join()
     assert len(heard) == 240
     assert during < NORMAL
-    assert len([r for r in caplog.records if "was refused" in r.getMessage()]) == 240
+    assert len([r for r in caplog.records if "was refused" in r.getMessage()]) == MOST_LINES
+    with b.agent._connections.listener._lock:
+        assert b.agent._connections.listener._refusals.left_out(float("inf")) == [("127.0.0.1", 240 - MOST_LINES)]
     greet(b)
 
 

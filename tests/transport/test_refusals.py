@@ -1,0 +1,33 @@
+"""Refused connections are told of a few times, then counted; who brings the most gives way first."""
+
+from __future__ import annotations
+
+from telegrad.transport.refusals import MOST_HOSTS, MOST_LINES, OTHERS, PERIOD, Refusals, host_of, to_give_way
+
+
+def test_a_host_has_a_few_lines_in_each_period_and_the_rest_is_counted() -> None:
+    refusals = Refusals()
+    told = [refusals.is_told("h", 1.0) for _ in range(100)]
+    assert told == [True] * MOST_LINES + [False] * (100 - MOST_LINES)
+    assert refusals.is_told("another", 1.0)
+    assert refusals.left_out(1.0 + PERIOD / 2) == []
+    assert refusals.left_out(1.0 + PERIOD) == [("h", 100 - MOST_LINES)]
+    assert refusals.is_told("h", 2.0 + PERIOD)
+    assert refusals.left_out(1.0 + 2 * PERIOD) == []
+
+
+def test_hosts_without_end_are_counted_as_one() -> None:
+    refusals = Refusals()
+    told = sum(refusals.is_told(f"h{number}", 1.0) for number in range(10 * MOST_HOSTS))
+    assert told == MOST_HOSTS + MOST_LINES
+    assert refusals.left_out(1.0 + PERIOD) == [(OTHERS, 9 * MOST_HOSTS - MOST_LINES)]
+    assert not refusals._since
+
+
+def test_who_brings_the_most_gives_way() -> None:
+    assert host_of("1.2.3.4:5") == "1.2.3.4"
+    assert host_of("::1:5") == "::1"
+    assert host_of("this host") == "this host"
+    assert to_give_way(["a:1", "b:1", "b:2", "c:1", "b:3"]) == 1
+    assert to_give_way(["this host", "a:1", "a:2"]) == 1
+    assert to_give_way(["a:1"]) == 0
