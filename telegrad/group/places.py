@@ -113,7 +113,7 @@ def somebody_stays_at(place: Spot) -> bool:
     wanted = f"@{_name(place)}"
     with contextlib.suppress(OSError):
         for _ in range(2):  # the kernel may leave one out where others close theirs meanwhile
-            with open(SOCKETS) as listed:
+            with open(SOCKETS, errors="replace") as listed:  # any user can bind a name of any bytes
                 if any(wanted in line for line in listed):
                     return True
     return False

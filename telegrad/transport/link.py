@@ -135,8 +135,7 @@ class Link:
         act()
 
     def __repr__(self) -> str:
-        state = f"ended, {self.closed}" if self.closed is not None else f"{len(self._outbox)} buffers to send"
-        return f"<Link to {self.peer!r}: {state}; {self.reading!r}>"
+        return f"<Link to {self.peer!r}: {self.closed or f'{len(self._outbox)} to send'}; {self.reading!r}>"
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -360,7 +359,8 @@ class Link:
                     return self._sock.recv_into(buffer)
             return self._sock.recv_into(buffer)
         count, fds, complete = receive(self._sock, buffer)
-        self._maps.take_descriptors(fds, complete)
+        if fds or not complete:
+            self._maps.take_descriptors(fds, complete)
         return count
 
     def _take(self, count: int) -> None:

@@ -154,3 +154,13 @@ def test_what_cannot_be_is_said_in_a_line(
         assert command.main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
+
+
+def test_very_many_groups_are_not_all_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = {name: HostGroup([Place("", 1, -1, name, 0)]) for name in ("a", "b")}
+    monkeypatch.setattr(command, "groups_here", lambda: there)
+    monkeypatch.setattr(command, "LONGEST", -1.0)
+    assert command.main(["why"]) == 2
+    assert "not all of 2 groups were looked at: choose one with --group" in capsys.readouterr().err
