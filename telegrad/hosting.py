@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from telegrad.checks import count, flag, seconds, shown
 from telegrad.descriptors import explained
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.group.members import check_name, check_role
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HOST = "127.0.0.1"
+MOST = 10_000  # workers of one host: each is a process
 LAST_LINES = 20  # of a worker's output, in an error message
 GRACE = 5.0  # seconds for a worker to end by itself, and for its last output to come
 
@@ -39,9 +41,10 @@ class LocalGroup:
     """A group of this process and of workers that it has started; made by `telegrad.local`."""
 
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
-        _check_free()
         install()
+        seconds("rpc_timeout", rpc_timeout)
         roles = _roles(workers, driver)
+        _check_free()
         self.names: list[str] = list(roles)
         self.driver = driver
         self._lock = threading.Lock()  # guards _called_off, _store and _formed
@@ -116,6 +119,7 @@ class LocalGroup:
         Args:
             graceful: wait until no call is in flight; else end the workers at once.
         """
+        flag("graceful", graceful)
         if self._closed:
             return
         self._closed = True
@@ -291,10 +295,13 @@ def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dic
     if isinstance(workers, Mapping):
         for role in workers:
             check_role(role)
-        of_roles = [(f"{role}{number}", role) for role, count in workers.items() for number in range(count)]
+        for role, number in workers.items():
+            count(f"workers: the number of {role}", number, 1, MOST)
+        of_roles = [(f"{role}{number}", role) for role, several in workers.items() for number in range(several)]
         _check_names([name for name, _ in of_roles], driver)
         return dict(of_roles)
     if isinstance(workers, int):
+        count("workers", workers, 1, MOST, "the number of workers, a list of their names, or a number for each role,")
         workers = [f"worker{number}" for number in range(workers)]
     _check_names(workers, driver)
     return dict.fromkeys(workers, "")
@@ -304,7 +311,7 @@ def _check_names(workers: Sequence[str], driver: str) -> None:
     if not workers or not isinstance(workers, Sequence) or isinstance(workers, str):
         raise UsageError(
             "telegrad.local needs the workers' number, at least 1, a list of their names, or how many there are of "
-            f'each role, such as {{"actor": 4}}: {workers!r}'
+            f'each role, such as {{"actor": 4}}, not {shown(workers)}'
         )
     for name in (driver, *workers):
         check_name(name)

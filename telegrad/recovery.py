@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from telegrad import checkpoint
+from telegrad import checkpoint, checks
 from telegrad.checkpoint.folders import Path
+from telegrad.checkpoint.state import folder_of
 from telegrad.errors import (
     CallCancelled,
     CallTimeout,
@@ -38,10 +39,14 @@ def recover(
     state: dict[str, Any], checkpoint_id: Path | None, timeout: float = 60.0, after: BaseException | None = None
 ) -> None:
     """See `telegrad.recover`."""
+    checks.seconds("timeout", timeout)
+    if after is not None and not isinstance(after, BaseException):
+        checks.wrong("after", "the exception that has ended a step", after)
     if after is not None and not _may_end(after):
         raise after
     if checkpoint_id is None:
         raise UsageError("recover: there is no checkpoint to go on from; save one before the first step") from after
+    folder_of("load", state, checkpoint_id)
     until = time.monotonic() + timeout if timeout else inf
     why: Exception | None = None
 

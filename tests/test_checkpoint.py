@@ -194,7 +194,7 @@ def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path: pathli
             name = function.__name__
             with pytest.raises(UsageError, match=rf'write checkpoint\.{name}\(\{{"model": model\}}, folder\)'):
                 function(state, tmp_path)
-        with pytest.raises(UsageError, match="give its path, not Linear"):
+        with pytest.raises(UsageError, match=r"give its path \(checkpoint_id\), not Linear"):
             function({}, nn.Linear(2, 2))  # type: ignore[arg-type]
 
 

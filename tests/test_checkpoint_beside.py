@@ -162,7 +162,7 @@ def test_versions(workers: list[Worker], tmp_path: pathlib.Path) -> None:
     checkpoint.save({"step": 6}, tmp_path / "10")
     assert checkpoint.latest(tmp_path) == checkpoint.latest(tmp_path / "10") == str(tmp_path / "10")
     for wrong in (0, -1, "3"):
-        with pytest.raises(InvalidArgument, match="keep is how many"):
+        with pytest.raises(InvalidArgument, match="keep must be a number of checkpoints"):
             checkpoint.save({"step": 7}, tmp_path / "7", keep=wrong)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,18 @@ import telegrad
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
     {"errors", "version", "instruments", "importing", "safe_text", "interrupts"},
-    {"hints", "threads", "contracts", "processes", "progress", "private_files", "forks", "keyring", "descriptors"},
+    {
+        "hints",
+        "threads",
+        "contracts",
+        "processes",
+        "progress",
+        "private_files",
+        "forks",
+        "keyring",
+        "descriptors",
+        "checks",
+    },
     {"wire"},
     {"devices"},
     {"transport", "group"},

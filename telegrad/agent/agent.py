@@ -20,7 +20,7 @@ from telegrad.agent.attachments import GraphContext, Layers
 from telegrad.agent.cancelling import serving
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections, Directory
-from telegrad.agent.deadlines import seconds
+from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.entrance import Doorkeeper
 from telegrad.agent.fanout import EachCall, Fanout
 from telegrad.agent.futures import Future, Outcome, Signal, may_lie_on, wait_for
@@ -45,7 +45,6 @@ from telegrad.wire.messages import CALL, FAILURE, REFUSAL, Message
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode
 
-DEFAULT = -1.0  # a call's timeout: take the agent's
 IDLE_TICK = 1.0
 BUSY_TICK = 0.02
 
@@ -184,7 +183,7 @@ class Agent:
         `asked` is what the user has called, where that is not `function`: `naming.user_name` knows its name.
         """
         peer = self._connections.peer(to)
-        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = Pending(peer, function if asked is None else asked, limit)
         parent = serving.get()
         if parent is not None:
@@ -235,7 +234,7 @@ class Agent:
         peer = self._connections.peer(to)
         if peer.crowded and not self._reactor.on_worker():  # who serves a call must go on: others may wait for it
             peer.wait_for_room()
-        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         pending = Pending(peer, function if asked is None else asked, limit, outcome, keeps)
         parent = serving.get()
         if parent is not None:
@@ -263,7 +262,7 @@ class Agent:
 
         Raises what fails for all, before anything is sent; what fails for one is told to its outcome.
         """
-        limit = self.timeout if timeout == DEFAULT else seconds(timeout)
+        limit = self.timeout if timeout is DEFAULT else limit_of(timeout, self.timeout)
         self._fanout.call(calls, function, args, kwargs, limit, asked, self.program)
 
     def common(self, size: int) -> Tensor:

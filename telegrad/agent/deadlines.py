@@ -6,23 +6,31 @@ from collections.abc import Hashable, Iterator
 from math import inf
 from typing import Any, Generic, TypeVar
 
-from telegrad.errors import InvalidArgument
+from telegrad import checks
 
 K = TypeVar("K", bound=Hashable)
 
 
-def seconds(timeout: Any) -> float:
-    """A timeout that a user gave.
+DEFAULT = -1.0  # a call's timeout: that of the options
+_HINT = "; leave it out for the rpc_timeout of the options"
+
+
+def limit_of(timeout: Any, default: float) -> float:
+    """Return a timeout that a user gave, or the default where it was left out.
 
     Raises:
         InvalidArgument: it is no number of seconds.
     """
-    if not isinstance(timeout, int | float) or not timeout >= 0:
-        raise InvalidArgument(
-            f"a timeout is a number of seconds, or 0 for no limit, not {timeout!r}; leave it out for the rpc_timeout "
-            "of the options"
-        )
-    return timeout
+    if type(timeout) in (float, int) and timeout == DEFAULT:
+        return default
+    found: float = checks.seconds("timeout", timeout, hint=_HINT)
+    return found
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise InvalidArgument for a timeout that no call could have; for what is given now and used later."""
+    if timeout is not DEFAULT:
+        limit_of(timeout, DEFAULT)
 
 
 class Deadlines(Generic[K]):

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from telegrad import forks
+from telegrad import checks, forks
 from telegrad.agent.awaiting import check_knows_threads, happening, make_known_to_asyncio
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.unseen import Unseen
@@ -202,6 +202,7 @@ class Future(torch.futures.Future[T]):
         Args:
             callback: a function of this future.
         """
+        checks.function("callback", callback, "a function of the future")
         check_knows_threads(callback)
         if not self.done():
             forks.check(self.depth)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from telegrad import forks
+from telegrad import checks, forks
 from telegrad.agent import profiling
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.futures import Future, Signal
@@ -235,6 +235,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         ...     autograd.get_gradients(context_id)[weight]
         tensor([2., 2.])
     """
+    check_context_id(context_id)
     return _find().gradients(context_id)
 
 
@@ -249,8 +250,12 @@ def _begin(
     step: Step | None,
     outcome: Signal | Future[None],
 ) -> tuple[DrivenPass, Ride | None]:
-    if mode not in ("smart", "fast"):
-        raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
+    check_context_id(context_id)
+    checks.flag("retain_graph", retain)
+    checks.flag("create_graph", create)
+    checks.one_of("mode", mode, ("smart", "fast"))
+    if timeout is not None:
+        checks.seconds("timeout", timeout)
     check_step(step)
     found = conductor.contexts.find(context_id)
     places = _places(conductor.name, roots)
@@ -268,6 +273,11 @@ def _begin(
         request=ride.request if ride is not None else b"",
     )
     return driven, ride
+
+
+def check_context_id(context_id: Any) -> None:
+    """Raise InvalidArgument for what cannot be the id of a context."""
+    checks.count("context_id", context_id, 0, what="the id that `with autograd.context() as context_id` gives")
 
 
 def check_step(step: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from telegrad import checks
 from telegrad.private_files import create, make_folder, opened, resolved
 
 Path = str | os.PathLike[str]
@@ -81,7 +82,7 @@ def latest(folder: Path) -> str | None:
         >>> checkpoint.latest("runs")
         'runs/3'
     """
-    path = os.fspath(folder)
+    path = os.fspath(checks.path("folder", folder))
     found = _dated(path)
     if here := _completed(path):
         found.append((here, path))

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 
+from telegrad import checks
 from telegrad.agent.futures import Future
 from telegrad.checkpoint.beside import Beside
 from telegrad.checkpoint.folders import Path, discard, keep_newest, tidy
 from telegrad.checkpoint.saver import Saver, begin, write_beside, writer_to
 from telegrad.checkpoint.state import NO_LIMIT, folder_of, shares_of
-from telegrad.errors import InvalidArgument
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, get_worker_info, rpc_async
 from telegrad.rpc.together import together
@@ -54,8 +54,9 @@ def save(state: Mapping[str, Any], checkpoint_id: Path, *, wait: bool = True, ke
         'runs/3'
     """
     path = folder_of("save", state, checkpoint_id)
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise InvalidArgument(f"keep is how many checkpoints stay, 1 or more, or None for all, not {keep!r}")
+    checks.flag("wait", wait)
+    if keep is not None:
+        checks.count("keep", keep, what="a number of checkpoints that stay, or None for all")
     beside = _beside()
     beside.settle()
     begun = _begin(state, path, copies=not wait)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from telegrad.checkpoint.folders import Path
+from telegrad.checks import shown
 from telegrad.errors import UsageError
 from telegrad.nn.tree import Branch, branches
 from telegrad.optim import DistributedOptimizer
@@ -27,9 +28,8 @@ class Share(NamedTuple):
 def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
     """The folder's path; UsageError where the arguments are of other kinds."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        kind = "a dictionary with other keys" if isinstance(state, Mapping) else type(state).__name__
         raise UsageError(
-            f"what belongs to a checkpoint is a dictionary by names, not {kind}: "
+            f"the state of a checkpoint is a dictionary by names, not {shown(state)}: "
             f'write checkpoint.{function}({{"model": model}}, folder)'
         )
     return path_of(checkpoint_id)
@@ -37,8 +37,8 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
 
 def path_of(folder: Path) -> str:
     """The path of a folder; UsageError where it is none."""
-    if not isinstance(folder, (str, os.PathLike)):
-        raise UsageError(f"a checkpoint is in a folder: give its path, not {type(folder).__name__}")
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {shown(folder)}")
     return os.fspath(folder)
 
 

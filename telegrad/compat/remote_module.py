@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from telegrad.agent.agent import DEFAULT
+from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.compat import scripted
 from telegrad.compat.missing import missing_from

@@ -21,6 +21,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from telegrad.checks import shown
 from telegrad.devices.maps import Devices
 from telegrad.errors import InvalidName, UnknownWorker, WorkerTaken
 from telegrad.hints import did_you_mean
@@ -177,8 +178,8 @@ class Members:
 
 def unknown(to: str | int, names: list[str], advice: str = "") -> UnknownWorker:
     """The error for a worker that is not there, with who is and what the caller may have meant."""
-    what = f"is named {to!r}" if isinstance(to, str) else f"has rank {to}"
-    meant = (did_you_mean(to, names) if isinstance(to, str) else "") or "."
+    what = f"is named {shown(to)}" if isinstance(to, str) else f"has rank {shown(to)}"
+    meant = (did_you_mean(to, names) if isinstance(to, str) and len(to) <= LONGEST_NAME else "") or "."
     return UnknownWorker(
         f"could not find destination: no worker {what}{meant} The group has: {listed(names)}. "
         f"Give the name or the rank that the worker was started with; it must have joined before it is called{advice}"
@@ -195,8 +196,8 @@ def check_role(role: str) -> None:
     """Raise InvalidName where `role` is none that a worker may have; "" is none at all."""
     if role != "" and not (isinstance(role, str) and _NAME.fullmatch(role) and len(role) <= LONGEST_ROLE):
         raise InvalidName(
-            f"{role!r} cannot be a worker's role: a role has letters, digits, _, : and -, and at most {LONGEST_ROLE} "
-            "of them"
+            f"{shown(role)} cannot be a worker's role: a role has letters, digits, _, : and -, and at most "
+            f"{LONGEST_ROLE} of them"
         )
 
 
@@ -204,6 +205,6 @@ def check_name(name: str) -> None:
     """Raise InvalidName where `name` is none that a worker may have."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise InvalidName(
-            f"{name!r} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty and "
+            f"{shown(name)} cannot be a worker's name. Worker name must match [A-Za-z0-9_:-]*, must be non-empty and "
             f"shorter than {LONGEST_NAME + 1} characters"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from telegrad import checks
 from telegrad.insight.reasons import told
 from telegrad.insight.sources import OwnGroup, own_group
 from telegrad.insight.web import Dashboard
@@ -75,4 +76,6 @@ def dashboard(host: str = "127.0.0.1", port: int = 0) -> Dashboard:
         'http://127.0.0.1:...'
         >>> shown.close()
     """
+    checks.text("host", host, "an address of this host")
+    checks.port("port", port)
     return Dashboard(group(), told, host, port)

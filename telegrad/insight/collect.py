@@ -18,6 +18,7 @@ from torch import profiler
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 
+from telegrad import checks
 from telegrad.agent import profiling
 from telegrad.agent.naming import user_name
 from telegrad.errors import TelegradError, UsageError
@@ -200,6 +201,9 @@ class tracing:  # noqa: N801 - used like a function
 
     def __init__(self, path: str | os.PathLike[str], profile: bool = False, *, source: Source | None = None) -> None:
         self._path = _place_for(path)
+        checks.flag("profile", profile)
+        if source is not None and not hasattr(source, "look"):
+            checks.wrong("source", "a group to look at, as insight.group() gives it", source)
         self._profile = profile
         self._source = source or own_group()
         self._written = ""
@@ -244,6 +248,9 @@ def trace(
         >>> told = telegrad.insight.trace("group.json")
     """
     path = _place_for(path)
+    checks.flag("profile", profile)
+    if source is not None and not hasattr(source, "look"):
+        checks.wrong("source", "a group to look at, as insight.group() gives it", source)
     if seconds is None:
         if profile:
             raise UsageError(
@@ -281,15 +288,14 @@ def _place_for(path: str | os.PathLike[str]) -> str:
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(os.path.abspath(checks.path("path", path)))
     if not os.path.isdir(folder):
         raise FileNotFoundError(ENOENT, "there is no such folder", folder)
     return os.fspath(path)
 
 
 def _check(seconds: float) -> None:
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(f"a trace takes a number of seconds, not {seconds:g}")
+    checks.seconds("seconds", seconds, "0 for none")
 
 
 def _recorded(

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from telegrad import checks
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import user_name
+from telegrad.autograd.api import check_context_id
 from telegrad.autograd.edges import edge_of
 from telegrad.autograd.record import Inside, Origin, RecvNode, Send
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
@@ -78,7 +80,7 @@ class GradientGraph:
         Raises:
             UsageError: it has another suffix.
         """
-        path = pathlib.Path(path)
+        path = pathlib.Path(checks.path("path", path))
         writers = {".svg": self.svg, ".dot": self.dot, ".gv": self.dot}
         if path.suffix not in writers:
             raise UsageError(
@@ -118,6 +120,7 @@ def graph(context_id: int, roots: Root | Sequence[Root] = ()) -> GradientGraph:
         digraph
     """
     here = current.here()
+    check_context_id(context_id)
     here.conductor.contexts.find(context_id)
     own, elsewhere = _roots(here.agent.name, roots)
     parts: dict[str, Part] = {}
@@ -140,7 +143,7 @@ def _roots(here: str, roots: Root | Sequence[Root]) -> tuple[list[Root], dict[st
     by_worker: dict[str, list[Root]] = {}
     for root in roots if isinstance(roots, (list, tuple)) else [roots]:
         if not isinstance(root, (Tensor, RRef)):
-            raise UsageError(f"a root is a tensor or a reference to one, not {type(root).__name__}")
+            raise UsageError(f"roots are tensors or references to such, not {checks.shown(root)}")
         by_worker.setdefault(root.owner_name() if isinstance(root, RRef) else here, []).append(root)
     return by_worker.pop(here, []), by_worker
 

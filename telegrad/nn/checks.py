@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from telegrad.autograd.record import entered_id
+from telegrad.checks import shown
 from telegrad.errors import UsageError
 from telegrad.hints import hint
 
@@ -23,23 +24,21 @@ def check_maker(module_cls: Any, args: Any, kwargs: Any) -> None:
             "RemoteModule(...).load_state_dict(module.state_dict())"
         )
     if not callable(module_cls):
-        raise UsageError(f"RemoteModule takes a class, or a function that makes the module, not {_shown(module_cls)}")
+        raise UsageError(
+            f"RemoteModule takes a class, or a function that makes the module (module_cls), not {shown(module_cls)}"
+        )
     if not isinstance(args, (tuple, list, type(None))):
         meant = "kwargs={...} for arguments by name" if isinstance(args, Mapping) else "(value,), with a comma"
-        raise UsageError(f"the args of a RemoteModule are a tuple, not {_shown(args)}: write {meant}")
+        raise UsageError(f"the args of a RemoteModule are a tuple, not {shown(args)}: write {meant}")
     if not isinstance(kwargs, (Mapping, type(None))):
-        raise UsageError(f"the kwargs of a RemoteModule are a dictionary by argument names, not {_shown(kwargs)}")
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+        raise UsageError(f"the kwargs of a RemoteModule are a dictionary by argument names, not {shown(kwargs)}")
 
 
 def check_context_id(context_id: Any, method: str) -> None:
     """Raise UsageError where that cannot be the id of a context, the first argument of a method."""
-    if not isinstance(context_id, int):
+    if not isinstance(context_id, int) or isinstance(context_id, bool) or context_id < 0:
         raise UsageError(
-            f"{method}() takes the id of a context first, not {type(context_id).__name__}: "
+            f"{method}() takes the id of a context (context_id) first, not {shown(context_id)}: "
             f"write `with autograd.context() as context_id:`, and {method}(context_id...) inside"
         )
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from telegrad.agent.agent import DEFAULT
+from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.errors import TelegradError, UsageError
 from telegrad.nn.batches import Ends, Job, Product

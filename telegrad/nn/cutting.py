@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from telegrad import checks
 from telegrad.errors import UsageError
 from telegrad.nn.tracing import can_open, hint_at_modes, put, record, shown
 
@@ -29,6 +30,9 @@ class Cut(NamedTuple):
     ties: list[Shared]  # parameters that several stages have
 
 
+_AT = "a list of the names of modules"
+
+
 def cut(model: nn.Module, count: int, at: Sequence[str] | None = None, balance: Sequence[int] | None = None) -> Cut:
     """Cut into `count` stages, which begin `at` the modules of these names, or have so many children of a sequence.
 
@@ -36,7 +40,11 @@ def cut(model: nn.Module, count: int, at: Sequence[str] | None = None, balance: 
         UsageError: the model cannot be cut so, or not at all.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"what is cut into stages is a module, not {model!r}")
+        checks.wrong("model", "a module", model)
+    if at is not None:
+        at = [checks.text("at", name, _AT) for name in checks.several("at", at, _AT)]
+    if balance is not None:
+        balance = [checks.count("balance", each) for each in checks.several("balance", balance, "a list of numbers")]
     if at is not None and balance is not None:
         raise UsageError("say where a model is cut by `at` or by `balance`, not by both")
     if balance is not None:

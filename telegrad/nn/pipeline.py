@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from telegrad.agent.agent import DEFAULT
+from telegrad import checks
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.naming import known_as
 from telegrad.autograd import backward
 from telegrad.autograd.api import Ride, Step, check_step
@@ -35,6 +36,10 @@ from telegrad.rpc.lasting import Restore, check_restore
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_STAGES = "a list with a module, a RemoteModule or a reference to a module for each stage: Pipeline([first, second])"
+_CHUNKS = "a number of parts of a batch, as in Pipeline([first, second], chunks=8)"
+_TIED = "a list of lists of names, such as [('0.embedding.weight', '2.head.weight')]"
 
 
 class Pipeline(nn.Module):
@@ -80,18 +85,16 @@ class Pipeline(nn.Module):
         tied: Sequence[Sequence[str]] = (),
     ) -> None:
         super().__init__()
-        if isinstance(stages, RemoteModule | RRef) or not isinstance(chunks, int):
-            raise UsageError(
-                "the stages of a pipeline are a list, and chunks a number: Pipeline([first, second], chunks=8)"
-            )
-        if not stages or chunks < 1:
-            raise UsageError("a pipeline needs at least one stage, and one chunk")
-        if schedule not in SCHEDULES:
-            raise UsageError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}")
-        self.chunks = chunks
-        self.schedule = schedule
-        self.stages: nn.ModuleList = nn.ModuleList(map(_as_module, stages))
-        self._ties = [tie for names in tied for tie in parse_ties(names, len(self.stages))]
+        if isinstance(stages, RemoteModule | RRef):
+            checks.wrong("stages", _STAGES, stages)
+        parts = checks.several("stages", stages, _STAGES)
+        if not parts:
+            raise UsageError("a pipeline needs at least one stage, and `stages` is an empty list")
+        self.chunks: int = checks.count("chunks", chunks, what=_CHUNKS)
+        self.schedule: str = checks.one_of("schedule", schedule, SCHEDULES)
+        self.stages: nn.ModuleList = nn.ModuleList(map(_as_module, parts))
+        groups = [checks.several("tied", names, _TIED) for names in checks.several("tied", tied, _TIED)]
+        self._ties = [tie for names in groups for tie in parse_ties(names, len(self.stages))]
         self._numbers = Numbers()
         self._crew: Crew | None = None
         self.register_state_dict_post_hook(Pipeline._complete_state)  # type: ignore[no-untyped-call]
@@ -120,8 +123,7 @@ class Pipeline(nn.Module):
         Raises:
             UsageError: there is no such stage.
         """
-        if not (isinstance(stage, int) and 0 <= stage < len(self.stages)):
-            raise UsageError(f"this pipeline has the stages 0 to {len(self.stages) - 1}, and no stage {stage!r}")
+        checks.count("stage", stage, 0, len(self.stages) - 1, "the number of a stage")
         made, old = _as_module(module), self.stages[stage]
         if isinstance(made, RemoteModule) and isinstance(old, RemoteModule):
             made._surplus = old._surplus
@@ -140,6 +142,7 @@ class Pipeline(nn.Module):
             CannotRestore: a lost stage was made without `restore`; `replace` puts another in its place.
             OwnerLost: its worker did not come back in time.
         """
+        check_timeout(timeout)
         for stage in self.stages:
             if isinstance(stage, RemoteModule):
                 stage.recover(timeout)
@@ -204,6 +207,8 @@ class Pipeline(nn.Module):
         if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
             raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
         check_restore(restore)
+        checks.count("chunks", chunks, what=_CHUNKS)
+        checks.one_of("schedule", schedule, SCHEDULES)
         places = [(worker, parse_place(worker)[0]) for worker in workers]
         found = cut(model, len(workers), at, balance)
         stages = _sent(found.stages, places, restore)
@@ -261,6 +266,9 @@ class Pipeline(nn.Module):
         """
         check_context_id(context_id, "forward_backward")
         check_step(step)
+        checks.function("loss", loss, "a function of outputs and targets")
+        if reduction is not None:
+            checks.one_of("reduction", reduction, ("mean", "sum"))
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
         crew = self._gather()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from telegrad.errors import UsageError
+from telegrad.checks import shown
+from telegrad.errors import InvalidArgument, UsageError
 from telegrad.rpc import WorkerInfo
+from telegrad.rpc.targets import target
 
 RANK = "rank:"
 
@@ -17,8 +19,10 @@ def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None
         UsageError: that is no place.
     """
     if isinstance(given, int):
-        raise UsageError(_advice(given, f"for the worker of that rank write '{RANK}{given}'"))
-    text = given.name if isinstance(given, WorkerInfo) else str(given)
+        raise UsageError(_advice(given, f"for the worker of that rank write '{RANK}{shown(given)}'"))
+    if not isinstance(given, str | WorkerInfo):
+        raise InvalidArgument(_advice(given, "it is neither a name nor a WorkerInfo"))
+    text = str(target(given, "remote_device")) if isinstance(given, WorkerInfo) else given
     worker, _, device = text.partition("/")
     if not worker or (not device and _is_device(worker)):
         raise UsageError(_advice(text, "it names no worker"))
@@ -31,7 +35,10 @@ def parse_place(given: str | WorkerInfo) -> tuple[str | int, torch.device | None
 
 
 def _advice(text: object, why: str) -> str:
-    return f"{text!r} is no place for a module: {why}. Write 'worker' or 'worker/device', such as 'trainer0/cpu'"
+    return (
+        f"remote_device: {shown(text)} is no place for a module: {why}. Write 'worker' or 'worker/device', such as "
+        "'trainer0/cpu'"
+    )
 
 
 def _is_device(text: str) -> bool:

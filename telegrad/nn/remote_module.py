@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from telegrad.agent.agent import DEFAULT
+from telegrad import checks
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.futures import Future
 from telegrad.errors import UsageError
 from telegrad.nn import hosted
@@ -124,9 +125,12 @@ class RemoteModule(nn.Module):
             UsageError: the module is on another worker.
         """
         worker, device = parse_place(remote_device)
+        if not isinstance(module_rref, RRef):
+            checks.wrong("module_rref", "a reference to a module", module_rref)
         owner = module_rref.owner()
         if worker not in owner:
-            raise UsageError(f"{module_rref!r} is not on worker {worker!r}, but on {owner.name!r}: say so")
+            place = checks.shown(worker)
+            raise UsageError(f"remote_device: {module_rref!r} is not on worker {place}, but on {owner.name!r}: say so")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._represent(module_rref, *rpc_sync(owner, hosted.adopt, (module_rref, device)))
@@ -154,6 +158,7 @@ class RemoteModule(nn.Module):
             CannotRestore: it was made without `restore`.
             OwnerLost: its worker did not come back in time.
         """
+        check_timeout(timeout)
         revive(self.module_rref, timeout)
         if self._represented != self.module_rref._handle.id:  # it has come back, now or as it was used before
             mode = self.training
@@ -218,6 +223,7 @@ class RemoteModule(nn.Module):
         Returns:
             One reference for each.
         """
+        checks.flag("recurse", recurse)
         parameters: list[RRef[nn.Parameter]] = rpc_sync(self.on, hosted.parameters_of, (self.module_rref, recurse))
         return parameters
 
@@ -225,6 +231,7 @@ class RemoteModule(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Have the module in training mode, or not."""
+        checks.flag("mode", mode)
         self.training = mode
         return self._have("train", mode)
 
@@ -235,15 +242,18 @@ class RemoteModule(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Have `fn` called there with each part of the module."""
+        checks.function("fn", fn, "a function of a module")
         return self._have("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Have its parameters record gradients, or not."""
+        checks.flag("requires_grad", requires_grad)
         self._trains = requires_grad
         return self._have("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the `.grad` of its parameters; contexts have gradients of their own."""
+        checks.flag("set_to_none", set_to_none)
         self._have("zero_grad", set_to_none)
 
     def _have(self, method: str, *args: Any) -> Self:
@@ -253,6 +263,8 @@ class RemoteModule(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """A copy of the module's state; where the handle is inside of another module, a part of that one's."""
+        checks.flag("keep_vars", keep_vars)
+        checks.text("prefix", prefix, empty=True)
         if args or keep_vars:
             raise UsageError("the state of a RemoteModule is a copy: there are no variables of this worker to keep")
         if destination is not None and _apart.get():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from telegrad.checks import shown
 from telegrad.errors import UsageError
 from telegrad.nn.schedule import Action
 
@@ -25,9 +26,9 @@ class Tie(NamedTuple):
 
 def parse_ties(names: Sequence[str], count: int) -> list[Tie]:
     """A parameter of one stage, and those of others that are the same."""
-    if isinstance(names, str) or len(names) < 2:
+    if len(names) < 2 or not all(isinstance(name, str) for name in names):
         raise UsageError(
-            f"tied parameters are named together, not as {names!r}: tied=[('0.embedding.weight', '2.head.weight')]"
+            f"tied parameters are named together, not as {shown(names)}: tied=[('0.embedding.weight', '2.head.weight')]"
         )
     found = [name.partition(".") for name in names]
     for name, (stage, _, rest) in zip(names, found, strict=True):

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from telegrad import checks
 from telegrad.errors import UsageError
+from telegrad.nn.checks import check_context_id
 from telegrad.nn.tree import Branch, parameters_of
 from telegrad.optim.local import LocalOptimizer
-from telegrad.optim.norms import limited, norm_of, scale
+from telegrad.optim.norms import check_norms, limited, norm_of, scale
 from telegrad.optim.optimizer import DistributedOptimizer
 from telegrad.rpc import RRef, current, rpc_async
 from telegrad.rpc.together import together
@@ -47,6 +49,8 @@ def clip_grad_norm_(
         ...     optim.clip_grad_norm_(context_id, layer.remote_parameters(), max_norm=1.0)
         tensor(2.2361)
     """
+    check_context_id(context_id, "clip_grad_norm_")
+    check_norms(max_norm, norm_type, error_if_nonfinite)
     by_worker: dict[str, list[RRef[Any]]] = {}
     for reference in _references(params):
         by_worker.setdefault(reference.owner_name(), []).append(reference)
@@ -64,11 +68,12 @@ def _references(params: Any) -> list[RRef[Any]]:
     """Those whose gradients are clipped."""
     if isinstance(params, DistributedOptimizer):
         return list(params.locals.values())
-    given: list[Any] = [params] if isinstance(params, RRef | Tensor | nn.Module) else list(params)
+    one = isinstance(params, RRef | Tensor | nn.Module)
+    given: list[Any] = [params] if one else checks.several("params", params, "an optimizer, or a list of references")
     wrong = next((each for each in given if not isinstance(each, RRef)), None)
     if wrong is not None:
         raise UsageError(
-            f"clip_grad_norm_ takes a DistributedOptimizer or references, not {type(wrong).__name__}: "
+            f"clip_grad_norm_ takes a DistributedOptimizer or references (params), not {checks.shown(wrong)}: "
             "write clip_grad_norm_(context_id, optimizer, max_norm)"
         )
     return given

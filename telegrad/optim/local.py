@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telegrad import instruments
-from telegrad.agent.agent import DEFAULT
+from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.autograd.gradients import Gradients, total
 from telegrad.autograd.record import AutogradContext

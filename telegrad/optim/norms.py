@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from telegrad import checks
 
 
 def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
     """That of one worker's gradients, if there are any; on the CPU: the host waits for it once."""
     values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
+
+
+def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:
+    """Raise InvalidArgument for what says no way of clipping."""
+    checks.number("max_norm", max_norm, 0)
+    checks.number("norm_type", norm_type, 0)
+    checks.flag("error_if_nonfinite", error_if_nonfinite)
 
 
 def scale(gradients: Iterable[Tensor], factor: float) -> None:

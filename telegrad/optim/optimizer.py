@@ -11,8 +11,9 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telegrad.agent.agent import DEFAULT
+from telegrad import checks
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
 from telegrad.autograd.record import Inside
@@ -22,6 +23,7 @@ from telegrad.nn.checks import check_context_id
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.tree import Branch, Model, branches
 from telegrad.optim.local import Hyperparameters, LocalOptimizer, ask, check_needs_no_closure, hyperparameters
+from telegrad.optim.norms import check_norms
 from telegrad.optim.riding import Clipped, Done, StepRide, Whole, may_ride
 from telegrad.optim.untraced import import_tracer, may_import
 from telegrad.rpc import RRef, current, rpc_async
@@ -30,6 +32,9 @@ from telegrad.rpc.together import together
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_GROUP = "a dictionary with references under 'params'"
+_GROUPS = "the list of dictionaries under 'param_groups' of a state"
 
 
 class DistributedOptimizer(Optimizer):
@@ -71,6 +76,7 @@ class DistributedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         _check_maker(optimizer_class)
+        checks.flag("hogwild", hogwild)
         self._maker = (optimizer_class, args, kwargs, hogwild)
         self.locals: dict[str, RRef[LocalOptimizer]] = {}  # by their workers
         self._rider = secrets.randbits(63)  # under which passes know the owners' shares
@@ -116,6 +122,9 @@ class DistributedOptimizer(Optimizer):
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take on more parameters, with hyperparameters of their own."""
+        checks.mapping("param_group", param_group, _GROUP)
+        if "params" not in param_group:
+            checks.wrong("param_group", _GROUP, param_group)
         members = self._branches(param_group["params"])
         names, options = self._share_out(len(self._sent), members, hyperparameters(param_group))
         self._sent.append({**options})
@@ -162,6 +171,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             CannotRestore: a parameter is lost, and nothing says how to make it anew.
         """
+        check_timeout(timeout)
         for future in [*self._retiring()]:
             with suppress(TelegradError):  # it is a dead one's, or has just died
                 future.wait()
@@ -183,7 +193,7 @@ class DistributedOptimizer(Optimizer):
 
     def _branches(self, params: Any) -> list[Branch]:
         """The members of a group; those that come without a name are called by their position among all."""
-        several = [params] if isinstance(params, RRef) else list(params)
+        several = [params] if isinstance(params, RRef) else checks.several("params", params, "a list of references")
         first = sum(len(group["params"]) for group in self.param_groups)
         return [
             each if isinstance(each, Branch) else Branch(str(position), _reference(each))
@@ -207,6 +217,7 @@ class DistributedOptimizer(Optimizer):
             Exception: what the optimizer raised on a worker; WorkersFailed where it did so on several. The others have
                 stepped.
         """
+        check_context_id(context_id, "step")
         done = self._done.get(context_id, Done())
         changes = self._sending(self._changes()) if done.changes is None else done.changes
         self._on_all("step", context_id, changes, done.factor, done=done.counts)
@@ -248,6 +259,7 @@ class DistributedOptimizer(Optimizer):
         Returns:
             What `backward` takes, again and again; its `norm` is the one that the gradients had.
         """
+        check_norms(max_norm, norm_type, error_if_nonfinite)
         return Clipped(self._whole(), max_norm, norm_type, error_if_nonfinite)
 
     @not_compiled
@@ -257,6 +269,7 @@ class DistributedOptimizer(Optimizer):
         Args:
             context_id: what `with context() as context_id` gives.
         """
+        check_context_id(context_id, "accumulate")
         self._keeps = True
         self._on_all("accumulate", context_id)
 
@@ -333,8 +346,12 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: it is of other parameters.
         """
+        wanted = "a dictionary that state_dict() gave"
+        checks.mapping("state_dict", state_dict, wanted)
+        if not {"param_groups", "state"} <= state_dict.keys():
+            checks.wrong("state_dict", wanted, state_dict)
+        state = checks.mapping("state_dict['state']", state_dict["state"], "a dictionary by the names of parameters")
         self.load_groups(state_dict["param_groups"])
-        state = state_dict["state"]
         shares = {
             worker: {name: state[name] for name in names if name in state} for worker, names in self._names.items()
         }
@@ -349,6 +366,9 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: it is of other parameters.
         """
+        for group in checks.several("groups", groups, _GROUPS):
+            if not isinstance(group, Mapping) or "params" not in group:
+                checks.wrong("groups", _GROUPS, group)
         if [set(group["params"]) for group in groups] != [set(group["param_names"]) for group in self.param_groups]:
             ours = {name for group in self.param_groups for name in group["param_names"]}
             theirs = {name for group in groups for name in group["params"]}
@@ -370,7 +390,7 @@ class DistributedOptimizer(Optimizer):
 def _check_maker(optimizer_class: Any) -> None:
     if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
         raise UsageError(
-            f"DistributedOptimizer takes a class of optimizers, not {type(optimizer_class).__name__} objects: "
+            f"DistributedOptimizer takes a class of optimizers (optimizer_class), not {checks.shown(optimizer_class)}: "
             "write DistributedOptimizer.for_module(torch.optim.SGD, model, lr=0.1)"
         )
     if isinstance(optimizer_class, type):
@@ -384,7 +404,9 @@ def _checked(params: Any) -> Any:
             f"DistributedOptimizer takes references to parameters, not {type(params).__name__}: "
             "write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
         )
-    return [params] if isinstance(params, (RRef, dict)) else params
+    if isinstance(params, RRef | dict):
+        return [params]
+    return checks.several("params_rref", params, "a list of references to parameters or modules")
 
 
 def _reference(given: Any) -> RRef[Any]:
@@ -397,8 +419,8 @@ def _reference(given: Any) -> RRef[Any]:
             "DistributedOptimizer takes one list of references, not a list of lists: write [*these, *those]"
         )
     raise UsageError(
-        f"DistributedOptimizer takes references to parameters, not {type(given).__name__}. Wrap one of this worker in "
-        "an RRef, or give the whole model to DistributedOptimizer.for_module"
+        f"DistributedOptimizer takes references to parameters (params_rref), not {checks.shown(given)}. Wrap one of "
+        "this worker in an RRef, or give the whole model to DistributedOptimizer.for_module"
     )
 
 

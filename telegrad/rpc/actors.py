@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from telegrad import checks
 from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Arrival
 from telegrad.agent.futures import Signal
@@ -65,7 +66,9 @@ def actor(cls: C) -> C:
         [1, 2, 3]
     """
     if not isinstance(cls, type):
-        raise UsageError(f"@rpc.actor marks a class, not {cls!r}: write it above `class {type(cls).__name__}:`")
+        raise UsageError(
+            f"cls: @rpc.actor marks a class, not {checks.shown(cls)}: write it above `class {type(cls).__name__}:`"
+        )
     setattr(cls, _MARK, _mark())
     return cls
 

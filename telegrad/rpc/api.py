@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from telegrad.agent import profiling
-from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.errors import UnknownWorker
 from telegrad.group.members import WorkerInfo, info
@@ -17,6 +17,7 @@ from telegrad.rpc.conversion import Call, convert
 from telegrad.rpc.lasting import Restore, check_restore, with_recipe
 from telegrad.rpc.references import RRef
 from telegrad.rpc.streams import WINDOW, Stream
+from telegrad.rpc.targets import named, target
 
 T = TypeVar("T")
 
@@ -58,8 +59,8 @@ def rpc_sync(
         CallTimeout: there was no answer in time; the function may still run.
         PeerUnreachable: the worker cannot be reached; the function has not run.
         PeerLost: the worker died, or the connection broke; the function may have run.
-        UnknownWorker: there is no worker `to`.
-        InvalidArgument: `func` cannot be called, `args` is no tuple, or `timeout` is below zero.
+        UnknownWorker: there is no worker `to`, or the rank of that `WorkerInfo` is another's.
+        InvalidArgument: an argument is of another type, or out of range; nothing was sent.
         CannotEncode: an argument or the result cannot be pickled.
         FunctionNotFound: the worker does not have the function.
         NotInitialized: this process is in no group.
@@ -76,7 +77,7 @@ def rpc_sync(
     """
     call = convert(func, args, kwargs)
     begin: Callable[..., Any] = call_sync
-    if wait_for_worker or idempotent or persistence.by_default:
+    if wait_for_worker is not None or idempotent is not False or persistence.by_default:
         begin = _persistent(persistence.call_sync, wait_for_worker, idempotent) or call_sync
     if profiling.wanted():
         return profiling.called(event_of("sync", to, func), begin, to, call, timeout)
@@ -121,7 +122,7 @@ def rpc_async(
     """
     call = convert(func, args, kwargs)
     begin: Callable[..., Future[Any]] = call_async
-    if wait_for_worker or idempotent or persistence.by_default:
+    if wait_for_worker is not None or idempotent is not False or persistence.by_default:
         begin = _persistent(persistence.call_async, wait_for_worker, idempotent) or call_async
     if profiling.wanted():
         return profiling.called_async(event_of("async", to, func), begin, to, call, timeout)
@@ -171,8 +172,8 @@ def remote(
     make: Callable[..., RRef[Any]] = create
     if profiling.wanted():
         make = partial(profiling.called_creation, event_of("remote", to, func), create)
-    if wait_for_worker or persistence.by_default:
-        made = _once_there(partial(make, to, call), to, call, timeout, wait_for_worker)
+    if wait_for_worker is not None or persistence.by_default:
+        made = _once_there(lambda to, left: make(to, call, left), to, call, timeout, wait_for_worker)
     else:
         made = make(to, call, timeout)
     return made if restore is False else with_recipe(made, func, args, kwargs, restore)
@@ -215,58 +216,62 @@ def rpc_stream(
     """
     call = convert(func, args, kwargs)
     asked = call.function if call.asked is None else call.asked
-    make = partial(Stream[Any], _name(to), *call[:3], timeout, window, call.keeps, asked)
-    if wait_for_worker or persistence.by_default:
-        return _once_there(lambda _: make(), to, call, timeout, wait_for_worker)
-    return make()
+
+    def make(to: str | int | WorkerInfo, _: float) -> Stream[Any]:
+        return Stream(target(to), *call[:3], timeout, window, call.keeps, asked)
+
+    if wait_for_worker is not None or persistence.by_default:
+        return _once_there(make, to, call, timeout, wait_for_worker)
+    return make(to, timeout)
 
 
 def _persistent(make: Callable[..., Any], wait_for_worker: bool | None, idempotent: bool) -> Callable[..., Any] | None:
     """How to make a call that shall not fail at once; None: as ever."""
     manner = persistence.manner(wait_for_worker, idempotent)
-    return None if manner is None else lambda to, call, timeout: make(manner, _name(to), call, timeout)
+    return None if manner is None else lambda to, call, timeout: make(manner, named(to), call, timeout)
 
 
 def _once_there(
-    make: Callable[[float], T], to: str | int | WorkerInfo, call: Call, timeout: float, wait_for_worker: bool | None
+    make: Callable[[Any, float], T],
+    to: str | int | WorkerInfo,
+    call: Call,
+    timeout: float,
+    wait_for_worker: bool | None,
 ) -> T:
     """What is made on a worker in the time that is left, once it can be called; it may go in that moment, too."""
     manner = persistence.manner(wait_for_worker, False)
+    there = target(to) if manner is None else named(to)
     while True:
-        timeout = persistence.await_workers(manner, [_name(to)], call, timeout)
+        timeout = persistence.await_workers(manner, [there], call, timeout)
         try:
-            return make(timeout)
+            return make(there, timeout)
         except UnknownWorker:
             if manner is None:
                 raise
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
-    return current.agent().call(_name(to), call.function, call.args, call.kwargs, timeout, call.asked)
+    return current.agent().call(target(to), call.function, call.args, call.kwargs, timeout, call.asked)
 
 
 def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:
     future = kind()
     current.agent().call_for(
-        future, _name(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
+        future, target(to), call.function, call.args, call.kwargs, timeout, call.keeps, asked=call.asked
     )
     return future
 
 
 def create(to: str | int | WorkerInfo, call: Call, timeout: float) -> RRef[Any]:
-    made: RRef[Any] = current.references().create(_name(to), *call[:3], timeout, call.keeps, call.asked)
+    made: RRef[Any] = current.references().create(target(to), *call[:3], timeout, call.keeps, call.asked)
     return made
 
 
 def event_of(kind: str, to: str | int | WorkerInfo, function: Any) -> profiling.Event:
     """A call as an event."""
-    agent, there = current.agent(), _name(to)
+    agent, there = current.agent(), named(to)
     here, there = agent.name, there if isinstance(there, str) else agent.identify(there).name
     return profiling.Event(profiling.event_name(kind, function, here, there), function, here, there)
-
-
-def _name(to: str | int | WorkerInfo) -> str | int:
-    return to.name if isinstance(to, WorkerInfo) else to
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -287,7 +292,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
         WorkerInfo(name='worker1', id=2)
     """
     agent = current.agent()
-    member = agent.me if worker_name is None else agent.find(worker_name)
+    member = agent.me if worker_name is None else agent.find(target(worker_name, "worker_name"))
     return info(member)
 
 

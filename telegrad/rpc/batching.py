@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from typing import Any
 
+from telegrad import checks
 from telegrad.errors import UsageError
 from telegrad.wire.failures import kept
 
@@ -128,12 +129,12 @@ def batch(max_size: int, max_wait: float) -> Callable[[Function], Batched]:
         >>> asyncio.run(both(Policy()))
         [tensor([2.]), tensor([0.])]
     """
-    if max_size < 1 or max_wait < 0:
-        raise UsageError(f"a batch needs max_size >= 1 and max_wait >= 0 seconds, not {max_size} and {max_wait}")
+    checks.count("max_size", max_size, what="a number of calls")
+    checks.seconds("max_wait", max_wait, "0 for those calls that are there")
 
     def decorate(function: Function) -> Batched:
         if not inspect.iscoroutinefunction(function):
-            raise UsageError(f"{function!r} cannot run in batches: make it an `async def`")
+            raise UsageError(f"{checks.shown(function)} cannot run in batches: make it an `async def`")
         if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
             raise UsageError(f"{function!r} cannot run in batches: it has arguments that can only be given by name")
         return Batched(function, max_size, max_wait)

@@ -11,8 +11,8 @@ from functools import reduce
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
-from telegrad.agent.agent import DEFAULT, Agent
-from telegrad.agent.deadlines import seconds
+from telegrad.agent.agent import Agent
+from telegrad.agent.deadlines import limit_of
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import runs_as
 from telegrad.agent.server import ASYNC_MARK
@@ -54,10 +54,10 @@ def meet(
         CallTimeout: not all came in time.
         PeerLost: one has died, or left, before it came.
     """
+    limit = limit_of(timeout, current.agent().timeout)
     agent, members = current.agent(), group.names
     if agent.name not in members:
         raise UsageError(f"{kind} is called by the workers of the group, and {agent.name!r} is not in {group!r}")
-    limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
     return _Attendee(agent, Key(kind, group.said, name), members[0]).wait(group, brings, limit, op)
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from telegrad import checks
 from telegrad.errors import InvalidArgument
 from telegrad.rpc.references import RRef
 from telegrad.rpc.values import with_values
@@ -108,7 +109,7 @@ def _check_callable(function: Any) -> None:
 
 def _shown(value: Any) -> str:
     """A value in a message: as it is where that is short, else its type."""
-    text = "" if isinstance(value, Tensor) else repr(value)
+    text = "" if isinstance(value, Tensor) else checks.shown(value)
     kind = type(value).__qualname__
     return f"{text} ({kind})" if 0 < len(text) <= 40 else f"a {kind}"
 

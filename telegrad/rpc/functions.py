@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from telegrad import checks
 from telegrad.agent.cancelling import finishing
 from telegrad.agent.server import ASYNC_MARK
 from telegrad.errors import InvalidArgument
@@ -42,6 +43,8 @@ def async_execution(fn: F) -> F:
         9
     """
 
+    checks.function("fn", fn)
+
     @functools.wraps(fn)
     def marked(*args: object, **kwargs: object) -> object:
         return fn(*args, **kwargs)
@@ -71,6 +74,7 @@ def must_finish(fn: F) -> F:
         >>> rpc.rpc_sync("worker1", settle, (3,))
         'settled 3'
     """
+    checks.function("fn", fn)
     return finishing(fn)
 
 
@@ -109,7 +113,7 @@ def by_value(fn: F) -> F:
         2
     """
     if type(fn) is not FunctionType:
-        raise InvalidArgument(f"by_value takes a function that was made by def or lambda, not {fn!r}")
+        raise InvalidArgument(f"fn: by_value takes a function that was made by def or lambda, not {checks.shown(fn)}")
     return ByValue(fn)  # type: ignore[return-value, arg-type]
 
 

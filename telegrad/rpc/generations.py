@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad.agent.agent import DEFAULT
+from telegrad.agent.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad.errors import UsageError
 from telegrad.rpc import current
 from telegrad.rpc.elastic import Elastic, Generation
@@ -40,9 +40,10 @@ def rendezvous_again(timeout: float = DEFAULT) -> Generation:
         >>> rpc.shutdown()
     """
     worker = current.joined()
+    check_timeout(timeout)
     check_may_wait(worker, "rendezvous_again")
     elastic = _elastic(worker)
-    limit = elastic.options.rpc_timeout if timeout == DEFAULT else timeout
+    limit = limit_of(timeout, elastic.options.rpc_timeout)
     made = elastic.again(worker, limit)
     if made is not worker and elastic.options.dashboard is not None:
         show(made, elastic.options.dashboard)

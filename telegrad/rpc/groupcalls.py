@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from telegrad import checks
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.awaiting import happening
@@ -16,7 +17,7 @@ from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future, Helper, Signal
 from telegrad.agent.naming import user_name
 from telegrad.agent.scene import InTurn
-from telegrad.errors import GroupError, InvalidArgument, PeerError, RRefError, UnknownWorker
+from telegrad.errors import GroupError, PeerError, RRefError, UnknownWorker
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current, persistence
 from telegrad.rpc.conversion import Call
@@ -214,8 +215,7 @@ class GroupFuture(Future[Any]):
         Raises:
             GroupError: so many have failed that there are not `n` values.
         """
-        if not 0 < n <= len(self._shares):
-            raise InvalidArgument(f"first() takes a number from 1 to {len(self._shares)}, that of the calls, not {n!r}")
+        checks.count("n", n, 1, len(self._shares), "a number of the calls")
         found: dict[Key, Any] = {}
         for share in Completed(self).shares():
             if share.error is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
-from telegrad.agent.agent import DEFAULT
+from telegrad import checks
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.errors import InvalidArgument, UnknownWorker, UsageError
 from telegrad.group.members import View, WorkerInfo, listed
 from telegrad.rpc import collectives, current, groupcalls, handout, persistence, reduction, refgroups
@@ -15,6 +16,7 @@ from telegrad.rpc.conversion import convert
 from telegrad.rpc.groupcalls import GroupFuture
 from telegrad.rpc.lobby import Manner
 from telegrad.rpc.refgroups import RefGroup
+from telegrad.rpc.targets import target
 
 Named = str | int | WorkerInfo
 
@@ -55,7 +57,8 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
 
 def _these(named: Iterable[Named], there: View) -> These:
     if isinstance(named, WorkerInfo) or not isinstance(named, Iterable):
-        raise InvalidArgument(f"group() takes a role, or a list of workers, not {named!r}; for one worker: [{named!r}]")
+        said = checks.shown(named)
+        raise InvalidArgument(f"`of` must be a role, a list of workers or a group, not {said}; for one: [{said}]")
     workers = [_found(each, there) for each in named]
     if not workers:
         raise InvalidArgument("a group of named workers needs at least one")
@@ -67,7 +70,7 @@ def _these(named: Iterable[Named], there: View) -> These:
 
 
 def _found(named: Named, there: View) -> WorkerInfo:
-    wanted = named.name if isinstance(named, WorkerInfo) else named
+    wanted = target(named, "of")
     for worker in there.workers:
         if wanted in (worker.name, worker.id):
             return worker
@@ -76,7 +79,7 @@ def _found(named: Named, there: View) -> WorkerInfo:
 
 
 def _manner(wait_for_worker: bool | None, idempotent: bool) -> Manner | None:
-    if wait_for_worker or idempotent or persistence.by_default:
+    if wait_for_worker is not None or idempotent is not False or persistence.by_default:
         return persistence.manner(wait_for_worker, idempotent)
     return None
 
@@ -196,7 +199,7 @@ class Group:
             ) from None
         except TypeError:
             raise InvalidArgument(
-                f"a group is asked for a worker by its place, or for a slice, not {which!r}"
+                f"a group is asked for a worker by its place, or for a slice, not {checks.shown(which)}"
             ) from None
 
     def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
@@ -208,8 +211,7 @@ class Group:
         Returns:
             Another group.
         """
-        if not callable(keep):
-            raise InvalidArgument(f"filter takes a function of a worker, not {keep!r}")
+        checks.function("keep", keep, "a function of a worker")
         return Group(Filtered(self._choice, keep))
 
     def without(self, *workers: Named | Group) -> Group:
@@ -223,7 +225,8 @@ class Group:
         """
         left = self._choice
         for each in workers:
-            left = Without(left, each._choice if isinstance(each, Group) else group([each])._choice)
+            gone = each if isinstance(each, Group) else group([target(each, "workers")])
+            left = Without(left, gone._choice)
         return Group(left)
 
     def now(self) -> Group:
@@ -272,6 +275,7 @@ class Group:
         """
         members = self._members()
         call = convert(func, args, kwargs)
+        check_timeout(timeout)
         if reduce is None:
             return groupcalls.begin(self.version, members, call, timeout, _manner(wait_for_worker, idempotent))
         if wait_for_worker or idempotent:
@@ -339,6 +343,8 @@ class Group:
         Returns:
             A `GroupFuture` of all values, in the order of the items.
         """
+        checks.function("func", func)
+        check_timeout(timeout)
         manner = _manner(wait_for_worker, idempotent)
         return handout.begin(self.version, self._members(), func, items, timeout, manner)
 
@@ -364,6 +370,7 @@ class Group:
         Returns:
             A `RefGroup`.
         """
+        check_timeout(timeout)
         manner = _manner(wait_for_worker, False)
         return refgroups.create(self._members(), convert(func, args, kwargs), timeout, manner)
 
@@ -381,6 +388,7 @@ class Group:
         Returns:
             A `RefGroup` of the copies.
         """
+        check_timeout(timeout)
         call = convert(refgroups.kept_value, (value,), None)
         return refgroups.create(self._members(), call, timeout, _manner(wait_for_worker, False))
 
@@ -428,6 +436,7 @@ class Group:
             CallTimeout: not all came in time; it names those that did not.
             PeerLost: one of them died, or left, before it came.
         """
+        checks.text("name", name, empty=True)
         collectives.meet("barrier", self, name, None, timeout)
 
     @not_compiled
@@ -447,4 +456,7 @@ class Group:
         Returns:
             That one value, on each worker.
         """
+        checks.text("name", name, empty=True)
+        if op is not None:
+            checks.function("op", op, "a function of two values")
         return collectives.meet("all_reduce", self, name, value, timeout, op or collectives.add)

@@ -14,9 +14,10 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from telegrad.agent.agent import DEFAULT, Agent
+from telegrad import checks
+from telegrad.agent.agent import Agent
 from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import seconds
+from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
 from telegrad.autograd.record import Inside
@@ -105,7 +106,7 @@ class Lasting(RRef[T]):
         agent = self._table.agent
         if agent.closed:
             raise lost
-        limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
+        limit = limit_of(timeout, agent.timeout)
         about = f"the value of the reference {number(self._handle.id)}"
         try:
             found = wait_for(agent, self._trail, limit, about)
@@ -237,7 +238,7 @@ def check_restore(restore: Any) -> None:
     if not isinstance(restore, bool) and not callable(restore):
         raise InvalidArgument(
             "`restore` is a function that is called with the value once that was made anew, or True where nothing more "
-            f"is to be done, not {restore!r}"
+            f"is to be done, not {checks.shown(restore)}"
         )
 
 

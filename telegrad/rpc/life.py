@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from telegrad import descriptors
+from telegrad import checks, descriptors
 from telegrad.agent.compiling import not_compiled
 from telegrad.errors import AlreadyInitialized, RendezvousError, UsageError
 from telegrad.group.launched import open_meeting
-from telegrad.group.members import WorkerInfo
+from telegrad.group.members import WorkerInfo, check_name, check_role
 from telegrad.group.stores import Meeting
 from telegrad.group.supervised import own_name
 from telegrad.interrupts import install
@@ -25,7 +25,10 @@ from telegrad.rpc.elastic import Elastic, limits_of
 from telegrad.rpc.functions import must_finish
 from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
+from telegrad.rpc.targets import several
 from telegrad.rpc.worker import Worker
+
+MOST_WORKERS = 1 << 31  # a rank is sent as an int of 32 bits by some stores
 
 log = logging.getLogger("telegrad")
 
@@ -79,11 +82,20 @@ def init_rpc(
         >>> rpc.shutdown()
     """
     if backend is not None and not isinstance(backend, BackendType):
-        raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {backend!r}")
+        raise UsageError(f"backend must be a BackendType, such as BackendType.TENSORPIPE, not {checks.shown(backend)}")
+    options = _options(rpc_backend_options)
+    if name is not None:
+        check_name(name)
+    check_role(role)
+    if type(rank) is not int or rank != -1:
+        checks.count("rank", rank, 0, MOST_WORKERS, "this worker's rank")
+    sizes = {"world_size": world_size, "min_workers": min_workers, "max_workers": max_workers}
+    for parameter, size in sizes.items():
+        if size is not None:
+            checks.count(parameter, size, 1, MOST_WORKERS, "a number of workers")
     name, role = own_name(name, role, os.environ)
     if name is None and not role:
         raise UsageError('init_rpc needs a name for this worker, or a role to name it after: init_rpc(role="actor")')
-    options = _options(rpc_backend_options)
     if min_workers is not None or max_workers is not None:
         limits = limits_of(min_workers, max_workers, world_size)
         _enter(Elastic(name, role, rank, options, limits, RRef).begin, options)
@@ -141,7 +153,7 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
         return given
     if isinstance(given, RpcBackendOptions):
         return TelegradOptions(rpc_timeout=given.rpc_timeout, init_method=given.init_method)
-    raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {type(given).__name__}")
+    raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {checks.shown(given)}")
 
 
 @not_compiled
@@ -169,12 +181,15 @@ def shutdown(
         >>> rpc.shutdown(timeout=60, require=True)
     """
     worker = current.joined()
+    checks.flag("graceful", graceful)
+    checks.seconds("timeout", timeout)
+    required = _names(require)
     if graceful:
         check_may_wait(worker, "shutdown")
     if graceful and worker.elastic is not None:
         worker.elastic.leave(worker)
     try:
-        worker.shutdown(graceful, timeout, _names(require))
+        worker.shutdown(graceful, timeout, required)
     finally:
         current.leave(worker)
     if worker.elastic is not None:
@@ -193,9 +208,7 @@ def check_may_wait(worker: Worker, what: str) -> None:
 
 
 def _names(workers: bool | Collection[str | int | WorkerInfo]) -> bool | list[str | int]:
-    if isinstance(workers, bool):
-        return workers
-    return [worker.name if isinstance(worker, WorkerInfo) else worker for worker in workers]
+    return workers if isinstance(workers, bool) else several(workers, "require")
 
 
 def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
@@ -220,11 +233,12 @@ def serve(require: bool | Collection[str | int | WorkerInfo] = ()) -> None:
         >>> rpc.serve()  # others would call it meanwhile; alone in its group, it ends at once
     """
     worker = current.joined()
+    required = _names(require)
     check_may_wait(worker, "serve")
     try:
         if worker.elastic is not None:
             worker = worker.elastic.serve(worker)
-        worker.serve(_names(require))
+        worker.serve(required)
     finally:
         current.leave(worker)
     if worker.elastic is not None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from telegrad import checks
 from telegrad.devices import streams
 from telegrad.devices.maps import Devices
-from telegrad.errors import DeviceError, UsageError
+from telegrad.errors import DeviceError
 from telegrad.group.keys import Key
 from telegrad.keyring import check_key
 from telegrad.transport.tls import TlsFiles
@@ -19,12 +20,15 @@ DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_SHARED_MEMORY = 4 << 30
+MOST_THREADS = 1 << 16  # beyond what any system gives a process
 
 TRANSPORTS = ("auto", "unix", "tcp")
 # Names of the reference's transports that say which way the bytes go; its channels say nothing that applies here.
 _HINTS = {"uv": "tcp", "ibv": "tcp", "shm": "unix"}
 
 DeviceMap = Mapping[Any, Any]
+_DEVICE_MAP = "a dictionary from devices here to devices there, such as {0: 1}"
+_DEVICE_MAPS = "a dictionary of such maps by the names of workers, such as {'worker1': {0: 1}}"
 
 
 class BackendType(enum.Enum):
@@ -45,14 +49,8 @@ class RpcBackendOptions:
     init_method: str
 
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD) -> None:
-        if not isinstance(rpc_timeout, float | int):
-            raise TypeError(
-                f"incompatible constructor arguments: rpc_timeout must be a number of seconds, not {rpc_timeout!r}"
-            )
-        if rpc_timeout < 0:
-            raise UsageError(f"rpc_timeout must be 0 (no limit) or positive seconds, not {rpc_timeout}")
-        self.rpc_timeout = float(rpc_timeout)
-        self.init_method = init_method
+        self.rpc_timeout = float(checks.seconds("incompatible constructor arguments: rpc_timeout", rpc_timeout))
+        self.init_method = checks.text("init_method", init_method, "a URL, such as 'tcp://HOST:PORT' or 'file:///PATH'")
 
 
 class TelegradOptions(RpcBackendOptions):
@@ -110,25 +108,22 @@ class TelegradOptions(RpcBackendOptions):
                 `telegrad.insight.dashboard` does; the log tells the address, or why there is none.
         """
         super().__init__(rpc_timeout, init_method)
-        if num_worker_threads < 1:
-            raise UsageError(f"num_worker_threads must be at least 1, not {num_worker_threads}")
-        if transport not in TRANSPORTS:
-            raise UsageError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
-        self.num_worker_threads = num_worker_threads
+        self.num_worker_threads = checks.count("num_worker_threads", num_worker_threads, 1, MOST_THREADS)
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
-        for to, map_ in (device_maps or {}).items():
-            self.set_device_map(to, map_)
-        self.set_devices(devices or ())
-        self.transport = transport
-        self.address = address
+        if device_maps is not None:
+            for to, map_ in checks.mapping("device_maps", device_maps, _DEVICE_MAPS).items():
+                self.set_device_map(to, map_)
+        self.set_devices(() if devices is None else devices)
+        self.transport: str = checks.one_of("transport", transport, TRANSPORTS)
+        self.address = None if address is None else checks.text("address", address, "an address of this host")
         self.key: Key = key if key is None or key is False else check_key(key, "the option key")
-        self.tls = tls
-        self.shared_memory = shared_memory
-        self.silence: float = _seconds("silence", silence)
-        self.heartbeat: float = _seconds("heartbeat", heartbeat)
-        self.pass_deadlines = pass_deadlines
-        self.wait_for_worker = wait_for_worker
-        self.dashboard = dashboard
+        self.tls = None if tls is None else _tls(tls)
+        self.shared_memory = checks.count("shared_memory", shared_memory, 0, what="a number of bytes")
+        self.silence = float(checks.seconds("silence", silence, "0 for never"))
+        self.heartbeat = float(checks.seconds("heartbeat", heartbeat, "0 for none"))
+        self.pass_deadlines: bool = checks.flag("pass_deadlines", pass_deadlines)
+        self.wait_for_worker: bool = checks.flag("wait_for_worker", wait_for_worker)
+        self.dashboard = None if dashboard is None else checks.port("dashboard", dashboard)
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
         """Add to the map from this worker's devices to those of another.
@@ -140,8 +135,10 @@ class TelegradOptions(RpcBackendOptions):
         Raises:
             DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers meet.
         """
+        checks.text("to" if isinstance(to, str) else "to, a key of device_maps,", to, "the name of a worker")
+        pairs = as_devices(checks.mapping("device_map", device_map, _DEVICE_MAP))
         known = self.device_maps.setdefault(to, {})
-        for here, there in as_devices(device_map).items():
+        for here, there in pairs.items():
             if known.setdefault(here, there) != there:
                 raise DeviceError(
                     f"`set_device_map` only supports 1-to-1 mapping: {here} goes to {known[here]} of worker {to!r} "
@@ -154,7 +151,8 @@ class TelegradOptions(RpcBackendOptions):
         Args:
             devices: indexes of accelerators, names, or devices of torch.
         """
-        self.devices: list[torch.device] = [as_device(device) for device in devices]
+        listed = checks.several("devices", devices, "a list of devices")
+        self.devices: list[torch.device] = [as_device(device) for device in listed]
 
     def published(self) -> Devices:
         """What the other workers must know of this one's devices."""
@@ -197,7 +195,10 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
             _channels: needs no heeding.
             **own: the other options of `TelegradOptions`.
         """
-        hinted = [_HINTS[name] for name in _transports or () if name in _HINTS]
+        names = [] if _transports is None else checks.several("_transports", _transports, "a list of names")
+        if _channels is not None:
+            checks.several("_channels", _channels, "a list of names")
+        hinted = [_HINTS[name] for name in names if isinstance(name, str) and name in _HINTS]
         own.setdefault("transport", hinted[0] if len(set(hinted)) == 1 else "auto")
         super().__init__(
             num_worker_threads=num_worker_threads,
@@ -209,20 +210,20 @@ class TensorPipeRpcBackendOptions(TelegradOptions):
         )
 
 
-def _seconds(option: str, value: Any) -> float:
-    """An option that is a time, 0 for never.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not isinstance(value, float | int) or not 0 <= value < float("inf"):
-        raise UsageError(f"{option} must be 0 (never) or positive seconds, not {value!r}")
-    return float(value)
+def _tls(given: Any) -> TlsFiles:
+    if not isinstance(given, tuple) or len(given) != len(TlsFiles._fields):
+        checks.wrong("tls", "rpc.TlsFiles(certificate, private_key, authority)", given)
+    return TlsFiles(*(checks.path(f"tls: {name}", each) for name, each in zip(TlsFiles._fields, given, strict=True)))
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
     """A device as the API names it: an index is one of the accelerators."""
-    named = streams.device(device) if isinstance(device, int) else torch.device(device)
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        checks.wrong("a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device)
+    try:
+        named = streams.device(device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, OverflowError):
+        checks.wrong("a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device)
     return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from telegrad.agent.agent import DEFAULT
-from telegrad.agent.deadlines import seconds
+from telegrad import checks
+from telegrad.agent.deadlines import limit_of
 from telegrad.agent.futures import Future, Outcome
 from telegrad.agent.naming import user_name
 from telegrad.rpc import current
@@ -44,6 +44,8 @@ def _may_come(worker: Worker, to: str | int) -> bool:
 
 def manner(wait_for_worker: bool | None, idempotent: bool) -> Manner | None:
     """How a call is to be made; None: as ever. Ask where any of both is given, or `by_default`."""
+    checks.flag("wait_for_worker", wait_for_worker, none=True)
+    checks.flag("idempotent", idempotent)
     waits = current.agent().settings.wait_for_worker if wait_for_worker is None else wait_for_worker
     return Manner(waits, idempotent) if waits or idempotent else None
 
@@ -78,7 +80,7 @@ def number_of(manner: Manner) -> int:
 def made(outcome: Outcome, manner: Manner, to: str | int, call: Call, timeout: float, number: int) -> Persistent:
     """A call in that manner, which has not begun."""
     agent = current.agent()
-    limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
+    limit = limit_of(timeout, agent.timeout)
     make = partial(asked, call, number, agent.incarnation)
     return Persistent(_returns(), to, make, limit, manner, number, outcome)
 
@@ -101,7 +103,7 @@ def await_workers(manner: Manner | None, workers: list[str | int], call: Call, t
     limit = timeout
     if manner is None:
         return limit
-    limit = current.agent().timeout if timeout == DEFAULT else seconds(timeout)
+    limit = limit_of(timeout, current.agent().timeout)
     what = user_name(call.function if call.asked is None else call.asked)
     for to in workers:
         presence = Presence(_returns(), to, limit, f"{what} on worker {to!r}")

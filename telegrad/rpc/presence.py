@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from telegrad import checks
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
+
+_WANTED = "a number of workers, or a list of their names"
 
 
 def workers() -> list[WorkerInfo]:
@@ -42,7 +45,15 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
         >>> len(rpc.wait_for_workers(3, timeout=10))
         3
     """
-    return current.joined().membership.wait_for([wanted] if isinstance(wanted, str) else wanted, timeout, role)
+    membership = current.joined().membership
+    if isinstance(wanted, int):
+        checks.count("wanted", wanted, what="a number of workers")
+    else:
+        names = [wanted] if isinstance(wanted, str) else checks.several("wanted", wanted, _WANTED)
+        wanted = [checks.text("wanted", name, _WANTED) for name in names]
+    checks.seconds("timeout", timeout)
+    checks.text("role", role, "the role of workers", empty=True)
+    return membership.wait_for(wanted, timeout, role)
 
 
 def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
@@ -63,6 +74,7 @@ def on_join(callback: Callable[[WorkerInfo], Any]) -> None:
         >>> sorted(there.get(timeout=10).name for _ in range(2))
         ['worker0', 'worker1']
     """
+    checks.function("callback", callback)
     current.joined().membership.on_join(callback)
 
 
@@ -80,6 +92,7 @@ def on_leave(callback: Callable[[WorkerInfo, str], Any]) -> None:
     Example:
         >>> rpc.on_leave(lambda worker, how: print(f"{worker.name} has {how}"))
     """
+    checks.function("callback", callback)
     current.joined().membership.on_leave(callback)
 
 
@@ -97,4 +110,5 @@ def on_lost(callback: Callable[[WorkerInfo, Exception], Any]) -> None:
     Example:
         >>> rpc.on_lost(lambda worker, reason: print(f"{worker.name}: {reason}"))
     """
+    checks.function("callback", callback)
     current.joined().membership.on_lost(callback)

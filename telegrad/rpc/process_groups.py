@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from telegrad.agent.agent import DEFAULT
+from telegrad import checks
+from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.errors import InvalidArgument, UsageError
 from telegrad.group.tcp import reach_tcp, serve_tcp
 from telegrad.rpc import collectives, current
@@ -27,11 +28,15 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
     Raises as `Group.barrier`.
     """
     if not isinstance(group, Group):
-        raise InvalidArgument(f"process_group takes a group of workers, such as rpc.group('actor'), not {group!r}")
+        raise InvalidArgument(
+            f"process_group takes a group of workers, such as rpc.group('actor'), not {checks.shown(group)}"
+        )
+    checks.text("backend", backend, "the name of a backend of torch.distributed")
     if ":" not in backend and backend.lower() not in dist.Backend.backend_list:
         known = ", ".join(each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED)
-        raise InvalidArgument(f"torch.distributed has no backend {backend!r}; it has {known}")
+        raise InvalidArgument(f"torch.distributed has no backend {checks.shown(backend)}; it has {known}")
     worker = current.here()
+    seconds = limit_of(timeout, worker.agent.timeout) or LONGEST
     brings = None
     if group[0].name == worker.me.name:
         address = worker.me.tcp[0]
@@ -45,7 +50,7 @@ def process_group(group: Group, backend: str = "gloo", timeout: float = DEFAULT)
             f"the workers do not see the same group: {names[0]!r} is not the first of {group!r} for itself"
         )
     address, port, key = place
-    limit = datetime.timedelta(seconds=(worker.agent.timeout if timeout == DEFAULT else timeout) or LONGEST)
+    limit = datetime.timedelta(seconds=seconds)
     if brings is None:
         store = reach_tcp(address, port, limit)
     made = _make(store, names.index(worker.me.name), names, backend, f"telegrad-{key}", limit)

@@ -9,11 +9,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from telegrad.agent.agent import DEFAULT, Agent
+from telegrad import checks
+from telegrad.agent.agent import Agent
 from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import seconds
+from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.naming import known_as
-from telegrad.errors import InvalidArgument, NotPublished, ShutDown, TelegradError, UsageError
+from telegrad.errors import NotPublished, ShutDown, TelegradError, UsageError
 from telegrad.group.members import Member, listed
 from telegrad.progress import Wait
 from telegrad.rpc import current
@@ -49,9 +50,8 @@ def publish(name: str, factory: Callable[[], Any]) -> None:
         >>> rpc.rpc_sync("worker1", lambda: rpc.lookup("words").rpc_sync().index("b"))
         1
     """
-    if not isinstance(name, str) or not name or not callable(factory):
-        wrong = f"publish({name!r}, {factory!r})"
-        raise InvalidArgument(f'publish takes a name and what makes the value: publish("table", Table), not {wrong}')
+    checks.text("name", name, "the name of a value")
+    checks.function("factory", factory, "a function that makes the value")
     worker = current.here()
     worker.attached(Offers).add(Offer(name, factory, worker))
 
@@ -80,10 +80,9 @@ def lookup(name: str, timeout: float = DEFAULT) -> RRef[Any]:
         >>> rpc.lookup("letters").to_here()
         ['a', 'b']
     """
-    if not isinstance(name, str) or not name:
-        raise InvalidArgument(f'a published value has a name: lookup("table"), not {name!r}')
+    checks.text("name", name, "the name of a value")
     agent = current.agent()
-    limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
+    limit = limit_of(timeout, agent.timeout)
     return Lasting.of(wait_for(agent, Named(name), limit, f"the value {name!r}"), Named(name))
 
 

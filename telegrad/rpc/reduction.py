@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
-from telegrad.agent.agent import DEFAULT, Agent
-from telegrad.agent.deadlines import seconds
+from telegrad import checks
+from telegrad.agent.agent import Agent
+from telegrad.agent.deadlines import limit_of
 from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as, user_name
-from telegrad.errors import CallTimeout, InvalidArgument, PeerLost, UsageError
+from telegrad.errors import CallTimeout, PeerLost, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
 from telegrad.rpc.conversion import Call
@@ -48,10 +49,9 @@ def begin(
     version: int, workers: Sequence[WorkerInfo], call: Call, timeout: float, combine: Callable[[Any, Any], Any]
 ) -> GroupFuture:
     """Call all of them along a tree."""
-    if not callable(combine):
-        raise InvalidArgument(f"reduce takes a function of two values, such as torch.add, not {combine!r}")
+    checks.function("reduce", combine, "a function of two values, such as torch.add")
     agent = current.agent()
-    limit = agent.timeout if timeout == DEFAULT else seconds(timeout)
+    limit = limit_of(timeout, agent.timeout)
     asked = call.function if call.asked is None else call.asked
     future = ReducedFuture(agent, version, [worker.name for worker in workers], user_name(asked))
     plan = Plan(future.workers, call.function, call.args, call.kwargs, combine, limit)

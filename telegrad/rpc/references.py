@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
+from telegrad import checks
 from telegrad.agent import profiling
-from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import seconds
+from telegrad.agent.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import user_name
 from telegrad.autograd.api import backward, check_root
@@ -19,7 +19,7 @@ from telegrad.errors import CallTimeout, NotOwner, UsageError
 from telegrad.group.members import Identity, WorkerInfo
 from telegrad.rpc import current
 from telegrad.rpc.operators import Operators, is_tensor_method
-from telegrad.rpc.streams import WINDOW, Stream
+from telegrad.rpc.streams import MOST_WINDOW, WINDOW, Stream
 from telegrad.rpc.values import Borrowed, call_method, created, fetch, methods, opened, when_full, with_values
 from telegrad.rref.box import Box
 from telegrad.rref.handle import Handle
@@ -154,7 +154,7 @@ class RRef(Operators, Generic[T]):
     def _open(self, timeout: float) -> T:
         self._table.check(self._handle)
         assert self._handle.box is not None
-        limit = self._table.agent.timeout if timeout == DEFAULT else seconds(timeout)
+        limit = limit_of(timeout, self._table.agent.timeout)
         try:
             value: T = opened(self._handle.box, self._table.agent, limit)
         except TimeoutError as error:
@@ -196,6 +196,8 @@ class RRef(Operators, Generic[T]):
             UsageError: the value is no tensor of one element that needs a gradient.
             NotOwner: there is no context, and the value lives on another worker.
         """
+        checks.flag("retain_graph", retain_graph)
+        checks.count("dist_autograd_ctx_id", dist_autograd_ctx_id, -1, what="the id of a context")
         if dist_autograd_ctx_id != -1:
             backward(dist_autograd_ctx_id, self, retain_graph)
             return
@@ -219,6 +221,8 @@ class RRef(Operators, Generic[T]):
         Returns:
             A `Proxy`, whose every attribute is such a method.
         """
+        if timeout is not DEFAULT:
+            check_timeout(timeout)
         return Proxy(self._call, timeout)
 
     @not_compiled
@@ -231,6 +235,8 @@ class RRef(Operators, Generic[T]):
         Returns:
             A `Proxy`, whose methods give a `Future`.
         """
+        if timeout is not DEFAULT:
+            check_timeout(timeout)
         return Proxy(self._call_async, timeout)
 
     @not_compiled
@@ -243,6 +249,8 @@ class RRef(Operators, Generic[T]):
         Returns:
             A `Proxy`, whose methods give an `RRef`.
         """
+        if timeout is not DEFAULT:
+            check_timeout(timeout)
         return Proxy(self._create, timeout)
 
     @not_compiled
@@ -256,6 +264,8 @@ class RRef(Operators, Generic[T]):
         Returns:
             A `Proxy`, whose methods give a `Stream`.
         """
+        check_timeout(timeout)
+        checks.count("window", window, 1, MOST_WINDOW, "a number of items")
         return Proxy(partial(self._stream, window), timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> RRef[Any]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
+from telegrad import checks
 from telegrad.agent import profiling
-from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.fanout import EachCall
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
@@ -101,7 +102,9 @@ class RefGroup:
         for each in self:
             if each.owner_name() == name:
                 return each
-        raise UnknownWorker(f"none of these references is to a value of worker {name!r}; they are of {self._owners()}")
+        raise UnknownWorker(
+            f"none of these references is to a value of worker {checks.shown(name)}; they are of {self._owners()}"
+        )
 
     def __contains__(self, worker: str | WorkerInfo) -> bool:
         return (worker.name if isinstance(worker, WorkerInfo) else worker) in self.names
@@ -130,6 +133,7 @@ class RefGroup:
         Raises:
             GroupError: some failed.
         """
+        check_timeout(timeout)
         return Proxy(lambda *call: self._call(*call).wait(), timeout)
 
     @not_compiled
@@ -142,6 +146,7 @@ class RefGroup:
         Returns:
             A `Proxy`, whose methods give a `GroupFuture`.
         """
+        check_timeout(timeout)
         return Proxy(self._call, timeout)
 
     @not_compiled
@@ -154,6 +159,7 @@ class RefGroup:
         Returns:
             A `Proxy`, whose methods give a `RefGroup`.
         """
+        check_timeout(timeout)
         return Proxy(self._create, timeout)
 
     @not_compiled
@@ -169,6 +175,7 @@ class RefGroup:
         Raises:
             GroupError: some cannot be had.
         """
+        check_timeout(timeout)
         future = self._future("to_here()")
         for share, each in zip(future._shares, self, strict=True):
             _begin(share, partial(_fetched, each, timeout))
@@ -197,8 +204,8 @@ class RefGroup:
         Returns:
             A `GroupFuture` of all results, in the order of the items.
         """
-        if not isinstance(method, str):
-            raise InvalidArgument(f"map takes the name of a method, not {method!r}")
+        checks.text("method", method, "the name of a method")
+        check_timeout(timeout)
         self._check()
         calls = zipped(items)
 

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from telegrad.agent.agent import DEFAULT, Agent
+from telegrad import checks
+from telegrad.agent.agent import Agent
 from telegrad.agent.awaiting import happening
 from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import seconds
+from telegrad.agent.deadlines import limit_of
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
 from telegrad.agent.pending import Pending
-from telegrad.errors import CallTimeout, InvalidArgument, TelegradError, UsageError
+from telegrad.errors import CallTimeout, TelegradError, UsageError
 from telegrad.group.members import Identity
 from telegrad.rpc import current
 from telegrad.rpc.feeding import MOST_BYTES, Taken, Unfed, hold, pull
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_WINDOW = 1 << 31
 WINDOW = 256  # items that a function may be ahead of its reader
 AHEAD = 2  # pulls in flight while nobody waits
 
@@ -97,12 +99,11 @@ class Stream(Generic[T]):
         asked: Any,
     ) -> None:
         """Begin. `keeps` lives until the function has ended; `asked` is what the user has called."""
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise InvalidArgument(f"the window of a stream is a number of items, 1 or more, not {window!r}")
+        checks.count("window", window, 1, MOST_WINDOW, "a number of items")
         agent = self._agent = current.agent()
         self._owner = owner = agent.identify(to)
         self._name = user_name(asked)
-        self._timeout = agent.timeout if timeout == DEFAULT else seconds(timeout)
+        self._timeout = limit_of(timeout, agent.timeout)
         self._lock = threading.Lock()  # guards the intake, the pulls and the hold
         self._intake = Intake(window, MOST_BYTES)
         self._pulls: deque[_Pull] = deque()  # in flight, or answered and not taken in

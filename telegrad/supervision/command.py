@@ -127,6 +127,6 @@ def _place(master: str | None) -> tuple[str, int]:
     if master is None:
         return HERE, 0
     host, _, port = master.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"--master {master}: write HOST:PORT")
     return host.strip("[]"), int(port)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from telegrad.checks import shown
 from telegrad.errors import UsageError
 from telegrad.group.members import check_name, check_role
 from telegrad.hints import did_you_mean
@@ -152,7 +153,7 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], of: str) -> No
 
 def _check(holds: bool, rule: str, given: Any) -> None:
     if not holds:
-        raise UsageError(f"{rule}, not {given!r}")
+        raise UsageError(f"{rule}, not {shown(given)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -7,9 +7,10 @@ import weakref
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from telegrad import forks
+from telegrad import checks, forks
 from telegrad.agent.compiling import not_compiled
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.group.members import listed
@@ -66,12 +67,8 @@ class Publisher:
     def __init__(
         self, name: str, source: Any, keep: int = KEEP, dtype: Rounding = None, deltas: Deltas = "fast"
     ) -> None:
-        if not isinstance(name, str) or not name:
-            raise UsageError(f'a publisher has a name: Publisher("policy", model), not {name!r}')
-        if not isinstance(keep, int) or keep < 1:
-            raise UsageError(f"a publisher keeps one version or more, not {keep!r}")
-        if deltas not in ("off", "fast", "small"):
-            raise UsageError(f'deltas are "off", "fast" or "small", not {deltas!r}')
+        check_published(name, dtype, deltas)
+        checks.count("keep", keep, what="a number of versions")
         self.name = name
         self._read = read_from(source)
         worker = current.here()
@@ -102,6 +99,7 @@ class Publisher:
             InvalidArgument: the source gives something that cannot be published; likewise `CannotEncode`.
             CallTimeout: somebody has not taken it in time. It was published all the same.
         """
+        check_wait(wait)
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
         layout, tensors = self._layouts.of(self._read())
@@ -208,6 +206,20 @@ class PublisherBox(Box):
     def behind(self, number: int) -> list[Party]:
         with self.changed:
             return self.feed_.behind(number)
+
+
+def check_published(name: Any, dtype: Any, deltas: Any) -> None:
+    """Raise InvalidArgument where nothing can be published so."""
+    checks.text("name", name, 'a name, as in Publisher("policy", model)')
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        checks.function("dtype", dtype, "a type of floating numbers, or a function of a name and a tensor")
+    checks.one_of("deltas", deltas, ("off", "fast", "small"))
+
+
+def check_wait(wait: Any) -> None:
+    """Raise InvalidArgument for what is no time to wait for readers."""
+    if wait is not None:
+        checks.seconds("wait", wait)
 
 
 def _label(party: Party) -> str:

@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from telegrad.agent.agent import DEFAULT
+from telegrad import checks
+from telegrad.agent.deadlines import DEFAULT
 from telegrad.errors import CallTimeout, InvalidArgument, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.nn.tree import Branch, branches, state_of
 from telegrad.rpc import RRef, remote
 from telegrad.rpc.together import together
 from telegrad.weights.changes import Deltas
-from telegrad.weights.publisher import Publisher
+from telegrad.weights.publisher import Publisher, check_published, check_wait
 from telegrad.weights.rounding import Rounding
 from telegrad.weights.shards import Box, Copy, Part, plan, slices
 from telegrad.weights.subscriber import Subscriber
@@ -34,6 +35,7 @@ KEEP = 4  # versions of each owner, at most: readers that take longer than as ma
 PARTS = ".parts"  # the end of the names under which owners publish
 
 State = Callable[[], Mapping[str, Any]]
+_WANTED = "a list of names, or a dictionary with the Box of each"
 Wanted = Iterable[str] | Mapping[str, Box | None] | None
 
 
@@ -79,6 +81,7 @@ class ShardedPublisher:
     """
 
     def __init__(self, name: str, source: Any, dtype: Rounding = None, deltas: Deltas = "fast") -> None:
+        check_published(name, dtype, deltas)
         self.name = name
         self._owners = {
             worker: remote(worker, Owner, (name + PARTS, share, dtype, deltas))
@@ -102,6 +105,7 @@ class ShardedPublisher:
             WorkersFailed: several owners could not; where only one could not, its own error. There is no such version.
             CallTimeout: as for `Publisher.publish`, like its other errors.
         """
+        check_wait(wait)
         published = together(self._owners, lambda worker, owner: owner.rpc_async().publish(self._editions[worker]))
         for worker, (_, edition, contents) in published.items():
             if contents is not None:
@@ -159,11 +163,11 @@ def _shares(source: Any) -> dict[str, Any]:
         for branch in branches(source):
             shares.setdefault(branch.root.owner_name(), []).append(branch)
         return shares
-    if isinstance(source, Mapping) and all(callable(each) for each in source.values()):
+    if source and isinstance(source, Mapping) and all(callable(each) for each in source.values()):
         return dict(source)
     raise InvalidArgument(
-        "what several workers publish is a model that is spread over them, or for each worker's name a function that "
-        f"gives its state, not {type(source).__name__}"
+        "source: what several workers publish is a model that is spread over them, or for each worker's name a "
+        f"function that gives its state, not {checks.shown(source)}"
     )
 
 
@@ -224,6 +228,8 @@ class ShardedSubscriber:
     def __init__(
         self, worker: str | int | WorkerInfo, name: str, wanted: Wanted = None, timeout: float = DEFAULT
     ) -> None:
+        if wanted is not None and not isinstance(wanted, Mapping):
+            wanted = [checks.text("wanted", each, _WANTED) for each in checks.several("wanted", wanted, _WANTED)]
         self._name = name
         self._wanted = wanted
         self._timeout = timeout
@@ -253,6 +259,7 @@ class ShardedSubscriber:
         Returns:
             A `Version`.
         """
+        checks.count("number", number, 0, what="the number of a version")
         return self._obtain(lambda timeout: self._manifest.at_least(number, timeout), timeout)
 
     def refresh(self, max_behind: int = 0, timeout: float = DEFAULT) -> Version:
@@ -265,6 +272,7 @@ class ShardedSubscriber:
         Returns:
             A `Version`.
         """
+        checks.count("max_behind", max_behind, 0, what="a number of versions")
         return self._obtain(lambda timeout: self._manifest.refresh(max_behind, timeout), timeout)
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from telegrad.agent.naming import known_as
+from telegrad.checks import shown
 from telegrad.errors import InvalidArgument
 from telegrad.rpc import RRef, rpc_sync
 
@@ -29,8 +30,8 @@ def read_from(source: Any) -> Callable[[], Any]:
     if callable(source):
         return source  # type: ignore[no-any-return]
     raise InvalidArgument(
-        f"a publisher's source is a module, a state dict, another tree of tensors, or a function that gives one, "
-        f"not {type(source).__name__}"
+        f"source must be a module, a state dict, another tree of tensors, or a function that gives one, "
+        f"not {shown(source)}"
     )
 
 

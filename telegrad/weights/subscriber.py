@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from telegrad import forks
-from telegrad.agent.agent import DEFAULT
+from telegrad import checks, forks
 from telegrad.agent.compiling import not_compiled
-from telegrad.agent.deadlines import seconds
+from telegrad.agent.deadlines import DEFAULT, check_timeout, limit_of
 from telegrad.errors import CallTimeout, PublisherLost, UsageError
 from telegrad.group.members import WorkerInfo
 from telegrad.progress import Wait, attended
 from telegrad.rpc import current
+from telegrad.rpc.targets import target
 from telegrad.weights.desk import LOOK, Desk
 from telegrad.weights.joining import SubscriberBox, find_feed
-from telegrad.weights.version import Version
+from telegrad.weights.version import Version, check_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,12 +52,12 @@ class Subscriber:
 
     def __init__(self, worker: str | int | WorkerInfo, name: str, timeout: float = DEFAULT) -> None:
         here = current.here()
-        self.name = name
+        self.name: str = checks.text("name", name, "the name of what is published")
         self._agent = here.agent
-        to = self._agent.identify(worker.name if isinstance(worker, WorkerInfo) else worker)
+        limit = self._limit(timeout)
+        to = self._agent.identify(target(worker, "worker"))
         self.worker: str = to.name
         desk = here.attached(Desk)
-        limit = self._limit(timeout)
         with attended(Wait("Subscriber", lambda: self._story("wait for the publisher"), lambda: [to.name])):
             feed = find_feed(self._agent, to, name, limit)
         self._box = SubscriberBox(desk, feed, name, to)
@@ -86,6 +86,7 @@ class Subscriber:
             PublisherLost: the publisher has gone, and no version is here.
             CallTimeout: none has come in time.
         """
+        check_timeout(timeout)
         box = self._box
         if box.may_ask_for_newer():
             box.ask_for_newer(LOOK)
@@ -107,6 +108,8 @@ class Subscriber:
             PublisherLost: the publisher has gone, and it cannot come.
             CallTimeout: it has not come in time.
         """
+        checks.count("number", number, 0, what="the number of a version")
+        check_timeout(timeout)
         found = self._box.find(number)
         return self._take(found) if found is not None else self._obtain("at_least", lambda: number, False, timeout)
 
@@ -127,8 +130,8 @@ class Subscriber:
             PublisherLost: the publisher has gone, so that nobody can know.
             CallTimeout: no such version has come in time.
         """
-        if not isinstance(max_behind, int) or max_behind < 0:
-            raise UsageError(f"max_behind is a number of versions, not {max_behind!r}")
+        checks.count("max_behind", max_behind, 0, what="a number of versions")
+        check_timeout(timeout)
         self._box.check()
         box = self._box
         number = max(1, box.known - max_behind)
@@ -187,6 +190,7 @@ class Subscriber:
         Args:
             module: a module, or its state dict.
         """
+        check_module(module)
         (self._taken or self.newest()).load_into(module)
 
     def swap_into(self, module: nn.Module) -> None:
@@ -195,6 +199,8 @@ class Subscriber:
         Args:
             module: a module that only reads them.
         """
+        if not isinstance(module, nn.Module):
+            checks.wrong("module", "a module", module)
         (self._taken or self.newest()).swap_into(module)
 
     # How
@@ -236,7 +242,7 @@ class Subscriber:
                     box.changed.wait_for(lambda heard=heard: box.heard != heard, min(left, LOOK))  # type: ignore[misc]
 
     def _limit(self, timeout: float) -> float:
-        return self._agent.timeout if timeout == DEFAULT else seconds(timeout)
+        return limit_of(timeout, self._agent.timeout)
 
     def _story(self, doing: str) -> str:
         return f"{doing} of {self.name!r} on worker {self.worker!r}"

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from telegrad import checks
 from telegrad.errors import InvalidArgument
 from telegrad.weights.layout import Layout, pour
 
+_MODULE = "a module, or its state dict"
 SHOWN = 5  # names in a message
 
 
@@ -50,6 +52,7 @@ class Version:
         Raises:
             InvalidArgument: names or shapes do not fit; it says which, and nothing was copied.
         """
+        check_module(module)
         own = module.state_dict() if isinstance(module, nn.Module) else module
         self._pour(self._paired(own))
 
@@ -64,6 +67,8 @@ class Version:
         Raises:
             InvalidArgument: names, shapes or types do not fit; it says which, and nothing was changed.
         """
+        if not isinstance(module, nn.Module):
+            checks.wrong("module", "a module", module)
         own = module.state_dict(keep_vars=True)
         pairs = self._paired(own)
         others = [name for name, value in _tensors_of(own).items() if value.dtype != self.state[name].dtype]
@@ -107,6 +112,12 @@ class Version:
 
     def __repr__(self) -> str:
         return f"<Version {self.number}: {self._memory.numel()} bytes>"
+
+
+def check_module(module: Any) -> None:
+    """Raise InvalidArgument for what has no tensors to load into."""
+    if not isinstance(module, nn.Module):
+        checks.mapping("module", module, _MODULE)
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

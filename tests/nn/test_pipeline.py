@@ -211,9 +211,9 @@ def test_losses_that_average_and_losses_that_sum_give_the_numbers_of_the_whole(w
 REFUSED: dict[str, tuple[Any, str | None, str]] = {
     "one for each sample": (nn.CrossEntropyLoss(reduction="none"), None, "gives a loss for each sample"),
     "one that says another thing": (nn.MSELoss(reduction="sum"), "mean", "has reduction='sum': leave the former out"),
-    "an unknown reduction": (mse_loss, "max", "'mean' or 'sum', not 'max'"),
+    "an unknown reduction": (mse_loss, "max", "one of 'mean', 'sum', not 'max'"),
     "a class": (nn.MSELoss, None, r"an instance of it, MSELoss\(\)"),
-    "a value": (torch.zeros(()), None, "a function or a module"),
+    "a value": (torch.zeros(()), None, "loss must be a function of outputs and targets"),
     "no scalar": (partial(mse_loss, reduction="none"), None, "gives a loss for each sample"),
     "no scalar, and a function": (lambda outputs, targets: outputs - targets, None, r"shape \(2, 3\)\. Let it end"),
     "no tensor": (lambda outputs, targets: mse_loss(outputs, targets).item(), None, "gave float"),
@@ -230,7 +230,7 @@ def test_a_loss_that_a_pipeline_cannot_use_is_refused(what: str) -> None:
 
 def test_the_context_comes_first() -> None:
     inputs, targets = batch(8)
-    with pytest.raises(UsageError, match=r"takes the id of a context first, not Tensor"):
+    with pytest.raises(UsageError, match=r"takes the id of a context \(context_id\) first, not Tensor"):
         spread().forward_backward(inputs, targets, mse_loss, 1)  # type: ignore[arg-type]
 
 
@@ -268,9 +268,9 @@ def test_what_cannot_be_a_pipeline() -> None:
         Pipeline([make_stage(0)])((torch.ones(3, 5), torch.ones(4, 5)))
     with pytest.raises(UsageError, match="samples along their first dimension"):
         Pipeline([make_stage(0)])(torch.ones(()))
-    with pytest.raises(UsageError, match=r"stages of a pipeline are a list.*Pipeline\(\[first, second\], chunks=8\)"):
+    with pytest.raises(UsageError, match=r"chunks must be .*Pipeline\(\[first, second\], chunks=8\)"):
         Pipeline(make_stage(0), make_stage(1))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="stages of a pipeline are a list"):
+    with pytest.raises(UsageError, match="stages must be a list"):
         Pipeline(RemoteModule("w1", make_stage, (0,)))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a stage is a RemoteModule, a reference to a module or a module"):
         Pipeline(["w1"])  # type: ignore[list-item]

@@ -189,9 +189,9 @@ def test_a_batch_that_was_stopped_before_it_came_does_not_begin() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_stage_that_is_not_there_cannot_be_replaced() -> None:
-    with pytest.raises(UsageError, match="stages 0 to 0, and no stage 1"):
+    with pytest.raises(UsageError, match="stage must be the number of a stage from 0 to 0, not 1"):
         Pipeline([Stage(0)]).replace(1, Stage(1))
-    with pytest.raises(UsageError, match="no stage '0'"):
+    with pytest.raises(UsageError, match=r"stage must be the number of a stage.* not '0'"):
         Pipeline([Stage(0)]).replace("0", Stage(1))  # type: ignore[arg-type]
 
 

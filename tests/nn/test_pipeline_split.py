@@ -225,7 +225,7 @@ def test_what_cannot_be_split() -> None:
         Pipeline.split(sequence(), "w1")
     with pytest.raises(UsageError, match="'cpu' is no place for a module"):
         Pipeline.split(sequence(), ["w1", "cpu"])
-    with pytest.raises(UsageError, match="a pipeline needs at least one stage, and one chunk"):
+    with pytest.raises(UsageError, match="chunks must be a number of parts of a batch"):
         Pipeline.split(sequence(), ["w1"], chunks=0)
     with pytest.raises(ValueError, match="w9"):
         Pipeline.split(sequence(), ["w1", "w9"])

@@ -432,7 +432,7 @@ def test_what_has_no_meaning_says_so() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote("w1", make_leaf)], lr=1)
     with pytest.raises(UsageError, match="a new context for each step"):
         optimizer.zero_grad()
-    with pytest.raises(UsageError, match=r"takes references to parameters, not Parameter.*for_module"):
+    with pytest.raises(UsageError, match=r"takes references to parameters \(params_rref\), not Parameter.*for_module"):
         DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="neither a parameter nor a module, but to str"):
         DistributedOptimizer(torch.optim.SGD, [remote("w1", str, ("x",))], lr=1)
@@ -459,7 +459,10 @@ def test_hooks_of_the_optimizer() -> None:
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a closure": (lambda: (torch.optim.LBFGS, [RRef(nn.Linear(2, 2))]), "LBFGS cannot be used over several workers"),
     "a closure, in secret": (lambda: (lambda p: torch.optim.LBFGS(p), [RRef(nn.Linear(2, 2))]), "LBFGS cannot be used"),
-    "an optimizer": (lambda: (torch.optim.SGD(linear(1, 1).parameters()), []), "takes a class of optimizers, not SGD"),
+    "an optimizer": (
+        lambda: (torch.optim.SGD(linear(1, 1).parameters()), []),
+        r"takes a class of optimizers \(optimizer_class\), not SGD",
+    ),
     "another class": (lambda: (nn.Linear, [RRef(nn.Linear(2, 2))]), "Linear is no class of optimizers"),
     "a module": (lambda: (torch.optim.SGD, nn.Linear(2, 2)), r"not Linear: write DistributedOptimizer\.for_module"),
     "a remote module": (lambda: (torch.optim.SGD, RemoteModule("w1", nn.Linear, (2, 2))), r"\.for_module"),
@@ -511,7 +514,8 @@ def test_a_context_that_has_ended_here_is_not_stepped_on_those_who_have_not_hear
     with pytest.raises(ContextEnded, match=r"has ended.*call step\(\) inside"):
         optimizer.step(context)
     with pytest.raises(
-        UsageError, match=r"takes the id of a context first, not context: write `with autograd\.context\(\) as"
+        UsageError,
+        match=r"takes the id of a context \(context_id\) first, not <context.*: write `with autograd\.context\(\) as",
     ):
         optimizer.step(autograd.context())  # type: ignore[arg-type]
     assert leaf.to_here().sum() == 9

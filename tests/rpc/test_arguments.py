@@ -71,18 +71,18 @@ def test_functions_that_cannot_be_called(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("call", [rpc_sync, rpc_async, remote])
 @pytest.mark.parametrize("timeout", [-5, -0.5, "5", None, float("nan")], ids=repr)
 def test_timeouts_that_are_none(call: Callable[..., Any], timeout: float | str | None) -> None:
-    with pytest.raises(InvalidArgument, match="a timeout is a number of seconds, or 0 for no limit, not"):
+    with pytest.raises(InvalidArgument, match="timeout must be a number of seconds, 0 for no limit"):
         call("w1", take, (), None, timeout)
 
 
 def test_timeouts_of_references() -> None:
     reference = RRef(3)
-    with pytest.raises(InvalidArgument, match="a timeout is"):
+    with pytest.raises(InvalidArgument, match="timeout must be"):
         reference.to_here(-3)
 
 
 def test_timeouts_of_options() -> None:
-    with pytest.raises(UsageError, match="rpc_timeout must be 0"):
+    with pytest.raises(UsageError, match="rpc_timeout must be a number of seconds, 0 for no limit"):
         TensorPipeRpcBackendOptions(rpc_timeout=-1)
 
 

@@ -157,7 +157,7 @@ def test_what_cannot_run_in_batches() -> None:
 
     with pytest.raises(UsageError, match="by name"):
         functions.batch(2, 1)(named)
-    with pytest.raises(UsageError, match="max_size >= 1"):
+    with pytest.raises(UsageError, match="max_size must be"):
         functions.batch(0, 1)
 
 

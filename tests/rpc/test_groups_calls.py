@@ -145,7 +145,7 @@ def test_the_first_few_that_succeed(actors: rpc.Group) -> None:
     assert set(actors.rpc_async(odd_ones_fail, (7,)).first(2)) == {"w2", "w4"}
     with pytest.raises(errors.GroupError):
         actors.rpc_async(odd_ones_fail, (7,)).first(3)
-    with pytest.raises(errors.InvalidArgument, match="a number from 1 to 5"):
+    with pytest.raises(errors.InvalidArgument, match="n must be a number of the calls"):
         actors.rpc_async(number).first(6)
 
 

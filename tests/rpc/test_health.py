@@ -226,7 +226,7 @@ def test_who_was_taken_for_dead_serves_no_more() -> None:
 @pytest.mark.parametrize("option", ["silence", "heartbeat"])
 def test_times_that_are_none(option: str) -> None:
     for wrong in (-1, "1", float("nan"), float("inf"), None):
-        with pytest.raises(errors.UsageError, match=f"{option} must be 0"):
+        with pytest.raises(errors.UsageError, match=f"{option} must be a number of seconds, 0 for"):
             TelegradOptions(**{option: wrong})  # type: ignore[arg-type]
 
 

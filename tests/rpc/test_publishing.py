@@ -214,9 +214,9 @@ def test_what_cannot_be_published(crowd: Crowd) -> None:
     crowd.on("w1", rpc.publish, "counter", Counter)
     with pytest.raises(errors.UsageError, match="'w1' publishes a value under the name 'counter' already"):
         crowd.on("w1", rpc.publish, "counter", Counter)
-    with pytest.raises(errors.InvalidArgument, match="publish takes a name"):
+    with pytest.raises(errors.InvalidArgument, match="factory must be a function"):
         crowd.on("w1", rpc.publish, "other", Counter())
-    with pytest.raises(errors.InvalidArgument, match="has a name"):
+    with pytest.raises(errors.InvalidArgument, match="name must be the name of a value"):
         crowd.on("w1", rpc.lookup, "")
 
 

@@ -298,7 +298,7 @@ def test_what_is_said_of_mistakes() -> None:
             on(learner, Subscriber, "w1", "polcy", timeout=0.1)
         with pytest.raises(UsageError, match="has a publisher 'policy' already"):
             on(learner, Publisher, "policy", model)
-        with pytest.raises(InvalidArgument, match="source is a module"):
+        with pytest.raises(InvalidArgument, match="source must be a module"):
             on(learner, Publisher, "other", 3)
         with pytest.raises(InvalidArgument, match="meta"):
             on(learner, Publisher, "other", {"a": torch.empty(3, device="meta")}).publish()

@@ -9,8 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from telegrad.agent.agent import DEFAULT
 from telegrad.agent.compiling import not_compiled
+from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.compat.rpc import profiled
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError

@@ -1,0 +1,148 @@
+"""Checked arguments of public functions: each converter returns the value, or raises InvalidArgument.
+
+The message names the parameter, says what it may be, and shows the value in at most SHOWN characters.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from math import inf
+from typing import Any, NoReturn
+
+from telegrad.errors import InvalidArgument
+
+SHOWN = 80  # characters of a value in a message
+LONGEST = 1e9  # seconds: timers of the platforms take no more than about 30 years
+FOR_EVER = "0 for no limit"
+
+
+class _Short(reprlib.Repr):
+    """Like `repr`, but short, and never failing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = SHOWN
+        self.maxlevel = 2
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"<int of {x.bit_length()} bits>" if x.bit_length() > 200 else repr(x)
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x) if len(x) <= SHOWN else f"{x[: SHOWN // 2]!r}... ({len(x)} characters)"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x) if len(x) <= SHOWN else f"{x[: SHOWN // 2]!r}... ({len(x)} bytes)"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        kind = type(x)
+        if isinstance(x, type):
+            return f"the class {x.__qualname__}"
+        plain: Any = object.__repr__
+        if kind.__repr__ is plain or kind.__module__.partition(".")[0] in ("torch", "numpy"):
+            return kind.__qualname__  # the values of a tensor say nothing here, and take long
+        return super().repr_instance(x, level)
+
+    def repr_Parameter(self, x: Any, level: int) -> str:  # noqa: N802 - of torch
+        return self.repr_instance(x, level)
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """Return a value as text for a message, shortened."""
+    text = _short.repr(value)
+    return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]}..."
+
+
+def wrong(name: str, what: str, value: object) -> NoReturn:
+    """Raise that a parameter must be something else."""
+    raise InvalidArgument(f"{name} must be {what}, not {shown(value)}")
+
+
+def seconds(name: str, value: Any, zero: str = FOR_EVER, hint: str = "", least: float = 0.0) -> Any:
+    """Return a time as it was given; for infinity 0, where that stands for no limit."""
+    if type(value) is float and value == inf and zero is FOR_EVER:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LONGEST:
+        meaning = f", {zero}" if not least else ""
+        wrong(name, f"a number of seconds{meaning}, and at most {LONGEST:,.0f}{hint}", value)
+    return value
+
+
+def count(name: str, value: Any, least: int = 1, most: int = 1 << 62, what: str = "a whole number") -> int:
+    """Return a number of something, from `least` to `most`."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__") or hasattr(value, "ndim"):
+        wrong(name, f"{what}, {least} or more", value)
+    number = operator.index(value)
+    if not least <= number <= most:
+        wrong(name, f"{what} from {least} to {most}" if most < 1 << 62 else f"{what}, {least} or more", value)
+    return number
+
+
+def number(name: str, value: Any, least: float) -> float:
+    """Return a real number, from `least` on; infinity is one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        wrong(name, f"a number, {least:g} or more", value)
+    try:
+        return float(value)
+    except OverflowError:
+        wrong(name, "a number that a float can hold", value)
+
+
+def port(name: str, value: Any) -> int:
+    """Return the number of a port; 0 stands for a free one."""
+    return count(name, value, 0, 65535, "the number of a port")
+
+
+def flag(name: str, value: Any, none: bool = False) -> Any:
+    """Return True or False, or None where that stands for the default."""
+    if value is not True and value is not False and not (none and value is None):
+        wrong(name, "True, False or None" if none else "True or False", value)
+    return value
+
+
+def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> str:
+    """Return a string."""
+    if not isinstance(value, str) or not (value or empty):
+        wrong(name, what, value)
+    return value
+
+
+def path(name: str, value: Any) -> Any:
+    """Return a path as it was given."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        wrong(name, "the path of a file or folder, a str or a pathlib.Path", value)
+    return value
+
+
+def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
+    """Return one of a few values."""
+    if not isinstance(value, str) or value not in choices:
+        wrong(name, f"one of {', '.join(map(repr, choices))}", value)
+    return value
+
+
+def function(name: str, value: Any, what: str = "a function") -> Callable[..., Any]:
+    """Return something that can be called."""
+    if not callable(value):
+        wrong(name, what, value)
+    found: Callable[..., Any] = value
+    return found
+
+
+def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
+    """Return a dictionary, or what is used as one."""
+    if not isinstance(value, Mapping):
+        wrong(name, what, value)
+    return value
+
+
+def several(name: str, value: Any, what: str) -> list[Any]:
+    """Return the members of a list, a tuple or another iterable that is neither text nor bytes."""
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
+        wrong(name, what, value)
+    return list(value)

@@ -1,0 +1,449 @@
+"""Every parameter of every public function refuses what it cannot be, at once, by its name and in few words."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad
+from telegrad import autograd, checks, errors, insight, optim, rpc, weights
+from tests import public
+from tests.cluster import PATIENCE, processes
+
+LONGEST = 500  # characters of a message
+NAN, INF, HUGE, LONG = float("nan"), float("inf"), 10**400, "x" * 1_000_000
+REFUSED = (errors.UsageError, TypeError, ValueError)
+
+# What is wrong for each kind of parameter.
+NO_TEXT: list[Any] = [None, b"x", 5, 1.5, True, ["x"], object(), HUGE]
+NO_FLAG: list[Any] = [0, 1, "yes", b"", [], object(), 1.0]
+NO_COUNT: list[Any] = ["1", b"1", True, 1.5, NAN, INF, -5, -HUGE, [1], object(), torch.ones(2)]
+NO_SECONDS: list[Any] = ["1", b"1", True, NAN, -5, -0.5, -INF, 1e300, HUGE, [1], object(), torch.tensor(1.0)]
+NO_FUNCTION: list[Any] = [None, "f", b"f", 5, True, NAN, [print], object()]
+NO_LIST: list[Any] = [b"x", 5, True, 1.5, object(), HUGE]
+NO_MAPPING: list[Any] = [None, "x", b"x", 5, True, [1], object()]
+NO_CHOICE: list[Any] = [None, "other", b"x", 5, True, [], object(), LONG]
+NO_WORKER: list[Any] = [None, b"worker0", 1.0, True, [], object(), NAN, "", -1, HUGE, LONG, "worker0\0", "\udcff"]
+NO_INFO: list[Any] = [rpc.WorkerInfo("worker0", 99), rpc.WorkerInfo("nobody", 0)]
+NO_PATH: list[Any] = [5, True, 1.5, [], object(), ""]
+NO_MODULE: list[Any] = [None, "x", b"x", 5, True, NAN, object()]
+NO_CONTEXT: list[Any] = [None, "x", b"x", True, 1.5, NAN, -5, [1], object()]
+
+
+def without_none(values: list[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+def with_none(values: list[Any]) -> list[Any]:
+    return [None, *values]
+
+
+# By the names of parameters: a name means the same wherever it stands, but for those in BY_ENTRY.
+BY_NAME: dict[str, list[Any]] = {
+    "timeout": with_none(NO_SECONDS),
+    "rpc_timeout": with_none(NO_SECONDS),
+    "silence": with_none([*NO_SECONDS, INF]),
+    "heartbeat": with_none([*NO_SECONDS, INF]),
+    "seconds": [*NO_SECONDS, INF],
+    "max_wait": with_none([*NO_SECONDS, INF]),
+    "to": [*NO_WORKER, *NO_INFO],
+    "worker": [*NO_WORKER, *NO_INFO],
+    "worker_name": [*without_none(NO_WORKER), *NO_INFO],
+    "remote_device": [*NO_WORKER, *NO_INFO, "cuda:0", "worker0/nothing"],
+    "func": NO_FUNCTION,
+    "fn": NO_FUNCTION,
+    "callback": NO_FUNCTION,
+    "factory": NO_FUNCTION,
+    "module_cls": NO_FUNCTION,
+    "optimizer_class": NO_FUNCTION,
+    "loss": NO_FUNCTION,
+    "op": without_none(NO_FUNCTION),
+    "reduce": without_none(NO_FUNCTION),
+    "args": [5, "ab", b"x", True, {1: 2}, object()],
+    "kwargs": [5, "ab", b"x", True, [], object()],
+    "wait_for_worker": NO_FLAG,
+    "idempotent": with_none(NO_FLAG),
+    "graceful": with_none(NO_FLAG),
+    "retain_graph": with_none(NO_FLAG),
+    "create_graph": with_none(NO_FLAG),
+    "error_if_nonfinite": with_none(NO_FLAG),
+    "hogwild": with_none(NO_FLAG),
+    "recurse": with_none(NO_FLAG),
+    "requires_grad": with_none(NO_FLAG),
+    "set_to_none": with_none(NO_FLAG),
+    "keep_vars": with_none(NO_FLAG),
+    "pass_deadlines": with_none(NO_FLAG),
+    "profile": with_none(NO_FLAG),
+    "restore": [None, 5, "yes", b"", [], object()],
+    "window": with_none([*NO_COUNT, 0, HUGE]),
+    "num_worker_threads": with_none([*NO_COUNT, 0, 10**9, HUGE]),
+    "shared_memory": with_none([*NO_COUNT, HUGE]),
+    "max_size": with_none([*NO_COUNT, 0]),
+    "chunks": with_none([*NO_COUNT, 0]),
+    "stage": with_none([*NO_COUNT, 7]),
+    "number": with_none(NO_COUNT),
+    "max_behind": with_none(NO_COUNT),
+    "n": with_none([*NO_COUNT, 0, 7]),
+    "port": with_none([*NO_COUNT, 65536, HUGE]),
+    "dashboard": [*NO_COUNT, 65536, HUGE],
+    "rank": with_none([*NO_COUNT, HUGE]),
+    "world_size": [*NO_COUNT, 0, HUGE],
+    "min_workers": [*NO_COUNT, 0, HUGE],
+    "max_workers": [*NO_COUNT, 0, HUGE],
+    "context_id": NO_CONTEXT,
+    "dist_autograd_ctx_id": NO_CONTEXT,
+    "name": [*NO_TEXT, ""],
+    "role": [*NO_TEXT, LONG, "a.b", "a#"],
+    "method": [*NO_TEXT, ""],
+    "host": [*NO_TEXT, ""],
+    "address": without_none(NO_TEXT),
+    "init_method": NO_TEXT,
+    "prefix": NO_TEXT,
+    "backend": [*without_none(NO_TEXT), LONG],
+    "driver": [*NO_TEXT, "", LONG, "a.b", "a#"],
+    "mode": NO_CHOICE,
+    "schedule": NO_CHOICE,
+    "transport": NO_CHOICE,
+    "deltas": NO_CHOICE,
+    "reduction": without_none(NO_CHOICE),
+    "keep": [*NO_COUNT, 0],
+    "wait": [*NO_SECONDS],
+    "dtype": ["float", 5, True, [], object()],
+    "source": [None, 5, True, 1.5, object()],
+    "roots": [None, 5, "x", True, [], [5], object(), torch.ones(2), torch.ones(1)],
+    "step": [5, "x", True, [], object()],
+    "module": NO_MODULE,
+    "model": NO_MODULE,
+    "module_rref": NO_MODULE,
+    "path": [None, *NO_PATH],
+    "folder": [None, *NO_PATH],
+    "checkpoint_id": [None, *NO_PATH],
+    "state": [*NO_MAPPING, {1: 2}],
+    "state_dict": [*NO_MAPPING, {}, {"state": 5, "param_groups": []}],
+    "groups": [*NO_LIST, None, [5], [{}]],
+    "param_group": [*NO_MAPPING, {}],
+    "params": [*NO_LIST, None, "x", [5]],
+    "params_rref": [*NO_LIST, None, "x", [5]],
+    "max_norm": [None, "1", True, NAN, -1.0, HUGE, [1], object()],
+    "norm_type": [None, "1", True, NAN, -1.0, HUGE, [1], object()],
+    "stages": [*NO_LIST, None, "x", [], [5]],
+    "tied": [*NO_LIST, None, "x", [5], [[5, 6]], [["0.weight"]]],
+    "at": [*NO_LIST, "x", [5]],
+    "balance": [*NO_LIST, "x", ["x"], [True]],
+    "wanted": [*NO_LIST, [5]],
+    "require": [*without_none(NO_LIST[:2]), 1.5, object(), "worker0", [5.5], [True], NO_INFO[:1]],
+    "of": [5, True, 1.5, object(), [], [5.5], [True], ["nobody"], ["worker0", "worker0"], [LONG], NO_INFO[:1]],
+    "after": [5, "x", True, object()],
+    "device_maps": [5, "x", True, [1], object(), {5: {}}, {"a": 5}, {"a": {"cpu": "nothing"}}],
+    "device_map": [None, 5, "x", True, [1], object(), {"cpu": "nothing"}],
+    "devices": [5, "cpu", True, object(), ["nothing"], [1.5], [True]],
+    "tls": [5, "x", True, [1], ("a", "b"), ("a", "b", 5), object()],
+    "rpc_backend_options": [5, "x", True, {}, object()],
+    "group": [None, 5, "x", True, [], object()],
+    "cls": [None, 5, "x", True, print, object()],
+    "_transports": [5, "uv", object()],
+    "_channels": [5, "uv", object()],
+}
+BY_ENTRY: dict[str, list[Any]] = {
+    "telegrad.local: workers": [
+        None,
+        0,
+        -1,
+        True,
+        "ab",
+        b"x",
+        1.5,
+        HUGE,
+        [],
+        {},
+        ["a", "a"],
+        [5],
+        ["a.b"],
+        [LONG],
+        {"a": 0},
+        {"a": True},
+        {5: 1},
+        {"a.b": 1},
+        object(),
+    ],
+    "telegrad.autograd.backward: timeout": NO_SECONDS,
+    "telegrad.autograd.backward_async: timeout": NO_SECONDS,
+    "telegrad.checkpoint.save: wait": with_none(NO_FLAG),
+    "telegrad.insight.graph: roots": [None, 5, "x", [5], object()],
+    "telegrad.insight.trace: source": [5, "x", object()],
+    "telegrad.insight.tracing: source": [5, "x", object()],
+    "telegrad.rpc.get_worker_info: worker_name": [*without_none(NO_WORKER), *NO_INFO],
+    "telegrad.rpc.init_rpc: name": [b"x", 5, True, ["x"], object(), LONG, "a.b", "a#", "", HUGE],
+    "telegrad.rpc.init_rpc: backend": ["other", 5, True, [], object(), LONG],
+    "telegrad.rpc.wait_for_workers: wanted": [None, 0, True, 1.5, object(), HUGE, [5], b"x"],
+    "telegrad.rpc.Group.barrier: name": NO_TEXT,
+    "telegrad.rpc.Group.all_reduce: name": NO_TEXT,
+    "telegrad.rpc.wait_for_workers: role": NO_TEXT,
+    "telegrad.rpc.Group.filter: keep": NO_FUNCTION,
+    "telegrad.rpc.Group.without: workers": [5.5, True, None, object(), LONG],
+    "telegrad.nn.RemoteModule.train: mode": with_none(NO_FLAG),
+    "telegrad.nn.Pipeline.split: workers": [*NO_LIST, None, [], "worker0", [5], [True], [LONG], [object()]],
+    "telegrad.rpc.TelegradOptions: wait_for_worker": with_none(NO_FLAG),
+    "telegrad.rpc.TelegradOptions.set_device_map: to": [*NO_TEXT, ""],
+    "telegrad.rpc.TensorPipeRpcBackendOptions.set_device_map: to": [*NO_TEXT, ""],
+    "telegrad.optim.DistributedOptimizer.for_module: module": NO_MODULE,
+    "telegrad.weights.ShardedPublisher: source": [None, 5, True, "x", [], object(), {}],
+}
+ANYTHING = {  # parameters that take every value, or are passed on
+    "value",
+    "result",
+    "inputs",
+    "targets",
+    "type_hint",
+    "items",
+    "destination",
+    "param",
+    "own",
+    "key",
+}
+# Values, what Python or torch calls, and what other tests go through.
+LEFT_OUT = {
+    "telegrad.rpc.BackendType", "telegrad.rpc.Generation", "telegrad.rpc.GroupFuture", "telegrad.rpc.Group",
+    "telegrad.rpc.RefGroup", "telegrad.rpc.Stream", "telegrad.rpc.TlsFiles", "telegrad.rpc.WorkerInfo",
+    "telegrad.weights.Box", "telegrad.weights.Shard", "telegrad.weights.Version", "telegrad.insight.GradientGraph",
+    "telegrad.hosting.LocalGroup", "telegrad.hosting.LocalGroup.ended", "telegrad.hosting.LocalGroup.__exit__",
+    "telegrad.rpc.references.Proxy", "telegrad.rpc.references.Proxy.__call__", "telegrad.rpc.RRef.__call__",
+    "telegrad.rpc.Future",
+    "telegrad.nn.RemoteModule.parameters", "telegrad.nn.RemoteModule.buffers",  # which are refused as a whole
+    "telegrad.nn.RemoteModule.register_buffer", "telegrad.nn.RemoteModule.register_parameter",
+    "telegrad.nn.RemoteModule.add_module", "telegrad.optim.DistributedOptimizer.zero_grad",
+    "telegrad.nn.Pipeline.parameters",
+}  # fmt: skip
+
+
+def entries() -> Iterator[tuple[str, Any]]:
+    """Each public function, class and method, by its name."""
+    yield from public.functions().items()
+    for name, kind in public.classes().items():
+        if not issubclass(kind, errors.TelegradError):
+            yield name, kind
+        for member, value in public.members(kind).items():
+            if not isinstance(value, property):
+                yield f"{name}.{member}", getattr(kind, member)
+
+
+def parameters(function: Any) -> list[str]:
+    found = inspect.signature(function).parameters.values()
+    passed_on: tuple[object, ...] = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [each.name for each in found if each.kind not in passed_on or each.name in ("workers", "items")]
+    return [name for name in named if name not in ("self", "_", "__")]
+
+
+def wrong_values(entry: str, parameter: str) -> list[Any] | None:
+    return BY_ENTRY.get(f"{entry}: {parameter}", BY_NAME.get(parameter))
+
+
+def test_each_parameter_has_an_entry_in_the_table() -> None:
+    missing = [
+        f"{entry}: {parameter}"
+        for entry, function in entries()
+        if entry not in LEFT_OUT
+        for parameter in parameters(function)
+        if parameter not in ANYTHING and wrong_values(entry, parameter) is None
+    ]
+    assert not missing, "say what these must refuse, in BY_NAME or BY_ENTRY"
+    known = {f"{entry}: {parameter}" for entry, function in entries() for parameter in parameters(function)}
+    assert not BY_ENTRY.keys() - known, "these are no parameters any more"
+
+
+class Things:
+    """What plausible arguments are made of, in a group of a driver and two workers."""
+
+    def __init__(self) -> None:
+        self.module = telegrad.nn.RemoteModule("worker0", nn.Linear, (2, 1))
+        self.reference = rpc.remote("worker0", list, ([1, 2],))
+        self.context = autograd.context()
+        self.context_id = self.context.__enter__()
+        self.pipeline = telegrad.nn.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], chunks=1)
+        self.optimizer = optim.DistributedOptimizer.for_module(torch.optim.SGD, self.module, lr=0.1)
+        self.publisher = weights.Publisher("numbers", {"x": torch.ones(2)})
+        self.publisher.publish()
+        self.sharded = weights.ShardedPublisher("shards", self.module)
+        self.sharded.publish()
+        self.subscriber = weights.Subscriber("driver", "numbers")
+        self.instances: dict[str, Any] = {
+            "telegrad.rpc.Future": rpc.rpc_async("worker0", int),
+            "telegrad.rpc.Group": rpc.group(["worker0"]),
+            "telegrad.rpc.GroupFuture": rpc.group(["worker0"]).rpc_async(int),
+            "telegrad.rpc.RefGroup": rpc.group(["worker0"]).remote(list, ([1],)),
+            "telegrad.rpc.RRef": self.reference,
+            "telegrad.rpc.TelegradOptions": rpc.TelegradOptions(),
+            "telegrad.rpc.TensorPipeRpcBackendOptions": rpc.TensorPipeRpcBackendOptions(),
+            "telegrad.nn.RemoteModule": self.module,
+            "telegrad.nn.Pipeline": self.pipeline,
+            "telegrad.optim.DistributedOptimizer": self.optimizer,
+            "telegrad.weights.Publisher": self.publisher,
+            "telegrad.weights.ShardedPublisher": self.sharded,
+            "telegrad.weights.Subscriber": self.subscriber,
+            "telegrad.weights.ShardedSubscriber": weights.ShardedSubscriber("driver", "shards"),
+            "telegrad.weights.Version": self.subscriber.newest(),
+            "telegrad.insight.GradientGraph": insight.graph(self.context_id),
+        }
+        root = torch.ones(1, requires_grad=True) * 2
+        self.right: dict[str, Any] = {
+            **dict.fromkeys(("to", "worker", "remote_device"), "worker0"),
+            **dict.fromkeys(("func", "fn", "factory"), int),
+            **dict.fromkeys(("callback", "keep", "op"), repr),
+            **dict.fromkeys(("max_size", "number", "stage", "n", "wanted", "chunks"), 1),
+            **dict.fromkeys(("max_wait", "max_norm", "seconds"), 0.0),
+            **dict.fromkeys(("path", "folder", "checkpoint_id"), os.devnull),
+            **dict.fromkeys(("module", "model"), nn.Linear(2, 1)),
+            "name": "another",
+            "method": "copy",
+            "value": 1,
+            "context_id": self.context_id,
+            "roots": root,
+            "inputs": torch.ones(1, 2),
+            "targets": torch.ones(1, 1),
+            "loss": nn.MSELoss(),
+            "module_cls": nn.Identity,
+            "module_rref": self.module.get_module_rref(),
+            "optimizer_class": torch.optim.SGD,
+            "params_rref": self.module.remote_parameters(),
+            "params": self.module.remote_parameters(),
+            "param_group": {"params": []},
+            "stages": [nn.Identity()],
+            "workers": 1,
+            "state": {},
+            "state_dict": self.optimizer.state_dict(),
+            "groups": [],
+            "source": {"x": torch.ones(2)},
+            "group": rpc.group(),
+            "cls": dict,
+            "device_map": {},
+            "devices": [],
+        }
+
+    def call(self, entry: str, function: Any, parameter: str, value: Any) -> None:
+        """Call with one wrong argument, and right ones where some are needed."""
+        owner, _, member = entry.rpartition(".")
+        if owner in public.classes():
+            function = getattr(self.instances[owner], member)
+        given = {
+            each.name: self.right[each.name]
+            for each in inspect.signature(function).parameters.values()
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        }
+        if entry.endswith("Pipeline.split"):
+            given |= {"workers": ["worker0"]}
+        if entry.endswith(".without"):
+            function(value)
+            return
+        if entry.endswith("TensorPipeRpcBackendOptions") or "Options" in entry:
+            given.pop("own", None)
+        if parameter == "balance":
+            given |= {"model": nn.Sequential(nn.Identity())}
+        made = function(**{**given, parameter: value})
+        if entry == "telegrad.rpc.functions.batch":
+            made(self.call)
+
+
+def check_all() -> list[str]:
+    """What is wrong in a group of this process and a worker."""
+    with telegrad.local(["worker0"]) as local:
+        things, wrong = Things(), []
+        things.instances["telegrad.hosting.LocalGroup"] = local
+        for entry, function in entries():
+            if entry in LEFT_OUT:
+                continue
+            for parameter in parameters(function):
+                for value in (wrong_values(entry, parameter) or []) if parameter not in ANYTHING else []:
+                    fault = fault_of(lambda: things.call(entry, function, parameter, value), parameter)  # noqa: B023
+                    if fault:
+                        wrong.append(f"{entry}({parameter}={checks.shown(value)}): {fault}")
+        assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8
+        rpc.shutdown(graceful=False)
+    return wrong
+
+
+def fault_of(call: Callable[[], Any], parameter: str) -> str:
+    """Why a refusal is none, or a bad one; "" where all is well."""
+    try:
+        call()
+    except errors.NotInitialized:
+        return "says that this process is in no group"
+    except errors.AlreadyInitialized:
+        return "was looked at too late"
+    except REFUSED as error:
+        said = str(error)
+        if len(said) > LONGEST:
+            return f"a message of {len(said)} characters"
+        words = {parameter, *ALSO.get(parameter, ())}
+        return "" if any(word in said for word in words) else f"does not name it: {said[:200]}"
+    except BaseException as error:
+        return f"raises {type(error).__name__}: {str(error)[:200]}"
+    return "is taken"
+
+
+# Words that name a parameter in messages that people know.
+ALSO = {
+    "to": ("destination",),
+    "worker": ("destination",),
+    "worker_name": ("destination",),
+    "remote_device": ("destination",),
+    "of": ("destination", "the group twice", "named workers"),
+    "require": ("destination",),
+    "func": ("function to call",),
+    "callback": ("then",),
+    "method": ("attribute",),
+    "name": ("worker's name", "a name for this worker"),
+    "role": ("worker's role",),
+    "driver": ("worker's name",),
+    "workers": ("destination", "worker's name", "worker's role", "remote_device", "driver"),
+    "rank": ("rank",),
+    "devices": ("a device",),
+    "device_maps": ("a device", "device_map"),
+    "device_map": ("a device",),
+    "roots": ("root",),
+    "groups": ("other parameters",),
+    "params": ("parameters",),
+    "params_rref": ("parameters", "references"),
+    "param_group": ("parameter",),
+    "model": ("module",),
+    "module": ("parameters", "model"),
+    "tls": ("tls:",),
+    "checkpoint_id": ("checkpoint",),
+    "group": ("group",),
+    "at": ("`at`",),
+    "stages": ("stage",),
+}
+
+
+@pytest.mark.timeout(3 * PATIENCE)
+def test_each_parameter_refuses_what_it_cannot_be() -> None:
+    with processes(1) as (process,):
+        wrong: list[str] = process.run(check_all, patience=3 * PATIENCE)
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_values_are_shown_in_few_words() -> None:
+    class Fails:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    many = [
+        LONG,
+        LONG.encode(),
+        HUGE,
+        [LONG] * 1000,
+        {LONG: LONG},
+        Fails(),
+        torch.ones(1000, 1000),
+        object(),
+        [[[[[1]]]]],
+    ]
+    for value in many:
+        assert 0 < len(checks.shown(value)) <= 2 * checks.SHOWN + 3
+    assert checks.shown("worker0") == "'worker0'"
+    assert checks.shown(torch.ones(3)) == "Tensor"
