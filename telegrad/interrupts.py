@@ -70,7 +70,10 @@ _RESUME = dis.opmap.get("RESUME")
 _CALLS = {number for name, number in dis.opmap.items() if name.startswith(("CALL", "PRECALL"))}  # in which C may block
 _MANAGER = contextlib._GeneratorContextManager
 _MANAGERS = {_MANAGER.__enter__.__code__, _MANAGER.__exit__.__code__}
-_BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name or name == "JUMP_ABSOLUTE"}
+_BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}
+_JUMPS = {
+    dis.opmap.get(name) for name in ("JUMP_ABSOLUTE", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE")
+}  # 3.10: either way
 _WAITING_LOOPS: set[CodeType] = set()
 # Within these a blocked call is not interrupted either. From the start of a thread, none could tell whether that runs.
 _UNINTERRUPTED = {threading.Thread.start.__code__}
@@ -81,6 +84,12 @@ def _calls_of(code: CodeType, method: str) -> set[int]:
     instructions = list(dis.get_instructions(code))
     loads = [at for at, each in enumerate(instructions) if each.argval == method]
     return {each.offset for at in loads for each in instructions[at : at + 5] if each.opcode in _CALLS}
+
+
+def _goes_back(code: CodeType, at: int) -> bool:
+    """Return True if a backward jump is at this place of a short function."""
+    opcode, target = code.co_code[at : at + 2]
+    return opcode in _BACKWARD or (sys.version_info < (3, 11) and opcode in _JUMPS and 2 * target <= at)
 
 
 _WAIT = threading.Condition.wait.__code__
@@ -127,7 +136,7 @@ class _Deferred:
         if opcode == _RESUME:
             return _Look.WAIT if self.repeats < STUCK else _Look.WAIT_FOR_KICK
         is_blocked = self.repeats and opcode in _CALLS and now - last > BLOCKED
-        may_run = is_blocked or (waits and opcode in _BACKWARD)
+        may_run = is_blocked or (waits and _goes_back(code, frame.f_lasti))
         return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
 
 
