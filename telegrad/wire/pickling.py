@@ -257,6 +257,7 @@ def _dump(
     pickler.plain = True
     pickler.file = file
     if texts:
+        file.may_repeat = False
         pickler.expect_texts()
     try:
         pickler.dump(value)

@@ -109,27 +109,31 @@ def copied(view: memoryview) -> Tensor:
     """A copy of the memory of a contiguous buffer."""
     with torch.inference_mode(False):
         made = torch.empty(view.nbytes, dtype=torch.uint8, device=CPU)
-    copy(made, of_buffer(view))
+    copy(made.data_ptr(), address_of(view), view.nbytes)
     return made
 
 
-def copy(target: Tensor, source: Tensor) -> None:
-    """Copy bytes without the interpreter's lock."""
-    if target.numel() < PARALLEL_FROM:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+def is_intercepted() -> bool:
+    """Whether operators of torch may do something else here than to work on memory, as in a mode of fake tensors."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def copy(target: int, source: int, size: int) -> None:
+    """Copy bytes from one address to another without the interpreter's lock."""
+    if size < PARALLEL_FROM or is_intercepted():
+        ctypes.memmove(target, source, size)
         return
-    with torch.inference_mode(False), torch.no_grad():
-        target.copy_(source)
+    with torch.no_grad():
+        at_address(target, size, None).copy_(at_address(source, size, None))
 
 
-def fill_new(address: int, source: Tensor, keeper: Any) -> None:
-    """Copy into memory that was allocated and not touched yet."""
-    size = source.numel()
+def fill_new(target: int, source: int, size: int) -> None:
+    """Copy bytes into memory that was allocated and not touched yet."""
     if _advise is not None and size >= HUGE_FROM:  # a kernel without huge pages serves small ones
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        start = -(-target // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (target + size) // mmap.PAGESIZE * mmap.PAGESIZE
         _advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
-    copy(at_address(address, size, keeper), source)
+    copy(target, source, size)
 
 
 # Text
@@ -157,7 +161,7 @@ def to_text(encoded: Tensor) -> str:
     try:
         if _is_ascii(encoded):
             made.value = _new_text(encoded.numel(), 127)
-            fill_new(_utf8_of(_object_at(made), None), encoded, None)
+            fill_new(_utf8_of(_object_at(made), None), encoded.data_ptr(), encoded.numel())
         else:
             _decode_into(made, encoded)
         return _object_at(made)  # type: ignore[no-any-return]
@@ -171,6 +175,8 @@ def _object_at(address: ctypes.c_void_p) -> Any:
 
 
 def _is_ascii(encoded: Tensor) -> bool:
+    if is_intercepted():
+        return False  # not known
     with torch.inference_mode(False), torch.no_grad():
         signed = encoded.view(torch.int8)
         return all(int(signed[at : at + CHECKED].min()) >= 0 for at in range(0, len(signed), CHECKED))

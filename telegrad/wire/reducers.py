@@ -12,7 +12,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.wire.functions import name_of, resolve
-from telegrad.wire.rawmemory import PIECE, Turns, copied, held
+from telegrad.wire.rawmemory import PIECE, Turns, copied, held, is_intercepted
 from telegrad.wire.segments import OWN_FROM, SegmentWriter
 
 REBUILDERS = __name__  # the module in which the unpickler looks for FROM_SLOTS
@@ -157,7 +157,7 @@ def _reduce_ndarray(pickler: Pickler, array: Any) -> Any:
 
 def _reduce_elements(pickler: Pickler, values: Any) -> Any:
     """An array of the standard library would copy all its elements at once."""
-    if type(values) is not array or len(values) * values.itemsize < OWN_FROM:
+    if type(values) is not array or len(values) * values.itemsize < OWN_FROM or is_intercepted():
         return NotImplemented
     data = copied(memoryview(values))  # it may change before it has left
     return _elements, (values.typecode, _format_of(values.typecode), pickle.PickleBuffer(held(data)))
@@ -314,7 +314,7 @@ def reduce(pickler: Any, obj: Any) -> Any:
             break
     else:
         reduced = NotImplemented
-        for value in getattr(obj, "__dict__", _NOTHING).values():
+        for value in getattr(obj, "__dict__", _NOTHING).values() if type(obj) is not ModuleType else ():
             if type(value) is str and len(value) >= OWN_FROM:
                 pickler.expect_texts()
     if reduced is NotImplemented:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.wire.rawmemory import Turns, address_of, copied, copy, fill_new, of_buffer, of_text
+from telegrad.wire.rawmemory import Turns, address_of, copied, copy, fill_new, is_intercepted, of_buffer, of_text
 from telegrad.wire.tensors import CPU, memory
 
 OWN_FROM = (
@@ -55,15 +55,20 @@ class Texts:
         return [of_text(text) for text in self._found]
 
 
-def expect_texts(pickler: Any) -> None:
-    """Have a pickler number the large texts from now on."""
-    if pickler.texts is None:
-        pickler.persistent_id = pickler.texts = Texts()
-        pickler.file.may_repeat = False
-
-
 class LargeText(Exception):
     """The pickler has come to a large text, of which it would make a copy."""
+
+
+def expect_texts(pickler: Any) -> None:
+    """Have a pickler number the large texts from now on.
+
+    Raises:
+        LargeText: it shall be begun anew for that. From Python 3.13 on it would not be heard in the middle of a value.
+    """
+    if pickler.texts is None and not is_intercepted():
+        if pickler.file.may_repeat:
+            raise LargeText
+        pickler.persistent_id = pickler.texts = Texts()
 
 
 class SegmentWriter:
@@ -85,11 +90,11 @@ class SegmentWriter:
         """
         if type(data) is bytes:
             self._size += len(data)
-            if data[-1] != _STOP and self.may_repeat and _announces_text(data):
+            if data[-1] != _STOP and self.may_repeat and _announces_text(data) and not is_intercepted():
                 raise LargeText
         else:  # a bytearray, which may change before it has left
-            data = copied(memoryview(data))
-            self._size += data.numel()
+            data = bytes(data) if is_intercepted() else copied(memoryview(data))
+            self._size += len(data)
         self._segments.append(data)
         if self._turns is not None:
             self._turns.give_way()
@@ -97,10 +102,12 @@ class SegmentWriter:
             self._turns = Turns()
 
     def whole(self) -> bytes | None:
-        """The pickle, if it is small."""
-        if len(self._segments) == 1 and self._size <= LONGEST_RUN:
-            return self._segments[0]  # type: ignore[return-value]
-        return b"".join(map(_bytes_of, self._segments)) if self._size <= LONGEST_RUN else None
+        """The pickle, if it is small, or no tensors can be made here."""
+        if self._size > LONGEST_RUN and not is_intercepted():
+            return None
+        if len(self._segments) == 1:
+            return _bytes_of(self._segments[0])
+        return b"".join(map(_bytes_of, self._segments))
 
     def finish(self) -> tuple[list[bytes], list[int], list[Tensor]]:
         """The pickle in segments: what is part of the body, the places of all, and the blobs.
@@ -138,7 +145,7 @@ class OnePiece(SegmentWriter):
         """The pickle is written."""
         for place, data in enumerate(self._segments):
             if isinstance(data, bytearray):
-                self._segments[place] = copied(memoryview(data))
+                self._segments[place] = bytes(data)
         self._size = sum(map(len, self._segments))
 
 
@@ -166,8 +173,8 @@ def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
     run.reverse()
     while run:  # each segment is freed as soon as it was copied
         data = _blob_of(run.pop())
-        copy(blob[at : at + len(data)], data)
-        at += len(data)
+        copy(blob.data_ptr() + at, data.data_ptr(), data.numel())
+        at += data.numel()
         turns.give_way()
     return blob
 
@@ -178,13 +185,14 @@ class SegmentReader:
     def __init__(self, body: memoryview, places: Sequence[int], blobs: Sequence[Tensor]) -> None:
         """`places`: of each segment, how many bytes of the body it has, or ~number of its blob."""
         """`places`: of each segment, how many bytes of the body it has, or ~number of its blob."""
-        self._segments: list[tuple[memoryview, Tensor | None]] = []
+        self._segments: list[memoryview] = []
+        self._blobs = blobs  # which own the memory of most
         start = 0
         for place in places:
             if place < 0:
-                self._segments.append((memory(blobs[~place]), blobs[~place]))
+                self._segments.append(memory(blobs[~place]))
             else:
-                self._segments.append((body[start : start + place], None))
+                self._segments.append(body[start : start + place])
                 start += place
         self._segments.reverse()
         self._at = 0  # in the last one
@@ -192,34 +200,29 @@ class SegmentReader:
 
     def read(self, size: int) -> bytes:
         self._turns.give_way()
-        data = self._next(size)[0]
+        data = self._next(size)
         return bytes(data) if len(data) == size else bytes(data) + self.read(size - len(data))
 
     def readinto(self, room: memoryview) -> int:
-        size, at = len(room), 0
+        target, size, at = address_of(room), len(room), 0
         while at < size:
-            data, blob = self._next(size - at)
-            end = at + len(data)
-            if blob is None:
-                room[at:end] = data
-            else:
-                fill_new(address_of(room[at:end]), blob, room)
-            at = end
+            data = self._next(size - at)
+            fill_new(target + at, address_of(data), len(data))
+            at += len(data)
         return size
 
     def readline(self) -> bytes:
         """Part of the protocol; pickles of protocol 5 have no lines."""
         raise pickle.UnpicklingError("a line in a pickle of protocol 5")
 
-    def _next(self, size: int) -> tuple[memoryview, Tensor | None]:
+    def _next(self, size: int) -> memoryview:
         """At most `size` bytes, and at least one."""
         while self._segments:
-            data, blob = self._segments[-1]
+            data = self._segments[-1]
             start, self._at = self._at, self._at + size
             if self._at >= len(data):
                 self._segments.pop()
                 self._at = 0
             if start < len(data):
-                part = data[start : start + size]
-                return part, blob if blob is None else blob[start : start + len(part)]
+                return data[start : start + size]
         raise EOFError("a pickle ends too early")

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad.errors import CannotDecode
+from telegrad.wire.rawmemory import is_intercepted
 from telegrad.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, Memory, Spec, memory, nothing
 
 
@@ -22,6 +24,9 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
     """
     if torch.is_inference_mode_enabled():  # what arrives is usable outside as well
         with torch.inference_mode(False):
+            return unpack(meta, blobs)
+    if is_intercepted():  # they are real, in a mode of fake tensors, too
+        with _disable_current_modes():
             return unpack(meta, blobs)
     try:
         described = pickle.loads(meta)

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from telegrad.errors import CannotDecode, CannotEncode
 from telegrad.wire import rawmemory, reducers, segments
@@ -334,3 +336,27 @@ def test_other_threads_run_meanwhile(make: Any) -> None:
     assert decoded > encoded
     if isinstance(value, bytearray | list | array.array):  # all others are not copied
         assert encoded > before
+
+
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.device("meta"), FakeTensorMode, torch.inference_mode], ids=["meta", "fake", "inference"]
+)
+def test_in_any_mode_of_torch(mode: Any) -> None:
+    value = [
+        DATA,
+        "x" * LARGE,
+        "é" * LARGE,
+        bytearray(DATA),
+        array.array("b", DATA),
+        list(range(200_000)),
+        Record("x" * LARGE, 1),
+    ]
+    with mode():
+        body, tensors, *_ = encode(value, True)
+        meta, blobs = pack(tensors)
+    assert alike(decode(body, unpack(meta, blobs)), value)  # type: ignore[arg-type]
+    body, tensors, *_ = encode(value, True)
+    meta, carried = pack(tensors)
+    with mode():
+        back = decode(body, unpack(meta, carried))  # type: ignore[arg-type]
+    assert alike(back, value)
