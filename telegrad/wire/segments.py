@@ -24,9 +24,7 @@ from torch import Tensor
 from telegrad.wire.rawmemory import Turns, address_of, copied, copy, fill_new, is_intercepted, of_buffer, of_text
 from telegrad.wire.tensors import CPU, memory
 
-OWN_FROM = (
-    1 << 18
-)  # bytes from which bytes, bytearrays and texts are a blob of their own; a frame has less than 1 << 17
+OWN_FROM = 1 << 18  # bytes from which bytes, bytearrays and texts are a blob; a frame has less than 1 << 17
 LONGEST_RUN = 1 << 18  # bytes of frames that are part of a body
 MOST_BLOBS = 64  # of one value: each may take a descriptor. What is smaller than the 64th part of it is put together
 _STOP = ord(pickle.STOP)  # with which pickles end
@@ -183,7 +181,6 @@ class SegmentReader:
     """The file of an unpickler."""
 
     def __init__(self, body: memoryview, places: Sequence[int], blobs: Sequence[Tensor]) -> None:
-        """`places`: of each segment, how many bytes of the body it has, or ~number of its blob."""
         """`places`: of each segment, how many bytes of the body it has, or ~number of its blob."""
         self._segments: list[memoryview] = []
         self._blobs = blobs  # which own the memory of most
