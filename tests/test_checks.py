@@ -340,6 +340,10 @@ class Things:
         if entry.endswith(".without"):
             function(value)
             return
+        if entry.endswith(".map"):
+            first = next(iter(given))
+            function({**given, parameter: value}[first], [1], **({} if parameter == first else {parameter: value}))
+            return
         if entry.endswith("TensorPipeRpcBackendOptions") or "Options" in entry:
             given.pop("own", None)
         if parameter == "balance":

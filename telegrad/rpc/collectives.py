@@ -11,6 +11,7 @@ from functools import reduce
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
+from telegrad import checks
 from telegrad.agent.agent import Agent
 from telegrad.agent.deadlines import limit_of
 from telegrad.agent.futures import Future
@@ -55,6 +56,9 @@ def meet(
         PeerLost: one has died, or left, before it came.
     """
     limit = limit_of(timeout, current.agent().timeout)
+    checks.text("name", name, empty=True)
+    if op is not None:
+        checks.function("op", op, "a function of two values")
     agent, members = current.agent(), group.names
     if agent.name not in members:
         raise UsageError(f"{kind} is called by the workers of the group, and {agent.name!r} is not in {group!r}")

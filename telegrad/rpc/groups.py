@@ -57,8 +57,7 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
 
 def _these(named: Iterable[Named], there: View) -> These:
     if isinstance(named, WorkerInfo) or not isinstance(named, Iterable):
-        said = checks.shown(named)
-        raise InvalidArgument(f"`of` must be a role, a list of workers or a group, not {said}; for one: [{said}]")
+        checks.wrong("of", "a role, a list of workers or a group; for one worker: group([worker])", named)
     workers = [_found(each, there) for each in named]
     if not workers:
         raise InvalidArgument("a group of named workers needs at least one")
@@ -78,7 +77,8 @@ def _found(named: Named, there: View) -> WorkerInfo:
     return WorkerInfo(member.name, member.id, member.role)
 
 
-def _manner(wait_for_worker: bool | None, idempotent: bool) -> Manner | None:
+def _manner(timeout: float, wait_for_worker: bool | None, idempotent: bool) -> Manner | None:
+    check_timeout(timeout)
     if wait_for_worker is not None or idempotent is not False or persistence.by_default:
         return persistence.manner(wait_for_worker, idempotent)
     return None
@@ -198,9 +198,7 @@ class Group:
                 f"the group ({self._choice}) has {len(members)} workers now, and none at {which}"
             ) from None
         except TypeError:
-            raise InvalidArgument(
-                f"a group is asked for a worker by its place, or for a slice, not {checks.shown(which)}"
-            ) from None
+            checks.wrong("the index of a group", "the place of a worker, or a slice", which)
 
     def filter(self, keep: Callable[[WorkerInfo], object]) -> Group:
         """Those for which a function is true.
@@ -225,8 +223,7 @@ class Group:
         """
         left = self._choice
         for each in workers:
-            gone = each if isinstance(each, Group) else group([target(each, "workers")])
-            left = Without(left, gone._choice)
+            left = Without(left, (each if isinstance(each, Group) else group([target(each, "workers")]))._choice)
         return Group(left)
 
     def now(self) -> Group:
@@ -275,9 +272,8 @@ class Group:
         """
         members = self._members()
         call = convert(func, args, kwargs)
-        check_timeout(timeout)
         if reduce is None:
-            return groupcalls.begin(self.version, members, call, timeout, _manner(wait_for_worker, idempotent))
+            return groupcalls.begin(self.version, members, call, timeout, _manner(timeout, wait_for_worker, idempotent))
         if wait_for_worker or idempotent:
             raise UsageError(
                 "a reduction goes from worker to worker, so it neither waits for one that is not there nor is it "
@@ -343,9 +339,7 @@ class Group:
         Returns:
             A `GroupFuture` of all values, in the order of the items.
         """
-        checks.function("func", func)
-        check_timeout(timeout)
-        manner = _manner(wait_for_worker, idempotent)
+        manner = _manner(timeout, wait_for_worker, idempotent)
         return handout.begin(self.version, self._members(), func, items, timeout, manner)
 
     @not_compiled
@@ -370,8 +364,7 @@ class Group:
         Returns:
             A `RefGroup`.
         """
-        check_timeout(timeout)
-        manner = _manner(wait_for_worker, False)
+        manner = _manner(timeout, wait_for_worker, False)
         return refgroups.create(self._members(), convert(func, args, kwargs), timeout, manner)
 
     # Things that all do
@@ -388,9 +381,8 @@ class Group:
         Returns:
             A `RefGroup` of the copies.
         """
-        check_timeout(timeout)
         call = convert(refgroups.kept_value, (value,), None)
-        return refgroups.create(self._members(), call, timeout, _manner(wait_for_worker, False))
+        return refgroups.create(self._members(), call, timeout, _manner(timeout, wait_for_worker, False))
 
     @not_compiled
     def gather(
@@ -436,7 +428,6 @@ class Group:
             CallTimeout: not all came in time; it names those that did not.
             PeerLost: one of them died, or left, before it came.
         """
-        checks.text("name", name, empty=True)
         collectives.meet("barrier", self, name, None, timeout)
 
     @not_compiled
@@ -456,7 +447,4 @@ class Group:
         Returns:
             That one value, on each worker.
         """
-        checks.text("name", name, empty=True)
-        if op is not None:
-            checks.function("op", op, "a function of two values")
-        return collectives.meet("all_reduce", self, name, value, timeout, op or collectives.add)
+        return collectives.meet("all_reduce", self, name, value, timeout, collectives.add if op is None else op)
