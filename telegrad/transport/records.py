@@ -19,7 +19,7 @@ import struct
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.noise import TAG, CipherState, DecryptionFailed
 
-RECORD = 1 << 19  # bytes of content: in the processor's cache when the socket copies it; less costs more system calls
+RECORD = 1 << 19  # bytes of content: in the processor's cache as the socket copies it; measured (docs/decisions)
 JOINED = 1 << 15  # bytes of small pieces that share a record
 LONGEST = 1 << 20  # bytes of content that are taken
 SCRATCH = 1 << 16  # bytes that are read at once, where no longer record has begun

@@ -28,7 +28,7 @@ from telegrad.transport.handshake import Acceptor, Claim, Initiator
 from telegrad.transport.memory import Arena
 from telegrad.transport.noise import Ciphers
 from telegrad.transport.poller import Poller
-from telegrad.transport.records import RecordWriter
+from telegrad.transport.records import RECORD, RecordWriter
 from telegrad.wire.messages import CALL, REFUSAL, RESULT, Message, encode
 from tests.cluster import agents
 from tests.strangers.door import Visitor, knock, wait_closed
@@ -162,7 +162,7 @@ def test_every_bit_of_a_record_counts() -> None:
 
 def test_a_large_frame_arrives_in_any_pieces() -> None:
     with two_ends() as (a, b):
-        body = os.urandom((1 << 18) + 5)
+        body = os.urandom(RECORD + 5)
         sender = threading.Thread(target=a.link.send, args=(Message(CALL, 1, body=body),))
         sender.start()
         a.theirs.setblocking(True)
@@ -203,7 +203,7 @@ def test_who_is_interrupted_as_records_are_made_ends_the_connection(monkeypatch:
         a.theirs.settimeout(10.0)
         interrupts = 0
         try:
-            a.link.send(Message(CALL, 1, body=bytes(1 << 20)))
+            a.link.send(Message(CALL, 1, body=bytes(4 * RECORD)))
         except KeyboardInterrupt:
             interrupts += 1
         while data := a.theirs.recv(1 << 20):
