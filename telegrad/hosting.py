@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from telegrad.checks import count, flag, seconds, shown
 from telegrad.descriptors import explained
 from telegrad.errors import RendezvousError, UsageError
+from telegrad.group.address import bracketed, loopback
 from telegrad.group.members import check_name, check_role
 from telegrad.interrupts import install, uninterrupted
 from telegrad.keyring import Keyring, new_key
@@ -29,7 +30,6 @@ from telegrad.progress import Wait, attended, make_room
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-HOST = "127.0.0.1"
 MOST = 10_000  # workers of one host: each is a process
 LAST_LINES = 20  # of a worker's output, in an error message
 GRACE = 5.0  # seconds for a worker to end by itself, and for its last output to come
@@ -53,11 +53,13 @@ class LocalGroup:
         self._formed = self._closed = False
         self._key = new_key()
         self._workers: list[_Worker] = []
-        with explained("telegrad.local", RendezvousError), socket.create_server((HOST, 0)) as listener:
+        with explained("telegrad.local", RendezvousError), _listen(loopback()) as listener:
             try:
                 for rank, (name, role) in enumerate(roles.items(), 1):
-                    port = listener.getsockname()[1]
-                    self._workers.append(_Worker(name, role, rank, self, port, rpc_timeout, self._key))
+                    host, port = listener.getsockname()[:2]
+                    self._workers.append(
+                        _Worker(name, role, rank, self, f"{bracketed(host)}:{port}", rpc_timeout, self._key)
+                    )
                 self._join(listener, rpc_timeout)
             except BaseException:
                 self._end_workers()
@@ -92,7 +94,9 @@ class LocalGroup:
                 call_off(store, size, self._called_off)
         options = rpc.TelegradOptions(rpc_timeout=rpc_timeout)
         enter_group(
-            self.driver, options, lambda timeout: Meeting(store, HOST, 0, size, names=(self.driver, *self.names))
+            self.driver,
+            options,
+            lambda timeout: Meeting(store, listener.getsockname()[0], 0, size, names=(self.driver, *self.names)),
         )
         with self._lock:
             self._formed, self._store = True, None
@@ -182,7 +186,7 @@ class _Worker:
 
     @uninterrupted
     def __init__(
-        self, name: str, role: str, rank: int, group: LocalGroup, port: int, timeout: float, key: bytes
+        self, name: str, role: str, rank: int, group: LocalGroup, master: str, timeout: float, key: bytes
     ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -194,7 +198,7 @@ class _Worker:
             "--world-size",
             str(1 + len(group.names)),
             "--master",
-            f"{HOST}:{port}",
+            master,
             "--timeout",
             str(timeout),
             "--with-parent",
@@ -270,6 +274,10 @@ class _Worker:
         for pump in self._pumps:
             pump.join(GRACE)
         group.ended(self, code)
+
+
+def _listen(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _check_free() -> None:

@@ -5,6 +5,7 @@ To find an address no packet is sent: connecting a datagram socket only asks the
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -16,7 +17,7 @@ from telegrad.errors import UsageError
 from telegrad.progress import Wait, attended
 
 ADDRESS_VARIABLE = "TELEGRAD_ADDRESS"
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 ANY_PORT = 9  # where a route is asked for, the port does not matter
 IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in all of them
 ASK_AGAIN = 0.5  # seconds between two questions for a name that is to come
@@ -31,6 +32,21 @@ def host_identity() -> str:
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return f"{uuid.getnode():x}/{socket.gethostname()}"
+
+
+def loopback() -> str:
+    """Return the loopback address of this host, which may have IPv6 alone."""
+    try:
+        with socket.socket(socket.AF_INET) as probe:
+            probe.bind((LOOPBACK, 0))
+    except OSError:
+        return LOOPBACK_6
+    return LOOPBACK
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def own_address(wanted: str | None, store_host: str | None) -> str:
@@ -62,7 +78,24 @@ def local_address_towards(host: str, port: int = ANY_PORT) -> str:
             # Debian's /etc/hosts gives a host's own name 127.0.1.1, which other hosts cannot use.
             return _source(socket.AF_INET, (ELSEWHERE, ANY_PORT)) or found
         return found
-    return LOOPBACK
+    return loopback()
+
+
+def listening_address(host: str) -> str:
+    """Return the address of this machine that `host` means, or one that stands for all.
+
+    A name that is not one of loopback may lead to a loopback address here, but not elsewhere: Debian's /etc/hosts gives
+    a machine's own name 127.0.1.1. Behind a NAT or a service of Kubernetes, the host's address is none of this machine.
+    """
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                here = str(address[0])
+                if means_loopback(host) or not _is_loopback(here):
+                    return here
+    return "::" if loopback() != LOOPBACK else "0.0.0.0"
 
 
 def check_resolves(host: str) -> None:
@@ -161,4 +194,4 @@ def _of_host_name() -> str:
     try:
         return _checked(socket.gethostname())
     except UsageError:
-        return LOOPBACK
+        return loopback()

@@ -33,7 +33,7 @@ from telegrad.errors import (
     TelegradError,
     UsageError,
 )
-from telegrad.group.address import await_name, spelled
+from telegrad.group.address import await_name, bracketed, spelled
 from telegrad.group.board import (
     DYNAMIC,
     GONE,
@@ -358,7 +358,7 @@ def find_store(
 
 def spot(host: str, port: int | None) -> str:
     """A place, for people."""
-    return host if port is None else f"{f'[{host}]' if ':' in host else host}:{port}"
+    return host if port is None else f"{bracketed(host)}:{port}"
 
 
 def said(places: Sequence[Spot]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from telegrad.group.address import bracketed
+
 NAME, ROLE = "TELEGRAD_NAME", "TELEGRAD_ROLE"  # of the worker; one that is started again has the same
 STORE = "TELEGRAD_STORE"  # where the store is that is kept for it: it never serves one itself
 RESTARTS = "TELEGRAD_RESTARTS"  # how often it was started again
@@ -35,4 +37,4 @@ def is_kept(host: str, port: int | str, environment: Mapping[str, str]) -> bool:
 
 
 def place(host: str, port: int | str) -> str:
-    return f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from telegrad.errors import UsageError
 from telegrad.group.supervised import is_kept
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = "localhost"
 PORT = 29500  # where nothing tells one run from another
 FIRST_PORT, PORTS = 20000, 10000  # those made of a run's number; the system gives out none of them by itself
 BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by yourself"

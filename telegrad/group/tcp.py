@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import ipaddress
 import socket
 import sys
 from functools import partial
@@ -12,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telegrad.group.address import means_loopback, spelled
+from telegrad.group.address import listening_address
 
 CROWD = 1024  # connections that wait to be accepted
 _store = partial(dist.TCPStore, wait_for_workers=False, use_libuv=sys.platform != "win32")  # torch has no libuv there
@@ -54,32 +52,6 @@ def serve_on(listener: socket.socket, shared: bool = False) -> tuple[Any, int]:
     host, port = listener.getsockname()[:2]
     served = listener.dup().detach()  # the store closes it
     return _store(_reachable(host), port, is_master=True, master_listen_fd=served, multi_tenant=shared), port
-
-
-def listening_address(host: str) -> str:
-    """Return the address of this machine that `host` means, or one that stands for all.
-
-    A name that is not one of loopback may lead to a loopback address here, but not elsewhere: Debian's /etc/hosts gives
-    a machine's own name 127.0.1.1. Behind a NAT or a service of Kubernetes, the host's address is none of this machine.
-    """
-    with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                here = str(address[0])
-                if means_loopback(host) or not ipaddress.ip_address(here.partition("%")[0]).is_loopback:
-                    return here
-    return "::" if _has_only_ipv6() else "0.0.0.0"
-
-
-def _has_only_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET) as probe:
-            probe.bind(("127.0.0.1", 0))
-    except OSError:
-        return True
-    return False
 
 
 def _reachable(address: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from telegrad import checks
+from telegrad.group.address import loopback
 from telegrad.insight.reasons import told
 from telegrad.insight.sources import OwnGroup, own_group
 from telegrad.insight.web import Dashboard
@@ -57,11 +58,11 @@ def dump() -> pathlib.Path | None:
     return current.here().witness.dump()
 
 
-def dashboard(host: str = "127.0.0.1", port: int = 0) -> Dashboard:
+def dashboard(host: str | None = None, port: int = 0) -> Dashboard:
     """Serve a live view of the group for browsers.
 
     Args:
-        host: at which address of this host; who can reach it sees the group.
+        host: at which address of this host, else the loopback address; who can reach it sees the group.
         port: at which port; 0 for a free one.
 
     Returns:
@@ -76,6 +77,7 @@ def dashboard(host: str = "127.0.0.1", port: int = 0) -> Dashboard:
         'http://127.0.0.1:...'
         >>> shown.close()
     """
-    checks.text("host", host, "an address of this host")
+    if host is not None:
+        checks.text("host", host, "an address of this host")
     checks.port("port", port)
-    return Dashboard(group(), told, host, port)
+    return Dashboard(group(), told, host or loopback(), port)

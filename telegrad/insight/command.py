@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from telegrad.errors import UsageError
+from telegrad.group.address import loopback
 from telegrad.insight.files import Written
 from telegrad.insight.source import Source
 from telegrad.insight.sources import HostGroup, groups_here
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--once", action="store_true", help="print one table, and end")
     top.add_argument("--interval", type=float, default=1.0, help="seconds between looks")
     dashboard = add("dashboard", _dashboard, "A live view in the browser.")
-    dashboard.add_argument("--host", default="127.0.0.1", help="the address to listen on; this host alone if not given")
+    dashboard.add_argument("--host", default=loopback(), help="the address to listen on; this host alone if not given")
     dashboard.add_argument("--port", type=int, default=0, help="a free one if not given")
     trace = add("trace", _trace, "What has happened lately on all workers, as a file for ui.perfetto.dev.")
     trace.add_argument("file", help="to be written; compressed where it ends with .gz")

@@ -11,6 +11,7 @@ from typing import Any
 
 from telegrad import instruments
 from telegrad.errors import TelegradError, UsageError
+from telegrad.group.address import loopback
 from telegrad.insight.tallies import Durations, Tallies, by_function
 from telegrad.rpc import current
 from telegrad.version import VERSION
@@ -222,7 +223,7 @@ class Served(Registered):
 
 def serve_metrics(
     port: int,
-    host: str = "127.0.0.1",
+    host: str | None = None,
     registry: CollectorRegistry = REGISTRY,
     account: Callable[[], Account] = own_account,
 ) -> Served:
@@ -232,7 +233,7 @@ def serve_metrics(
 
     Args:
         port: at which port; 0 for a free one, which is `port` of what is returned.
-        host: at which address of this host.
+        host: at which address of this host, else the loopback address.
         registry: one of `prometheus_client`; left out, its default.
         account: what tells of this worker.
 
@@ -242,4 +243,4 @@ def serve_metrics(
     Raises:
         UsageError: the port is taken, or this registry has these metrics already.
     """
-    return Served(account, registry, host, port)
+    return Served(account, registry, host or loopback(), port)

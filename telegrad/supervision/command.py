@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from telegrad.errors import UsageError
+from telegrad.group.address import loopback
 from telegrad.supervision.output import Output
 from telegrad.supervision.roles import POLICIES, read
 from telegrad.supervision.supervisor import Supervisor
 
 WRONG = 2  # an exit code: arguments, or a place that cannot be listened at
-HERE = "127.0.0.1"
 DEFAULT = "worker"  # the role of options that stand before any --role
 
 USAGE = "python -m telegrad run [FILE] [options] [--role NAME [options of that role]]... [-- COMMAND ...]"
@@ -125,7 +125,7 @@ def _text(file: str | None) -> str:
 
 def _place(master: str | None) -> tuple[str, int]:
     if master is None:
-        return HERE, 0
+        return loopback(), 0
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"--master {master}: write HOST:PORT")

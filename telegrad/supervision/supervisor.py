@@ -21,6 +21,7 @@ from time import monotonic
 
 from telegrad.errors import UsageError
 from telegrad.group import supervised
+from telegrad.group.address import listening_address
 from telegrad.group.keys import VARIABLE, given_keys, user_keys
 from telegrad.keyring import new_key
 from telegrad.processes import named, own_session, shared_cores
@@ -82,7 +83,7 @@ class Supervisor:
 
     def _introduce(self) -> None:
         roles = ", ".join(f"{role.count} {role.name}" for role in self._plan.roles)
-        place = f"{self._host}:{self._port}"
+        place = supervised.place(self._host, self._port)
         self._output.say(f"starts {roles}; the group meets at {place}, its logs are in {self._output.folder}")
 
     # What happens
@@ -282,8 +283,9 @@ class Supervisor:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=CROWD)
+    address = listening_address(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=CROWD)
 
 
 def _key_for_children(is_alone: bool) -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import telegrad
 import telegrad.rpc
 from telegrad import errors
-from telegrad.group import tcp
+from telegrad.group import address, tcp
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import join_static
@@ -185,9 +185,9 @@ def test_a_name_that_is_loopback_here_alone_is_served_for_others(monkeypatch: py
         "getaddrinfo",
         lambda host, *rest, **named: real("127.0.1.1" if host == b"node7" else host, *rest, **named),
     )
-    assert tcp.listening_address("node7") == "0.0.0.0"
-    assert tcp.listening_address("localhost") == "127.0.0.1"
-    assert tcp.listening_address("192.0.2.1") == "0.0.0.0"  # none of this host's: behind a NAT
+    assert address.listening_address("node7") == "0.0.0.0"
+    assert address.listening_address("localhost") == "127.0.0.1"
+    assert address.listening_address("192.0.2.1") == "0.0.0.0"  # none of this host's: behind a NAT
 
 
 def test_the_key_of_a_local_group_is_where_no_other_user_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:

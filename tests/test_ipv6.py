@@ -1,0 +1,73 @@
+"""Hosts that have IPv6 alone: in a network namespace of the test, whose loopback has no IPv4 address."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster import PATIENCE
+
+ROOT = pathlib.Path(__file__).parent.parent
+BARE = 'ip link set lo up; ip addr del 127.0.0.1/8 dev lo; exec "$@"'
+LOCAL = """
+import operator, telegrad, telegrad.rpc as rpc, telegrad.insight
+with telegrad.local(1, driver="boss") as workers:
+    print(rpc.rpc_sync(workers[0], operator.add, (1, 2)), rpc.rpc_sync(workers[0], rpc.get_worker_info).name)
+    with telegrad.insight.dashboard() as shown:
+        print("[::1]" in shown.url)
+"""
+MEET = """
+import operator, os, sys, telegrad.rpc as rpc
+rank = int(sys.argv[1])
+options = rpc.TelegradOptions(transport="tcp", init_method=sys.argv[2], rpc_timeout=60)
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+print(rpc.rpc_sync(f"w{1 - rank}", operator.add, (1, 2)))
+rpc.shutdown()
+"""
+TWO = 'python -c "$1" 0 "$2" & python -c "$1" 1 "$2"; wait'
+
+
+def has_namespaces() -> bool:
+    probe = ["unshare", "-n", "ip", "link", "set", "lo", "up"]
+    try:
+        return subprocess.run(probe, capture_output=True, timeout=PATIENCE).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_namespaces(), reason="needs the right to make network namespaces")
+
+
+def run(*command: str, with_errors: bool = False, **variables: str) -> str:
+    bare = ["unshare", "-n", "sh", "-c", BARE, "-", *command]
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **variables}
+    ended = subprocess.run(bare, env=environment, capture_output=True, text=True, timeout=4 * PATIENCE)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout + ended.stderr * with_errors
+
+
+@pytest.mark.timeout(5 * PATIENCE)
+def test_local_workers_and_the_dashboard() -> None:
+    assert run("python", "-c", LOCAL) == "3 worker0\nTrue\n"
+
+
+@pytest.mark.timeout(5 * PATIENCE)
+@pytest.mark.parametrize("method", ["tcp://[::1]:29500", "env://"])
+def test_workers_that_meet(method: str) -> None:
+    variables = {"MASTER_ADDR": "::1", "MASTER_PORT": "29500"} if method == "env://" else {}
+    assert run("sh", "-c", TWO, "-", MEET, method, **variables) == "3\n3\n"
+
+
+@pytest.mark.timeout(5 * PATIENCE)
+def test_telegrad_run(tmp_path: pathlib.Path) -> None:
+    program = "import telegrad.rpc as rpc; rpc.init_rpc(); print(rpc.get_worker_info().name); rpc.shutdown()"
+    said = run(
+        "python", "-m", "telegrad", "run", "--logs", str(tmp_path), "--", "python", "-c", program, with_errors=True
+    )
+    assert "worker0" in said
+    assert "[::1]:" in said
