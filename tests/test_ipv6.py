@@ -42,10 +42,10 @@ def has_namespaces() -> bool:
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="needs the right to make network namespaces")
 
 
-def run(*command: str, with_errors: bool = False, **variables: str) -> str:
+def run(*command: str, variables: dict[str, str] | None = None, with_errors: bool = False) -> str:
     bare = ["unshare", "-n", "sh", "-c", BARE, "-", *command]
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **variables}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **(variables or {})}
     ended = subprocess.run(bare, env=environment, capture_output=True, text=True, timeout=4 * PATIENCE)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout + ended.stderr * with_errors
@@ -60,7 +60,7 @@ def test_local_workers_and_the_dashboard() -> None:
 @pytest.mark.parametrize("method", ["tcp://[::1]:29500", "env://"])
 def test_workers_that_meet(method: str) -> None:
     variables = {"MASTER_ADDR": "::1", "MASTER_PORT": "29500"} if method == "env://" else {}
-    assert run("sh", "-c", TWO, "-", MEET, method, **variables) == "3\n3\n"
+    assert run("sh", "-c", TWO, "-", MEET, method, variables=variables) == "3\n3\n"
 
 
 @pytest.mark.timeout(5 * PATIENCE)

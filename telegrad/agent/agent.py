@@ -35,11 +35,11 @@ from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
 from telegrad.agent.works import LONG, OWED, QUICK, Work
 from telegrad.devices.streams import Streams
-from telegrad.errors import PeerError, ShutDown, VersionMismatch
+from telegrad.errors import PeerError, ShutDown
 from telegrad.group.members import Identity, Member
 from telegrad.interrupts import uninterrupted
 from telegrad.keyring import Keyring
-from telegrad.wire.failures import fresh, rebuild
+from telegrad.wire.failures import fresh, rebuild, refused
 from telegrad.wire.functions import name_of, program
 from telegrad.wire.messages import CALL, FAILURE, REFUSAL, Message
 from telegrad.wire.packing import pack
@@ -75,14 +75,11 @@ class Agent:
             entered(self)
 
         self._reactor = Reactor(settings.threads, settings.most_calls, enter, self._clock.wake)
+        parts = name, self._reactor, self.layers, self.streams, enter
         self._server = Server(
-            name,
-            self._reactor,
-            self.layers,
-            self.streams,
-            enter,
+            *parts,
             self._handlers.take,
-            lambda who, reason: self._connections.tell_lost(who, reason),
+            lambda *lost: self._connections.tell_lost(*lost),
             (settings.most_waiting, settings.most_waiting_bytes),
         )
         self.ticking.append(self._server.intake.tick)
@@ -336,9 +333,7 @@ class Agent:
         if answer.kind == FAILURE:
             raise rebuild(bytes(answer.body))
         if answer.kind == REFUSAL:
-            raise VersionMismatch(
-                f"worker {pending.peer.name!r} did not run the call: it got {answer.head.decode(errors='replace')}"
-            )
+            raise refused(pending.peer.name, answer.head)
         _, tensors = self.layers.take_tensors(answer, pending.peer.identity)
         return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 

@@ -115,7 +115,7 @@ class Answers:
 
     def _send(self, call: Incoming, answer: Message) -> None:
         link = call.link
-        later = len(call.caller.queue) > 0 and self._reactor.batches()  # else there is nothing to send it with
+        later = bool(call.caller.queue.works) and self._reactor.batches()  # else there is nothing to send it with
         try:
             link.send(answer, later)
             if later and isinstance(link, Link):

@@ -29,7 +29,7 @@ from telegrad.threads import LONGEST_WAIT, run_beside
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import ANSWERS, BYE, CANCEL, HAS_REFERENCES, Message, check_kind
+from telegrad.wire.messages import ANSWERS, BYE, CANCEL, HAS_REFERENCES, Message, unexpected
 
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
@@ -54,10 +54,7 @@ class OutgoingCalls:
         layers: Layers,
         is_near: bool,
     ) -> None:
-        """`limits`: calls in flight and bytes in them. `complete` is called once for each call that has an outcome.
-
-        `is_near`: memory can be lent to the other.
-        """
+        """`limits`: calls in flight, and bytes in them. `complete` is called once a call. `is_near`: memory can be lent."""
         self.identity = identity
         self.name = identity.name
         self.program = program
@@ -329,9 +326,10 @@ class OutgoingCalls:
 
     def on_messages(self, _: AnyLink, messages: Iterable[Message]) -> None:
         for message in messages:
-            check_kind(message, ANSWERS)
-            carries = message.flags & HAS_REFERENCES  # also where the caller gave up
-            attachments = self._layers.take_attachments(message, self.identity) if carries else None
+            if message.kind not in ANSWERS:
+                raise unexpected(message.kind)
+            take = self._layers.take_attachments  # also where the caller gave up
+            attachments = take(message, self.identity) if message.flags & HAS_REFERENCES else None
             with self._lock:
                 pending = self._take(message.id)
             if pending is not None:  # else its caller gave up

@@ -44,6 +44,7 @@ from telegrad.wire.messages import (
     SCENE,
     Message,
     split,
+    unexpected,
     unknown,
 )
 from telegrad.wire.pickling import decode
@@ -132,7 +133,7 @@ class Server:
                 self._cancel(caller.calls.get(message.id))
             else:
                 self._refuse(caller, link, message)
-        if len(caller.calls) > FEW or len(caller.control) > FEW:
+        if len(caller.calls) > FEW or len(caller.control.works) > FEW:
             self.intake.check(caller, link)
 
     def _take_call(self, caller: Caller, call: Incoming, size: int) -> None:
@@ -161,7 +162,7 @@ class Server:
             ProtocolViolation: it is no request; the connection must end, since nobody knows what was meant.
         """
         if message.kind < len(KINDS) or not message.id:
-            raise ProtocolViolation(unknown(message.kind))
+            raise unexpected(message.kind)
         log.warning("telegrad: worker %r sent %s", caller.name, unknown(message.kind))
         link.send(Message(REFUSAL, message.id, head=unknown(message.kind).encode()))
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from telegrad.errors import CannotEncode, RemoteError
+from telegrad.errors import CannotEncode, RemoteError, VersionMismatch
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.stories import STORY, Text, cut, keep_lines, own_notes, tell, with_lines
@@ -40,6 +40,11 @@ def describe(error: BaseException, worker: str, function: str = "") -> bytes:
         if len(sent[0]) + sum(map(len, sent[2])) <= LARGEST:
             return pickle.dumps((sent, name, story), 5)
     return pickle.dumps((None, name, story), 5)
+
+
+def refused(worker: str, why: bytes) -> VersionMismatch:
+    """Return the error for a request that a worker of another version did not understand."""
+    return VersionMismatch(f"worker {worker!r} did not run the call: it got {why.decode(errors='replace')}")
 
 
 def rebuild(data: bytes | memoryview) -> BaseException:

@@ -36,6 +36,7 @@ class FrameReader:
         self._scratch = memoryview(bytearray(SCRATCH))
         self._start = self._end = 0  # the unread part of the scratch buffer
         self._target: memoryview | None = None  # a large part that is being received into its place
+        self.is_in_part = False  # there is such a part
         self._filled = 0
         self._large: memoryview | None = None  # the parts of one frame when they do not fit the scratch
         self._frame: Message | None = None  # complete but for its blobs
@@ -49,11 +50,6 @@ class FrameReader:
             return self._target[self._filled :]
         return self._scratch[self._end :]
 
-    @property
-    def is_in_part(self) -> bool:
-        """Whether the next bytes belong to a large part of a frame."""
-        return self._target is not None
-
     def advance(self, count: int) -> Iterator[Message]:
         """Take note of `count` bytes written to `buffer()`; the frames that they complete, to be taken to the end.
 
@@ -66,6 +62,7 @@ class FrameReader:
             if self._filled < len(self._target):
                 return
             self._target = None
+            self.is_in_part = False
         while (frame := self._next()) is not None:
             if frame.kind == LEND:  # the next frame may be in need of it
                 self._lend(frame.id, bytes(frame.body))
@@ -155,6 +152,7 @@ class FrameReader:
         if here == len(memory):
             return True
         self._target, self._filled = memory, here
+        self.is_in_part = True
         return False
 
     def _compact(self) -> None:

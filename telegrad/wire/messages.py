@@ -20,7 +20,7 @@ tensors), `table` (one entry per blob), `body` (a pickle), and the memory of tho
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +77,9 @@ def unknown(kind: int) -> str:
     return f"a frame of kind {kind}, which this version does not know: install the same telegrad on all workers"
 
 
-def check_kind(message: Message, expected: Container[int]) -> None:
-    """Refuse a message of another kind.
-
-    Raises:
-        ProtocolViolation: it is of none of the kinds that are `expected` where it came.
-    """
-    if message.kind not in expected:
-        raise ProtocolViolation(unknown(message.kind))
+def unexpected(kind: int) -> ProtocolViolation:
+    """Return the error for a message of a kind that must not come where it came."""
+    return ProtocolViolation(unknown(kind))
 
 
 _SIZE = struct.Struct("<I")
