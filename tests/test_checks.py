@@ -101,7 +101,7 @@ BY_NAME: dict[str, list[Any]] = {
     "name": [*NO_TEXT, ""],
     "role": [*NO_TEXT, LONG, "a.b", "a#"],
     "method": [*NO_TEXT, ""],
-    "host": [*NO_TEXT, ""],
+    "host": [each for each in [*NO_TEXT, ""] if each is not None],
     "address": without_none(NO_TEXT),
     "init_method": NO_TEXT,
     "prefix": NO_TEXT,

@@ -54,7 +54,7 @@ class OutgoingCalls:
         layers: Layers,
         is_near: bool,
     ) -> None:
-        """`limits`: calls in flight, and bytes in them. `complete` is called once a call. `is_near`: memory can be lent."""
+        """`limits`: calls in flight, their bytes. `complete` is called once a call. `is_near`: memory can be lent."""
         self.identity = identity
         self.name = identity.name
         self.program = program

@@ -44,6 +44,15 @@ def loopback() -> str:
     return LOOPBACK
 
 
+def is_address(host: str) -> bool:
+    """Return True if a host is given by its address."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def bracketed(host: str) -> str:
     """Return a host as it stands before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

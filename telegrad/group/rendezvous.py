@@ -109,7 +109,8 @@ class _Static:
         self._before = ""  # what became of the last one that met there, where it may have to do with this one
 
     def join(self) -> Roster:
-        self._refused = self._root.hint(REFUSED)  # before this worker came
+        is_new = self._root.read(ROUND) in ("", "1")
+        self._refused = 0 if is_new else self._root.hint(REFUSED)  # by earlier groups of this store
         try:
             while True:
                 self._board = self._current_round()
@@ -184,11 +185,11 @@ class _Static:
 
     def _claim(self) -> None:
         me, size = self._me, self._size
+        self._agree()  # first: faults are bound to the group, too
         if not 0 <= me.id < size:
             raise RendezvousError(
                 f"worker {me.name!r} has rank {me.id}: in its group of {size}, ranks go from 0 to {size - 1}"
             )
-        self._agree()
         entry = me.to_json()
         slots = [(f"rank/{me.id}", f"rank {me.id}")]
         if me.name:
@@ -250,6 +251,8 @@ class _Static:
         if not isinstance(error, TelegradError):
             error = GroupIncomplete(f"{self._me} gave up while the group formed: {type(error).__name__}")
         try:
+            if not self._board.group and not self._board.terms():
+                return  # nobody has come
             self._root.write(SERVED, OVER)
             self._board.swap(gate, "", _fault(error))
             self._leave("told", self._board.hint("here"))

@@ -21,7 +21,7 @@ from time import monotonic
 
 from telegrad.errors import UsageError
 from telegrad.group import supervised
-from telegrad.group.address import listening_address
+from telegrad.group.address import is_address, listening_address
 from telegrad.group.keys import VARIABLE, given_keys, user_keys
 from telegrad.keyring import new_key
 from telegrad.processes import named, own_session, shared_cores
@@ -283,7 +283,7 @@ class Supervisor:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    address = listening_address(host)
+    address = host if is_address(host) else listening_address(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=CROWD)
 

@@ -26,7 +26,7 @@ def test_an_agent_and_its_parts_tell_their_state(pair: list[Worker]) -> None:
         r"and \d from others>; <Reactor: \d+ threads, 0 works to begin; <Slots: 0 of 16 busy, 0 wait>>>",
         told,
     )
-    assert re.fullmatch(r"<Link to 'w1': 0 buffers to send; <Reading: (nobody|the leader)>>", repr(link))
+    assert re.fullmatch(r"<Link to 'w1': 0 to send; <Reading: (nobody|the leader)>>", repr(link))
 
 
 @pytest.mark.parametrize(

@@ -329,13 +329,13 @@ def hooked() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
-    "no module": (lambda: [linear()], 1, {}, "what is cut into stages is a module"),
+    "no module": (lambda: [linear()], 1, {}, "model must be a module"),
     "both": (sequence, 2, {"at": ["2"], "balance": [2, 3]}, "by `at` or by `balance`, not by both"),
     "a name": (
         sequence,
         2,
         {"at": "2"},
-        r"a list of the names of modules, such as \['layers.4', 'layers.8'\], not '2'",
+        "at must be a list of the names of modules, not '2'",
     ),
     "too few names": (sequence, 3, {"at": ["2"]}, "for 3 workers 2, not 1"),
     "an unknown name": (Layers, 2, {"at": ["layer.1"]}, r"no module 'layer.1' with .* There are 'layers'"),
@@ -364,7 +364,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
         r"5 children each of the 2 stages gets.*\[2, 2, 1\] does not",
     ),
     "a wrong sum": (sequence, 2, {"balance": [2, 2]}, r"\[2, 2\] does not"),
-    "an empty stage": (sequence, 3, {"balance": [5, 0, 0]}, "at least one"),
+    "an empty stage": (sequence, 3, {"balance": [5, 0, 0]}, "balance must be a whole number, 1 or more, not 0"),
     "a buffer that one changes and another reads": (Counting, 2, {"at": ["last"]}, r"'seen' is used by .* \[0, 1\]"),
     "too many stages": (sequence, 4, {}, r"there are 3 \['0', '2', '4'\]. Name fewer workers"),
     "nothing to train": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), 2, {}, r"there are 0 \[\]"),

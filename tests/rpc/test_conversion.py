@@ -77,7 +77,7 @@ def trio() -> Iterator[list[Worker]]:
     with agents(3) as made:
         current.enter(made[0])
         yield made
-        current.forget()
+        current.enter(None)
 
 
 @pytest.fixture

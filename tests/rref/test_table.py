@@ -61,7 +61,7 @@ def test_what_a_debugger_meets_tells_its_state_whoever_holds_a_lock(worker: Work
     assert told[3] == "<Box: int>"
     assert told[4] == "<ReferenceTable of 'w0': 1 owned, 1 used>"
     assert told[5].startswith("<Together: 'w0' in <Farewell of 0: WAITING, led by 0, 0 of 2")
-    assert told[6] == "<Membership of 'w0' in a group of fixed size: 2 present>"
+    assert told[6] == "<Membership of 'w0': 2 present>"
     assert repr(other).startswith("<RRef w0/")
     assert repr(other._handle).endswith(": on 'w1'>")
     worker.end("")
@@ -96,7 +96,7 @@ def test_who_is_connected_and_not_listed_yet_is_not_dead(monkeypatch: pytest.Mon
 def test_a_worker_of_a_dynamic_group_tells_its_state() -> None:
     with agents(1, dynamic=True) as (only,):
         assert repr(only) == "<Worker 'w0', in <DynamicGroup: term 1; with w0>>"
-        assert repr(only.directory.directory.board) == "<Board telegrad/dynamic, PrefixStore>"
+        assert repr(only.directory.directory.board) == "<Board telegrad/dynamic, <SealedStore over FileStore>>"
         assert repr(only.parting) == "<Alone: 'w0' leaves a dynamic group by itself>"
     assert "closed, in <DynamicGroup: over: this worker has left the group;" in repr(only)
     assert repr(only.directory.directory.board) == "<Board telegrad/dynamic, closed>"

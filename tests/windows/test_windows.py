@@ -98,10 +98,10 @@ def test_commands_that_need_more_say_so(tmp_path: pathlib.Path, command: str, co
 
 def test_torchs_store_has_the_form_that_is_built_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    tcp_store: Any = runpy.run_path(str(pathlib.Path(tcp.__file__)))["tcp_store"]
+    tcp_store: Any = runpy.run_path(str(pathlib.Path(tcp.__file__)))["_store"]
     monkeypatch.undo()
-    served = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    joined = tcp_store("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+    served = tcp_store("127.0.0.1", 0, is_master=True, multi_tenant=True)
+    joined = tcp_store("127.0.0.1", served.port, is_master=False)
     joined.set("key", "value")
     assert served.get("key") == b"value"
     assert not served.libuvBackend
