@@ -27,6 +27,8 @@ from telegrad.wire.tensors import Blob
 
 _NOTHING = encode(None, False).body
 
+SMALL = 1 << 14  # bytes of an answer that may wait for others to leave with it
+
 log = logging.getLogger("telegrad")
 
 
@@ -115,7 +117,8 @@ class Answers:
 
     def _send(self, call: Incoming, answer: Message) -> None:
         link = call.link
-        later = bool(call.caller.queue.works) and self._reactor.batches()  # else there is nothing to send it with
+        # Else there is nothing to send it with, or nothing is gained by that.
+        later = bool(call.caller.queue.works) and len(answer.body) < SMALL and self._reactor.batches()
         try:
             link.send(answer, later)
             if later and isinstance(link, Link):

@@ -131,6 +131,7 @@ class Server:
                     helping.submit(self._reactor, work, caller.control)
             elif message.kind == CANCEL:
                 self._cancel(caller.calls.get(message.id))
+                self.intake.cancelled(caller)
             else:
                 self._refuse(caller, link, message)
         if len(caller.calls) > FEW or len(caller.control.works) > FEW:
