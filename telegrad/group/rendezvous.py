@@ -109,9 +109,9 @@ class _Static:
         self._before = ""  # what became of the last one that met there, where it may have to do with this one
 
     def join(self) -> Roster:
-        is_new = self._root.read(ROUND) in ("", "1")
-        self._refused = 0 if is_new else self._root.hint(REFUSED)  # by earlier groups of this store
         try:
+            is_new = self._root.read(ROUND) in ("", "1")
+            self._refused = 0 if is_new else self._root.hint(REFUSED)  # by earlier groups of this store
             while True:
                 self._board = self._current_round()
                 try:
