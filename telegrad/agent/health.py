@@ -19,7 +19,7 @@ from telegrad.transport.processes import Stops, stopped
 from telegrad.transport.silence import Silence
 
 TICKS = 1.0  # seconds at most between two ticks of a worker that runs
-LATEST = 200  # times the interval of the interpreter (1 s by default): on a crowded machine a thread may wake so late
+LATEST = 20  # times the interval of the interpreter (0.1 s by default): on a crowded machine a thread may wake so late
 
 log = logging.getLogger("telegrad")
 
