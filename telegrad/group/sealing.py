@@ -124,10 +124,11 @@ class SealedStore:
         return found.value
 
     def write(self, group: str, place: str, value: str) -> None:
-        """Write, whatever is there."""
-        serial = self._look_up(group, place)[0].serial + 1
-        self.raw.set(place, self._sealer.seal(group, place, value, serial))
-        self._note(group, place, serial)
+        """Write, whatever is there; in a step that fails if another has written meanwhile, so that no serial repeats."""
+        found, raw = self._look_up(group, place)
+        written = False
+        while not written:
+            written, found, raw = self._replace(group, place, raw, value, found.serial + 1)
 
     def read_all(self, group: str, places: list[str]) -> list[str]:
         """Return what is at places where something is known to be."""

@@ -119,6 +119,18 @@ def test_many_add_to_a_number_over_one_store() -> None:
     assert sorted(found) == list(range(1, 65))
 
 
+def test_no_write_brings_an_older_serial_back() -> None:
+    store = dist.HashStore()
+    reader = Board(sealed(store))
+
+    def write(number: int) -> None:
+        Board(sealed(store)).write("n", str(number))
+        assert reader.read("n")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(200)))
+
+
 def test_a_hint_that_is_no_number() -> None:
     store = dist.HashStore()
     store.set("n", "\x1b[31m")
