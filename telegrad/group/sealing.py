@@ -124,7 +124,7 @@ class SealedStore:
         return found.value
 
     def write(self, group: str, place: str, value: str) -> None:
-        """Write, whatever is there; in a step that fails if another has written meanwhile, so that no serial repeats."""
+        """Write, whatever is there; in a step that fails if another has written meanwhile, so no serial comes back."""
         found, raw = self._look_up(group, place)
         written = False
         while not written:
