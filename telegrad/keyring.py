@@ -20,8 +20,10 @@ import secrets
 from collections.abc import Sequence
 
 from telegrad.errors import UsageError
+from telegrad.private_files import read_regular
 
 SHORTEST = 16  # bytes of a key
+LONGEST_FILE, MOST_KEYS = 1 << 16, 8  # bytes and keys of a key file
 _MADE = b"tgk1-"  # the prefix of keys that `new_key` made
 _MADE_SIZE = len(_MADE) + 43  # 32 random bytes, as base64 for URLs
 _OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()
@@ -106,11 +108,10 @@ def read_keys(path: str) -> list[bytes]:
         UsageError: the file cannot be read, others may read or write it, or a key in it is too short.
     """
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            lines = file.read(1 << 16).split(b"\n")
+        status, data = read_regular(path, LONGEST_FILE)
     except OSError as error:
-        raise UsageError(f"the key file {path!r} cannot be read ({error})") from error
+        raise UsageError(f"the key file {path!r} cannot be read: {error}") from error
+    lines = [line.strip() for line in data.split(b"\n")]
     if hasattr(os, "getuid"):
         if status.st_uid not in (os.getuid(), 0):
             raise UsageError(
@@ -121,11 +122,9 @@ def read_keys(path: str) -> list[bytes]:
                 f"the key file {path!r} can be read or written by other users (mode {status.st_mode & 0o777:o}): "
                 f"chmod 600 {path} (in Kubernetes: defaultMode: 0440)"
             )
-    keys = [
-        check_key(line.strip(), f"the key file {path!r}, line {number},")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    if sum(map(bool, lines)) > MOST_KEYS:
+        raise UsageError(f"the key file {path!r} has more than {MOST_KEYS} lines: a key, and the one that follows it")
+    keys = [check_key(line, f"the key file {path!r}, line {number},") for number, line in enumerate(lines, 1) if line]
     if not keys:
         raise UsageError(f"the key file {path!r} is empty: write a key of at least {SHORTEST} bytes into it")
     return keys

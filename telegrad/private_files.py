@@ -231,6 +231,8 @@ def _check_base(descriptor: int, path: str) -> None:
     found = os.fstat(descriptor)
     if not _is_trusted(found):
         raise PermissionError(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one", path)
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise UnsafePath(errno.EPERM, f"other users may change it (mode {stat.S_IMODE(found.st_mode):o})", path)
 
 
 def _check_private(descriptor: int, path: str) -> None:
@@ -311,6 +313,31 @@ def resolved(path: Path) -> str:
         ahead.extendleft(reversed(target.split("/")))
         here = "/" if target.startswith("/") else here
     raise OSError(errno.ELOOP, "its symlinks lead in a circle", path)
+
+
+def read_regular(path: Path, limit: int) -> tuple[os.stat_result, bytes]:
+    """Return the status and the content of a file that must not be another user's choice, such as one with a key.
+
+    A name that another user has planted may lead to a file of this user whose content all can read, such as one in
+    /proc. So the file must be a regular one, and no other user may be able to put another in its place.
+
+    Raises:
+        UnsafePath: other users may change one of the folders above it, or as for `resolved`.
+        OSError: it is no regular file, has more than `limit` bytes, or cannot be read.
+    """
+    real = resolved(path)
+    for folder in pathlib.Path(real).parents:
+        mode = folder.stat().st_mode
+        if _POSIX and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UnsafePath(errno.EPERM, "other users may change it: chmod o-w it", str(folder))
+    with os.fdopen(os.open(real, _READ), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or real.startswith(("/proc/", "/sys/")):
+            raise OSError(errno.EINVAL, "it is no regular file", real)
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has over {limit} bytes", real)
+    return found, data
 
 
 def make_folder(path: Path) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from math import inf
@@ -53,8 +54,10 @@ from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept
 from telegrad.group.tcp import reach_tcp, serve_tcp
 from telegrad.keyring import Keyring
+from telegrad.private_files import resolved
 from telegrad.progress import Wait, attended
 
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
 FAR_PROBE = 5.0  # the same, where there is time
@@ -173,7 +176,14 @@ def _file(init_method: str) -> Any:
     if not path:
         raise UsageError(f"{init_method!r} names no file: write file:///PATH")
     try:
-        open(path, "ab").close()  # torch would try for minutes, where Ctrl-C does not reach it
+        path = resolved(path)
+        # torch would try for minutes, where Ctrl-C does not reach it. Nor may a pipe block, or a planted link be followed.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _NO_LINK, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise StoreUnreachable(f"the file {path!r} cannot serve as a store: it is no regular file")
+        finally:
+            os.close(descriptor)
         return dist.FileStore(path, -1)
     except (OSError, RuntimeError) as error:
         raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {short(error)}") from error

@@ -115,3 +115,40 @@ def test_a_group_without_a_key_is_asked_for_and_warned_of(caplog: pytest.LogCapt
 def test_a_group_has_keys_of_its_own() -> None:
     keys = Keyring([new_key()])
     assert len({proof(keys), proof(keys.within("one")), proof(keys.within("two"))}) == 3
+
+
+def test_a_name_that_leads_to_what_all_can_read_is_no_key_file(tmp_path: pathlib.Path) -> None:
+    """Whoever plants such a link knows the text behind it, which is a file of this user for the kernel."""
+    path = tmp_path / "key"
+    path.symlink_to("/proc/self/mountstats")
+    with pytest.raises(errors.UsageError, match="no regular file"):
+        find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
+
+
+def test_a_pipe_is_no_key_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "key"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(errors.UsageError, match="no regular file"):
+        read_keys(str(path))
+
+
+def test_a_folder_that_others_may_change_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    path = shared / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    shared.chmod(0o777)
+    with pytest.raises(errors.UsageError, match="other users may change"):
+        read_keys(str(path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(shared))
+    with pytest.raises(errors.UsageError, match="other users may change"):
+        find_keys()
+
+
+def test_too_many_keys(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(f"{KEY}\n" * 9)
+    path.chmod(0o600)
+    with pytest.raises(errors.UsageError, match="more than 8 lines"):
+        read_keys(str(path))

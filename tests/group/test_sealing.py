@@ -157,3 +157,22 @@ def test_values_are_sealed_anew_while_the_key_is_rotated(tmp_path: pathlib.Path)
     assert Board(sealed(store, Keyring([new]))).read("a") == "value"
     with pytest.raises(errors.StoreUntrusted):
         Board(sealed(store, Keyring([old]))).read("a")
+
+
+@pytest.mark.parametrize("forged", ["--5", "9" * 5000, "١", "", " "])
+def test_a_hint_that_was_spoiled(forged: str) -> None:
+    store = dist.HashStore()
+    store.set("n", forged)
+    if not forged:
+        assert Board(sealed(store)).hint("n") == 0
+        return
+    with pytest.raises(errors.StoreUntrusted):
+        Board(sealed(store)).hint("n")
+
+
+def test_what_is_missing_is_not_waited_for() -> None:
+    store = dist.HashStore()
+    board = Board(sealed(store))
+    board.write("a", "1")
+    with pytest.raises(errors.StoreUntrusted, match="'b'"):
+        board.read_all(["a", "b"])
