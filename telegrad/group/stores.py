@@ -177,7 +177,7 @@ def _file(init_method: str) -> Any:
         raise UsageError(f"{init_method!r} names no file: write file:///PATH")
     try:
         path = resolved(path)
-        # torch would try for minutes, where Ctrl-C does not reach it. Nor may a pipe block, or a planted link be followed.
+        # torch would try for minutes, where Ctrl-C does not reach it. Nor may a pipe block, or a planted link be taken.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _NO_LINK, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
