@@ -15,12 +15,15 @@ import copy
 import functools
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 from collections.abc import Sequence
 
 from telegrad.errors import UsageError
 from telegrad.private_files import read_regular
+
+log = logging.getLogger("telegrad")
 
 SHORTEST = 16  # bytes of a key
 LONGEST_FILE, MOST_KEYS = 1 << 16, 8  # bytes and keys of a key file
@@ -75,8 +78,11 @@ class Keyring:
         if self._path:
             version = _version_of(self._path)
             if version is not None and version != self._version:
-                self._secrets = tuple(map(_stretch, read_keys(self._path)))
                 self._version = version
+                try:
+                    self._secrets = tuple(map(_stretch, read_keys(self._path)))
+                except UsageError as error:  # it may be written just now; a group that runs shall not end by that
+                    log.warning("telegrad: the keys stay as they were, until the file changes again: %s", error)
         return self._secrets
 
     def derive(self, purpose: bytes) -> tuple[bytes, ...]:

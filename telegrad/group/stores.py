@@ -254,6 +254,9 @@ def _open_any(
                     return site.store, site.place
             if mine is not None and not somebody_stays_at(mine):
                 return None
+    for site in sites:
+        if site.refused is not None:
+            raise site.refused
     if mine is not None:
         return None
     raise StoreUnreachable(
@@ -300,7 +303,7 @@ def _serve_or_share(
             if monotonic() > marked:
                 break
     assert taken is not None
-    raise taken
+    raise rival.refused or taken
 
 
 def serve(host: str, port: int, keys: Keyring, mark: str = OPEN) -> SealedStore:

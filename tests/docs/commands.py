@@ -18,7 +18,7 @@ from tests.docs.blocks import ROOT, Block
 
 # What these start is looked at; they may not be installed where the tests run.
 LAUNCHERS = {"kubectl", "mpiexec", "mpirun", "sbatch", "srun", "ssh", "for", "do", "done", "sh"}
-OTHERS = {"apt-get", "cat", "cd", "cp", "export", "git", "nox", "openssl", "pre-commit"}
+OTHERS = {"(umask", "apt-get", "cat", "cd", "cp", "export", "git", "mv", "nox", "openssl", "pre-commit"}
 INSIGHT = ("why", "top", "dashboard", "trace", "dump")
 
 

@@ -152,3 +152,18 @@ def test_too_many_keys(tmp_path: pathlib.Path) -> None:
     path.chmod(0o600)
     with pytest.raises(errors.UsageError, match="more than 8 lines"):
         read_keys(str(path))
+
+
+def test_a_key_file_that_is_empty_for_a_moment_changes_nothing(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    keys = find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
+    before = proof(keys)
+    path.write_text("")
+    assert proof(keys) == proof(keys) == before
+    assert caplog.text.count("the keys stay as they were") == 1
+    path.write_text(KEY + "!")
+    assert proof(keys) == proof(Keyring([KEY.encode() + b"!"]))

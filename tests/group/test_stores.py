@@ -19,6 +19,7 @@ from telegrad.group import stores
 from telegrad.group.board import DYNAMIC, OPEN, OVER, SERVED, Board, mark_of
 from telegrad.group.stores import Meeting
 from telegrad.group.tcp import reach_tcp
+from telegrad.keyring import Keyring, new_key
 from tests.cluster import KEYS, free_port, in_threads, opened, processes, sealed, wait_until
 
 VARIABLES = ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"]
@@ -388,3 +389,13 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
     assert [board.add_hint("n"), board.add_hint("n"), board.hint("n")] == [1, 2, 2]
     assert [board.increment("m"), board.increment("m"), board.number("m")] == [1, 2, 2]
     assert Board(store).read("a") == ""
+
+
+def test_a_worker_of_a_dynamic_group_with_another_key_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STRANGE", 0.2)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    served = opened(url, 0, None, 30)
+    served.open_up()
+    for rank in (-1, 1):
+        with pytest.raises(errors.StoreUntrusted, match="TELEGRAD_KEY"):
+            opened(url, rank, None, 5, Keyring([new_key()]))
