@@ -70,3 +70,9 @@ assert telegrad.rpc.rpc_sync and telegrad.nn.Pipeline and telegrad.optim and tel
 assert not hasattr(telegrad, "nothing")
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
+
+
+def test_the_tests_that_the_threat_model_names_exist() -> None:
+    named = set(re.findall(r"`((?:\w+/)?test_\w+\.py)`", (ROOT / "SECURITY.md").read_text()))
+    assert len(named) > 8
+    assert [each for each in named if not (ROOT / "tests" / each).is_file()] == []
