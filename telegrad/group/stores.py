@@ -254,9 +254,8 @@ def _open_any(
                     return site.store, site.place
             if mine is not None and not somebody_stays_at(mine):
                 return None
-    for site in sites:
-        if site.refused is not None:
-            raise site.refused
+    for refused in filter(None, (site.refused for site in sites)):
+        raise refused
     if mine is not None:
         return None
     raise StoreUnreachable(
