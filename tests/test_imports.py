@@ -26,6 +26,7 @@ FLOORS = [
         "forks",
         "descriptors",
         "checks",
+        "instances",
     },
     {"keyring"},
     {"wire"},

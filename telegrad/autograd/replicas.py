@@ -7,7 +7,6 @@ once all of them are known, all in one call of the engine as the reducer wants i
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from telegrad.instances import instances
 
 Node = Any
 
@@ -39,7 +40,7 @@ def watch() -> None:
     global _watching
     if not _watching and torch.distributed.is_initialized():
         register_module_module_registration_hook(_notice)  # twice does no harm
-        found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        found = instances(DistributedDataParallel)
         with _lock:
             _seen.update(found)
             _watching = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from typing import Any, get_type_hints
 
@@ -14,6 +13,7 @@ from telegrad.autograd.edges import edge_of
 from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.compat.missing import missing_from
 from telegrad.errors import AutogradError, ContextEnded, TelegradError
+from telegrad.instances import instances
 from telegrad.rpc import current
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
@@ -104,8 +104,7 @@ class DistAutogradContext:
         return {number: SendFunction(send) for number, send in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
-        found: list[Any] = [each for each in gc.get_objects() if type(each) is RecvNode]
-        nodes = [each for each in found if each.origin.context is self._context]
+        nodes = [each for each in instances(RecvNode) if each.origin.context is self._context]
         keys = {node.origin.sender.id << OWNER_SHIFT | node.origin.number: node for node in nodes}
         return dict(sorted(keys.items()))
 

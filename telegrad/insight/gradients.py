@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pathlib
 from collections import deque
@@ -21,6 +20,7 @@ from telegrad.autograd.record import Inside, Origin, RecvNode, Send
 from telegrad.errors import CallTimeout, PeerError, UnknownWorker, UsageError
 from telegrad.insight import drawing, graphs
 from telegrad.insight.graphs import LEAF, OPERATION, RECEIVE, ROOT, SEND, Node, Part
+from telegrad.instances import instances
 from telegrad.private_files import replacing
 from telegrad.rpc import RRef, current, rpc_async
 from telegrad.safe_text import safe
@@ -258,7 +258,7 @@ def _origin(node: Any) -> Origin | None:
 
 def _names_of_parameters() -> dict[int, str]:
     """Of all modules of this process, by the ids of the parameters: the name in the outermost module, and its class."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = instances(nn.Module)
     inner = {id(part) for module in modules for part in _held(module, "_modules").values()}
     names: dict[int, str] = {}
     for module in sorted(modules, key=lambda module: id(module) in inner):  # one that holds itself is inner, too

@@ -300,8 +300,8 @@ def test_a_worker_without_references_leaves_without_a_search_for_them(run: Run) 
         import gc
         import torch.distributed.rpc as rpc
         looks = []
-        get_objects = gc.get_objects
-        gc.get_objects = lambda: looks.append(1) or get_objects()
+        get_referrers = gc.get_referrers
+        gc.get_referrers = lambda *classes: looks.append(1) or get_referrers(*classes)
 
         def live(kept):
             options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{__file__}.store")

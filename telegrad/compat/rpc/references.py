@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
@@ -14,6 +13,7 @@ from telegrad.agent.deadlines import DEFAULT
 from telegrad.agent.futures import Future
 from telegrad.compat.rpc import profiled
 from telegrad.errors import NotInitialized, NotOwner, RRefError, TelegradError, UsageError
+from telegrad.instances import instances
 from telegrad.rpc import current, references
 from telegrad.rpc.references import Proxy
 from telegrad.rpc.values import opened
@@ -189,6 +189,6 @@ def delete_users() -> None:
     counts = current.references().counts()
     if counts["users"] == counts["pending_deletes"]:  # nobody holds one: no search among all objects of torch
         return
-    for each in gc.get_objects():
-        if issubclass(type(each), RRef) and each._handle.box is None:
+    for each in instances(RRef):
+        if each._handle.box is None:
             each._table.give_up(each._handle)

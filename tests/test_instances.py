@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from telegrad.instances import instances
+
+
+class Base: ...
+
+
+class Derived(Base):
+    __slots__ = ("part",)
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_subclasses_are_found_and_nothing_else() -> None:
+    kept = [Base(), Derived(), Base()]
+    assert set(map(id, instances(Base))) == set(map(id, kept))
+    assert instances(Derived) == [kept[1]]
+    assert instances(Iterator) == []
+
+
+def fail_in_another_thread(search: Callable[[], object]) -> list[SystemError]:
+    """Search while another thread fills tuples; return what that thread met."""
+    errors: list[SystemError] = []
+    done = threading.Event()
+
+    def fill() -> None:
+        while not done.is_set():
+            try:
+                assert len(tuple(number for number in range(40))) == 40
+            except SystemError as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for _ in range(30):
+        search()
+    done.set()
+    thread.join()
+    return errors
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_a_search_leaves_tuples_of_other_threads_alone() -> None:
+    assert not fail_in_another_thread(lambda: instances(Base))
+
+
+@pytest.mark.usefixtures("quick_switches")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="a tuple is seen by others only when it is filled")
+def test_a_search_through_all_objects_does_not() -> None:
+    """The reason for `instances`; where this fails, it may go."""
+    assert fail_in_another_thread(lambda: [each for each in gc.get_objects() if type(each) is Base])
