@@ -21,6 +21,7 @@ from telegrad.checks import count, flag, seconds, shown
 from telegrad.descriptors import explained
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.group.address import bracketed, loopback
+from telegrad.group.keys import of_environment
 from telegrad.group.members import check_name, check_role
 from telegrad.interrupts import install, uninterrupted
 from telegrad.keyring import Keyring, new_key
@@ -43,6 +44,7 @@ class LocalGroup:
     def __init__(self, workers: int | Sequence[str] | Mapping[str, int], driver: str, rpc_timeout: float) -> None:
         install()
         seconds("rpc_timeout", rpc_timeout)
+        of_environment()  # a key there that cannot be used is an error here, too, although this group makes its own
         roles = _roles(workers, driver)
         _check_free()
         self.names: list[str] = list(roles)
@@ -205,18 +207,7 @@ class _Worker:
             "--key-from-parent",
         ]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "telegrad",
-                "worker",
-                name,
-                *own,
-                "--timeout",
-                str(timeout),
-                "--with-parent",
-                "--key-from-parent",
-            ],
+            [sys.executable, "-m", "telegrad", "worker", name, *own],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Sequence
 
 from telegrad.errors import UsageError
-from telegrad.private_files import read_regular
+from telegrad.private_files import read_regular, reason
 
 log = logging.getLogger("telegrad")
 
@@ -107,32 +107,31 @@ def open_ring() -> Keyring:
     return Keyring((), is_open=True, source="key=False")
 
 
-def read_keys(path: str) -> list[bytes]:
-    """Return the keys in a file, one a line.
+def read_keys(path: str, setting: str = "") -> list[bytes]:
+    """Return the keys in a file, one a line; `setting` says in errors where its path was given.
 
     Raises:
         UsageError: the file cannot be read, others may read or write it, or a key in it is too short.
     """
+    file = f"the key file {path!r}{f' that {setting} names' if setting else ''}"
     try:
         status, data = read_regular(path, LONGEST_FILE)
     except OSError as error:
-        raise UsageError(f"the key file {path!r} cannot be read: {error}") from error
+        raise UsageError(f"{file} cannot be read: {reason(error)}") from None
     lines = [line.strip() for line in data.split(b"\n")]
     if hasattr(os, "getuid"):
         if status.st_uid not in (os.getuid(), 0):
-            raise UsageError(
-                f"the key file {path!r} belongs to another user (uid {status.st_uid}): make one of your own"
-            )
+            raise UsageError(f"{file} belongs to another user (uid {status.st_uid}): make one of your own")
         if status.st_mode & 0o026:  # a group may read it: Kubernetes mounts secrets so
             raise UsageError(
-                f"the key file {path!r} can be read or written by other users (mode {status.st_mode & 0o777:o}): "
+                f"{file} can be read or written by other users (mode {status.st_mode & 0o777:o}): "
                 f"chmod 600 {path} (in Kubernetes: defaultMode: 0440)"
             )
     if sum(map(bool, lines)) > MOST_KEYS:
-        raise UsageError(f"the key file {path!r} has more than {MOST_KEYS} lines: a key, and the one that follows it")
-    keys = [check_key(line, f"the key file {path!r}, line {number},") for number, line in enumerate(lines, 1) if line]
+        raise UsageError(f"{file} has more than {MOST_KEYS} lines: a key, and the one that follows it")
+    keys = [check_key(line, f"{file}, line {number},") for number, line in enumerate(lines, 1) if line]
     if not keys:
-        raise UsageError(f"the key file {path!r} is empty: write a key of at least {SHORTEST} bytes into it")
+        raise UsageError(f"{file} is empty: write a key of at least {SHORTEST} bytes into it")
     return keys
 
 

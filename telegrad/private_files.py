@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import logging
 import os
@@ -167,9 +168,9 @@ def state_folder() -> pathlib.Path:
             return folder.path
     except OSError as error:
         raise UsageError(
-            f"this user has no private folder for what telegrad keeps: {error}; mend that, or set XDG_STATE_HOME to "
-            "a folder of this user"
-        ) from error
+            f"this user has no folder for telegrad's files: {reason(error)}; set XDG_STATE_HOME "
+            "to a folder that this user can write"
+        ) from None
 
 
 def create_once(path: Path, data: bytes) -> bytes:
@@ -196,12 +197,26 @@ def create_once(path: Path, data: bytes) -> bytes:
         finally:
             os.unlink(temporary)
     except OSError as error:
-        raise UsageError(f"{path!r} can be neither made nor read: {error}") from error
+        raise UsageError(f"{path!r} can be neither made nor read: {reason(error)}") from None
+
+
+def reason(error: OSError) -> str:
+    """Return what an error of the system says, and of which path, without its number."""
+    return f"{error.strerror or error}{f': {error.filename!r}' if error.filename else ''}"
 
 
 def _state_home() -> str:
-    """Return the folder for users' state as the XDG specification has it."""
-    return os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    """Return the folder for users' state as the XDG specification has it: a relative path is ignored."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    default = os.path.join(os.path.expanduser("~"), ".local", "state")
+    if given and not os.path.isabs(given):
+        _warn_of_relative(given, default)
+    return given if os.path.isabs(given) else default
+
+
+@functools.lru_cache(maxsize=1)  # once for each value: a log line at each dump would hide others
+def _warn_of_relative(given: str, default: str) -> None:
+    log.warning("telegrad: XDG_STATE_HOME is ignored, as %r is no absolute path; %s is used", given, default)
 
 
 def _private_in(base: str, made: bool) -> Folder:
@@ -210,7 +225,8 @@ def _private_in(base: str, made: bool) -> Folder:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", base)
     base = resolved(base)
     if made:
-        os.makedirs(base, PRIVATE_FOLDER, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a file, of which `opened` says so
+            os.makedirs(base, PRIVATE_FOLDER, exist_ok=True)
     with opened(base, _check_base) as folder:
         return folder.private(_NAME)
 

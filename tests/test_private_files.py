@@ -222,7 +222,7 @@ def test_nothing_is_said_where_a_user_has_no_home(
     with private_folder("dumps") as folder:
         assert folder.path.is_relative_to(temporary)
     assert not caplog.records
-    with pytest.raises(UsageError, match=r"no private folder .* set XDG_STATE_HOME"):
+    with pytest.raises(UsageError, match=r"has no folder .* set XDG_STATE_HOME"):
         state_folder()
 
 

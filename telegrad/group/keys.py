@@ -52,12 +52,26 @@ def given_keys(given: Key = None, environment: Mapping[str, str] = os.environ) -
         return open_ring()
     if given is not None:
         return Keyring([check_key(given, "the option key")], source="the option key")
+    keys, path, source = of_environment(environment)
+    return Keyring(keys, path, source=source) if keys else None
+
+
+def of_environment(environment: Mapping[str, str] = os.environ) -> tuple[list[bytes], str, str]:
+    """Return the keys that the environment gives, their file and their source; without any, all three are empty.
+
+    Programs that make a key of their own call it, too: a setting that cannot be used is an error in each of them.
+
+    Raises:
+        UsageError: as for `given_keys`.
+    """
     if VARIABLE in environment:
-        return Keyring([check_key(environment[VARIABLE], VARIABLE)], source=VARIABLE)
-    if FILE_VARIABLE in environment:
-        path = environment[FILE_VARIABLE]
-        return Keyring(read_keys(path), path, source=f"{FILE_VARIABLE} ({path})")
-    return None
+        return [check_key(environment[VARIABLE], VARIABLE)], "", VARIABLE
+    path = environment.get(FILE_VARIABLE)
+    if path is None:
+        return [], "", ""
+    if not path:
+        raise UsageError(f"{FILE_VARIABLE} is empty: give the path of the file that holds the group's key, or unset it")
+    return read_keys(path, FILE_VARIABLE), path, f"{FILE_VARIABLE} ({path})"
 
 
 def user_keys() -> Keyring:
@@ -71,8 +85,8 @@ def user_keys() -> Keyring:
         create_once(path, new_key() + b"\n")
     except UsageError as error:
         raise UsageError(
-            f"this group has no key, and this user's own key file cannot be used: {error}. Give all workers the same "
-            f"key of at least 16 bytes in {VARIABLE}, name a file that holds it in {FILE_VARIABLE}, or pass key=...; "
-            "key=False makes a group without a key, in which anyone who reaches a worker can run code"
-        ) from error
+            f"no key is given, and this user's own key file cannot be used: {error}. Or give all workers the same key "
+            f"of at least 16 bytes in {VARIABLE}, in a file that {FILE_VARIABLE} names, or by key=...; key=False makes "
+            "a group without a key, in which anyone who reaches a worker can run code"
+        ) from None
     return Keyring(read_keys(path), path, source=path)

@@ -11,7 +11,7 @@ import torch
 from telegrad import checks
 from telegrad.devices import streams
 from telegrad.devices.maps import Devices
-from telegrad.errors import DeviceError
+from telegrad.errors import DeviceError, InvalidArgument
 from telegrad.group.keys import Key
 from telegrad.keyring import check_key
 from telegrad.transport.tls import TlsFiles
@@ -95,7 +95,7 @@ class TelegradOptions(RpcBackendOptions):
             key: the secret of the group, of at least 16 bytes; else it is read from `TELEGRAD_KEY`, from the file that
                 `TELEGRAD_KEY_FILE` names, or from a file that each user has. False for a group without one, in which
                 anyone who reaches a worker can run code.
-            tls: certificate files, for encrypted and mutually authenticated TCP.
+            tls: certificate files, for encrypted and mutually authenticated TCP; not together with `key=False`.
             shared_memory: bytes of memory files that this worker may lend to others of its host.
             silence: seconds after which another host that gives no sign of life, or a process of this host that is
                 stopped, is taken for lost; 0 for never.
@@ -118,6 +118,11 @@ class TelegradOptions(RpcBackendOptions):
         self.address = None if address is None else checks.text("address", address, "an address of this host")
         self.key: Key = key if key is None or key is False else check_key(key, "the option key")
         self.tls = None if tls is None else _tls(tls)
+        if self.key is False and self.tls is not None:
+            raise InvalidArgument(
+                "key=False makes a group that anyone may join, and tls=... one for workers with certificates alone: "
+                "leave key=False out, as a group with TLS needs its key all the same"
+            )
         self.shared_memory = checks.count("shared_memory", shared_memory, 0, what="a number of bytes")
         self.silence = float(checks.seconds("silence", silence, "0 for never"))
         self.heartbeat = float(checks.seconds("heartbeat", heartbeat, "0 for none"))

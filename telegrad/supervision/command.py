@@ -44,6 +44,9 @@ def main(arguments: list[str]) -> int:
         given.roles.setdefault(given.last, {})["command"] = command
     try:
         plan = read(_text(given.file), {**given.roles, **_set(logs=given.logs, grace=given.grace)})
+    except (UsageError, OSError, UnicodeDecodeError) as error:
+        return _wrong(f"{given.file or 'options'}: {error}")
+    try:
         host, port = _place(given.master)
         if not plan.seats(given.node):
             raise UsageError(f"no role runs on node {given.node}")
@@ -51,13 +54,17 @@ def main(arguments: list[str]) -> int:
             raise UsageError("--node needs the --master of node 0")
         output = Output(plan.logs)
         supervisor = Supervisor(plan, host, port, given.node, output)
-    except (UsageError, OSError, UnicodeDecodeError) as error:
-        print(f"telegrad run: {given.file or 'options'}: {error}", file=sys.stderr)
-        return WRONG
+    except (UsageError, OSError) as error:
+        return _wrong(str(error))
     try:
         return supervisor.run()
     finally:
         output.close()
+
+
+def _wrong(text: str) -> int:
+    print(f"telegrad run: {text}", file=sys.stderr)
+    return WRONG
 
 
 class _OfRole(argparse.Action):

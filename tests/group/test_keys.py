@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from telegrad import errors
+import telegrad
+from telegrad import errors, rpc
 from telegrad.group.keys import find_keys, given_keys
 from telegrad.keyring import Keyring, new_key, read_keys
 from telegrad.rpc.options import TelegradOptions
+from telegrad.supervision import command
+from telegrad.transport.tls import TlsFiles
 
 KEY = "a key that all workers share"
 
@@ -24,6 +29,7 @@ def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     for name in ("TELEGRAD_KEY", "TELEGRAD_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)  # where `telegrad run` makes its folder of logs
     return tmp_path / "state"
 
 
@@ -100,11 +106,85 @@ def test_files_without_a_key(tmp_path: pathlib.Path) -> None:
         read_keys(str(path))
 
 
-def test_without_a_key_the_error_names_the_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+@pytest.mark.parametrize("unusable", ["a file", "below a file", "not to be made", "a symlink in a circle"])
+def test_without_a_key_one_error_names_the_ways(
+    unusable: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    folder = {
+        "a file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "folder",
+        "not to be made": "/proc/nowhere",
+        "a symlink in a circle": tmp_path / "circle",
+    }[unusable]
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     with pytest.raises(errors.UsageError) as caught:
         find_keys()
-    assert all(way in str(caught.value) for way in ("TELEGRAD_KEY", "TELEGRAD_KEY_FILE", "key=...", "key=False"))
+    ways = ("XDG_STATE_HOME", "TELEGRAD_KEY", "TELEGRAD_KEY_FILE", "key=...", "key=False")
+    assert all(way in str(caught.value) for way in (*ways, str(folder)))
+    assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
+    assert "Errno" not in str(caught.value)
+
+
+def test_a_relative_state_folder_is_ignored_and_said_once(
+    home: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(home.parent))
+    monkeypatch.setenv("XDG_STATE_HOME", "~/state")
+    assert str(home.parent / ".local" / "state") in find_keys().source
+    find_keys()
+    assert caplog.text.count("XDG_STATE_HOME is ignored") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("TELEGRAD_KEY", "", "TELEGRAD_KEY has 0 bytes"),
+        ("TELEGRAD_KEY", "short", "TELEGRAD_KEY has 5 bytes"),
+        ("TELEGRAD_KEY_FILE", "", "TELEGRAD_KEY_FILE is empty"),
+        ("TELEGRAD_KEY_FILE", "/proc/nowhere", "'/proc/nowhere' that TELEGRAD_KEY_FILE names cannot be read"),
+        ("TELEGRAD_KEY_FILE", "/dev/null", "'/dev/null' that TELEGRAD_KEY_FILE names cannot be read"),
+    ],
+)
+def test_each_start_tells_of_a_wrong_setting_by_its_name(
+    variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    starts: list[Callable[[], object]] = [
+        find_keys,
+        lambda: telegrad.local(1),
+        lambda: rpc.init_rpc(
+            "w", rank=0, world_size=1, rpc_backend_options=TelegradOptions(init_method=f"file://{os.devnull}")
+        ),
+        lambda: rpc.init_rpc("w", min_workers=1, rpc_backend_options=TelegradOptions(init_method="tcp://127.0.0.1:1")),
+    ]
+    for start in starts:
+        with pytest.raises(errors.UsageError, match=words) as caught:
+            start()
+        assert caught.value.__cause__ is None
+    assert command.main(["--", "true"]) == command.WRONG
+    assert re.match(f"telegrad run: .*{words}", capsys.readouterr().err)
+
+
+def test_a_wrong_key_is_no_fault_of_the_file_of_roles(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "roles.toml").write_text("[actor]\n")
+    monkeypatch.setenv("TELEGRAD_KEY", "short")
+    assert command.main(["roles.toml"]) == command.WRONG
+    said = capsys.readouterr().err
+    assert said.startswith("telegrad run: TELEGRAD_KEY has 5 bytes")
+    assert "roles.toml" not in said
+
+
+def test_no_key_and_certificates_exclude_each_other() -> None:
+    files = TlsFiles("worker.pem", "worker.key", "authority.pem")
+    with pytest.raises(errors.UsageError, match=r"key=False .* tls="):
+        TelegradOptions(key=False, tls=files)
+    assert TelegradOptions(key=KEY, tls=files).tls == files
 
 
 def test_a_group_without_a_key_is_asked_for_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
