@@ -28,6 +28,8 @@ def said(error: BaseException) -> str:
     """Return the text of an error; of one that says that no descriptor is left, with what to do about it."""
     if not is_out(error):
         return str(error)
+    if isinstance(error, OSError) and error.errno == ENFILE:
+        return f"{error}: this host has as many files open as it allows (`sysctl fs.file-max`): allow more"
     limit = f"at most {_limit()} files" if _limit() else "no more files"
     return (
         f"{error}: this process may open {limit} (`ulimit -n`). A worker needs {TO_JOIN} descriptors beyond those of "

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -117,6 +117,46 @@ def test_calls_without_descriptors_say_so_and_go_on_later(two: list[Process]) ->
     two[1].run(hear)
     two[0].run(large)
     assert "ulimit -n" in two[1].run(what_was_heard)[0]
+
+
+def twice(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+OPERATIONS: dict[str, Callable[[], object]] = {
+    "small": lambda: rpc.rpc_sync("worker1", pow, (2, 3)),
+    "argument": lambda: rpc.rpc_sync("worker1", torch.numel, (torch.ones(1 << 20),)),
+    "arguments": lambda: rpc.rpc_sync("worker1", len, ([torch.ones(1 << 17) for _ in range(70)],)),
+    "result": lambda: rpc.rpc_sync("worker1", torch.ones, (1 << 20,)),
+    "both": lambda: rpc.rpc_sync("worker1", twice, (torch.ones(1 << 20),)),
+    "bytes": lambda: rpc.rpc_sync("worker1", bytes, (1 << 24,)),
+    "group": lambda: rpc.group(["worker0", "worker1"]).rpc_sync(torch.numel, (torch.ones(1 << 20),)),
+}
+
+
+def blames_of_calls_with_few_descriptors() -> list[str]:
+    """What does not say that this process has too few, of all that fails for want of them."""
+    wrong = []
+    for left, (name, act) in itertools.product(range(6), OPERATIONS.items()):
+        OPERATIONS["small"]()
+        limit(left)
+        try:
+            act()
+        except errors.TelegradError as error:
+            texts = [str(each) for each in getattr(error, "errors", {}).values()] or [str(error)]
+            wrong += [f"{name}, {left} left: {text}" for text in texts if "ulimit -n" not in text or "was lost" in text]
+        except BaseException as error:
+            wrong.append(f"{name}, {left} left: {error!r}")
+        finally:
+            unlimit()
+        act()  # all is well again
+    return wrong
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_calls_of_a_worker_with_few_descriptors_blame_no_other(two: list[Process]) -> None:
+    run_all(two, join_two, free_port())
+    assert two[0].run(blames_of_calls_with_few_descriptors, patience=2 * PATIENCE) == []
 
 
 def test_other_errors_stay_as_they_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from telegrad.descriptors import is_out, said
 from telegrad.errors import GenerationOver, LeftEarly, PeerLost, ShutDown
 from telegrad.wire.messages import MOVED
 
@@ -17,6 +18,16 @@ def parted(peer: str, how: str) -> ShutDown:
     if how:
         return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
     return ShutDown(f"worker {peer!r} shut down; {uncertain}")
+
+
+def broken(peer: str, error: Exception, why: str) -> PeerLost:
+    """Return the error where `error` has ended the connection; `why` says so, unless it is this process's own fault."""
+    if not is_out(error):
+        return lost(peer, why)
+    return PeerLost(
+        f"this process has no file descriptor left for what worker {peer!r} sent, and has closed the connection to it: "
+        f"{said(error)}; calls in flight to that worker may or may not have run"
+    )
 
 
 def lost(peer: str, why: str) -> PeerLost:

@@ -16,12 +16,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from telegrad.descriptors import is_out, said
 from telegrad.errors import PeerError, ProtocolViolation
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.connect import Channel
 from telegrad.transport.descriptors import DESCRIPTORS_AT_ONCE, MOST_NEW, receive
-from telegrad.transport.endings import lost, parted
+from telegrad.transport.endings import broken, lost, parted
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
 from telegrad.transport.processes import process_at
@@ -368,10 +367,7 @@ class Link:
         try:
             self._on_messages(self, self._wanted(count))
         except Exception as error:
-            why = (
-                f"its memory was not mapped: {said(error)}" if is_out(error) else f"it sent what is no frame ({error})"
-            )
-            self.close(lost(self.peer, why))
+            self.close(broken(self.peer, error, f"it sent what is no frame ({error})"))
         if self._over is not None:
             self.close(parted(self.peer, self._over))
 
@@ -406,8 +402,12 @@ class Link:
 
     def _broke(self, error: OSError | None = None) -> None:
         """The socket has failed, or its other end has ended it."""
-        ended = "ended: it died, or its program ended without calling shutdown()"
-        self.close(lost(self.peer, f"the connection {ended if error is None else f'broke ({said(error)})'}"))
+        if error is not None:
+            self.close(broken(self.peer, error, f"the connection broke ({error})"))
+        else:
+            self.close(
+                lost(self.peer, "the connection ended: it died, or its program ended without calling shutdown()")
+            )
 
     def close(self, reason: PeerError) -> None:
         """End the connection; `on_closed` is told once."""

@@ -16,6 +16,7 @@ appends to a deque.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from telegrad.descriptors import is_out
 from telegrad.devices.sharing import DeviceBlock, OpenBlock, open_block, sharer
 from telegrad.devices.streams import Arrived, Streams
 from telegrad.errors import ProtocolViolation
@@ -341,13 +343,16 @@ class SharedMaps:
             complete: False where the kernel left some out.
 
         Raises:
-            ProtocolViolation: some were left out, or the peer passes many that no frame names. `close` closes them.
+            OSError: this process has no more of them. `close` closes those that came.
+            ProtocolViolation: more came at once than a worker sends, or many that no frame names. Likewise.
         """
+        known = len(self.arrived)
         self.arrived.extend(fds)
         if not complete:
+            if len(self.arrived) - known < DESCRIPTORS_AT_ONCE:  # the kernel had no numbers for the rest
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise ProtocolViolation(
-                f"descriptors of shared memory were lost on the way: this process has no more of them (`ulimit -n`), "
-                f"or more than {DESCRIPTORS_AT_ONCE} came at once"
+                f"descriptors of shared memory were lost on the way: more than {DESCRIPTORS_AT_ONCE} came at once"
             )
         if len(self.arrived) > MOST_UNNAMED:
             raise ProtocolViolation(f"more than {MOST_UNNAMED} descriptors came without a frame that names them")
@@ -359,6 +364,7 @@ class SharedMaps:
 
         Raises:
             ProtocolViolation: there is no such block, it is smaller than `size`, or it is no memory that may be mapped.
+            OSError: this process has no descriptor left to map it.
         """
         base = self._bases.get(number)
         if base is None:
@@ -420,6 +426,7 @@ def _map(fd: int, number: int, size: int) -> memoryview:
 
     Raises:
         ProtocolViolation: it is no memory file, it may shrink, it is smaller than `size`, or it cannot be mapped.
+        OSError: this process has no descriptor left: `mmap` keeps one of its own.
     """
     import fcntl
 
@@ -435,6 +442,8 @@ def _map(fd: int, number: int, size: int) -> memoryview:
         else:
             fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
     except (OSError, ValueError, OverflowError, MemoryError) as error:
+        if is_out(error):
+            raise
         fault = f"it is no memory that can be mapped: {error}"
     finally:
         os.close(fd)
