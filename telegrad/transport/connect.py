@@ -17,12 +17,12 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.keyring import Keyring
-from telegrad.transport.handshake import ITSELF, TCP, TLS, UNIX, Acceptor, Claim, Initiator, StreamId
+from telegrad.transport.handshake import ITSELF, ONE_SIDED, TCP, TLS, UNIX, Acceptor, Claim, Initiator, StreamId
 from telegrad.transport.noise import Ciphers
 from telegrad.transport.processes import Stops, process_at, stopped, stranger_at
 from telegrad.transport.silence import Silence
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
-from telegrad.transport.tls import TlsFiles, client_context, own_digest, peer_digest
+from telegrad.transport.tls import TlsFiles, client_context, is_one_sided, own_digest, peer_digest
 
 
 class Target(NamedTuple):
@@ -150,6 +150,8 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
         raise
     except ssl.SSLError as error:
         sock.close()
+        if is_one_sided(error):
+            raise AuthenticationFailed(f"worker {target.name!r}: {ONE_SIDED}") from None
         raise AuthenticationFailed(
             f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
         ) from error

@@ -34,6 +34,7 @@ from typing import NamedTuple
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 from telegrad.keyring import Keyring
 from telegrad.transport.noise import Ciphers, DecryptionFailed, InitiatorHandshake, ResponderHandshake
+from telegrad.transport.tls import ALERT_NO_TLS, HANDSHAKE
 
 MAGIC = b"TGRD"
 LONGEST = 2048
@@ -41,7 +42,8 @@ NONCE = 32
 PURPOSE = b"connections"  # what the keys are derived for
 TCP, UNIX, TLS = b"tcp", b"unix", b"tls"  # what carries a connection; behind TLS both certificates
 
-UNKNOWN_KEY, OTHER_USER = "key", "user"  # reasons of a refusal that are looked for
+UNKNOWN_KEY, OTHER_USER, ONE_SIDED_TLS = "key", "user", "tls"  # reasons of a refusal that are looked for
+ONE_SIDED = "one of the two workers uses TLS and the other does not: give tls=... to all workers, or to none"
 
 Random = Callable[[int], bytes]
 
@@ -61,6 +63,7 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
         AuthenticationFailed,
         "it belongs to another user of this host, to which only TCP connections are made",
     ),
+    ONE_SIDED_TLS: (AuthenticationFailed, ONE_SIDED),
     "stranger": (ProtocolViolation, "it does not take this for a worker's connection"),
     "other": (PeerUnreachable, "another worker listens there now: the one that was wanted has ended or was restarted"),
 }
@@ -141,6 +144,9 @@ class _End:
         size = int.from_bytes(self._buffer[:2], "little")
         if not 1 <= size <= LONGEST:
             raise self._refuse("stranger", "it sent what is no message of this protocol")
+        if self._buffer[:3] == HANDSHAKE + b"\x01":  # no message of this protocol has a kind of this number
+            self.parting = ALERT_NO_TLS
+            raise AuthenticationFailed(ONE_SIDED)
         if self._buffer[2:3] not in (self._awaits(), _REFUSAL, b""):
             raise self._refuse("stranger", "it sent what does not belong here")
         if len(self._buffer) < 2 + size:
@@ -298,6 +304,10 @@ class Acceptor(_End):
         self._finish()
         return accepted
 
+    def refuse_without_tls(self) -> HandshakeError | PeerUnreachable:
+        """Return the error where this end uses TLS, and the other does not."""
+        return self._refuse(ONE_SIDED_TLS, ONE_SIDED)
+
     def _meet(self, first: bytes) -> ResponderHandshake:
         """Find the key that the initiator proves with."""
         for key in self._keys.derive(PURPOSE):
@@ -319,6 +329,11 @@ class Acceptor(_End):
         if wanted != self._mine.incarnation:
             raise self._refuse("other", f"worker {claim.name!r} looks for a worker that is not here any more")
         self.peer = claim
+
+
+def is_hello(data: bytes) -> bool:
+    """Return True if a worker begins so without TLS."""
+    return data[2:7] == _HELLO + MAGIC
 
 
 def refusal(reason: str) -> bytes:

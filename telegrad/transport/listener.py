@@ -9,13 +9,25 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic
 
 from telegrad.descriptors import said
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
 from telegrad.keyring import Keyring
 from telegrad.transport.connect import Channel
-from telegrad.transport.handshake import OTHER_USER, TCP, TLS, UNIX, Acceptor, Claim, StreamId, refusal
+from telegrad.transport.handshake import (
+    LONGEST,
+    OTHER_USER,
+    TCP,
+    TLS,
+    UNIX,
+    Acceptor,
+    Claim,
+    StreamId,
+    is_hello,
+    refusal,
+)
 from telegrad.transport.poller import Poller
 from telegrad.transport.processes import stranger_at
 from telegrad.transport.refusals import Refusals, host_of, to_give_way
@@ -130,7 +142,7 @@ class Listener:
                 log.warning("telegrad: a connection from %s was refused: %s", stranger.origin, why)
         with contextlib.suppress(OSError, ValueError):
             if stranger.end.parting:
-                stranger.sock.send(stranger.end.parting)
+                stranger.part()
         stranger.sock.close()
 
     def _dismiss(self, stranger: _Stranger) -> bool:
@@ -251,6 +263,7 @@ class _Stranger:
         try:
             if not self._tls_done:
                 assert isinstance(self.sock, ssl.SSLSocket)
+                self._check_uses_tls()
                 self.sock.do_handshake()
                 self.end.carrier = TLS + peer_digest(self.sock) + self._listener.digest
                 self._tls_done = True
@@ -272,6 +285,17 @@ class _Stranger:
         if self.end.done:
             self._listener.known(self)
         return True
+
+    def _check_uses_tls(self) -> None:
+        """Raise AuthenticationFailed where the other end is a worker that does not use TLS."""
+        if is_hello(socket.socket.recv(self.sock, LONGEST, socket.MSG_PEEK)):
+            socket.socket.recv(self.sock, LONGEST)  # or closing the socket would discard the answer
+            raise self.end.refuse_without_tls()
+
+    def part(self) -> None:
+        """Tell the other end why it is refused; in clear where there is no TLS yet."""
+        send = self.sock.send if self._tls_done else partial(socket.socket.send, self.sock)
+        send(self.end.parting)
 
     def on_writable(self) -> None:
         """Nothing waits to be sent."""

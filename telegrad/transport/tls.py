@@ -10,6 +10,10 @@ from typing import NamedTuple, NoReturn
 
 from telegrad.errors import UsageError
 
+# The fatal alert `inappropriate_fallback`: the answer of a worker without TLS. These workers give it for nothing else.
+ALERT_NO_TLS = bytes.fromhex("15 03 01 00 02 02 56")
+HANDSHAKE = b"\x16\x03"  # how each TLS connection begins
+
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)  # the first is shown
 
 
@@ -63,6 +67,11 @@ def own_digest(files: TlsFiles) -> bytes:
 def peer_digest(sock: ssl.SSLSocket) -> bytes:
     """Return the hash of the certificate that the other end has shown."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
+
+
+def is_one_sided(error: ssl.SSLError) -> bool:
+    """Return True if the other end has answered that it does not use TLS."""
+    return "INAPPROPRIATE_FALLBACK" in (error.reason or "")
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:

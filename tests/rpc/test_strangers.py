@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import operator
+import pathlib
 import secrets
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from telegrad.keyring import Keyring
 from telegrad.rpc.worker import Worker
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.tls import TlsFiles
-from tests.cluster import agents
+from tests.cluster import agents, wait_until
 from tests.transport.test_tls import Authority
 
 HTTP = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -141,6 +143,20 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates: list[Tls
         with knock(b) as sock:  # no TLS at all
             sock.sendall(HTTP)
             assert closed(sock)
+
+
+@pytest.mark.parametrize("with_tls", [0, 1])
+def test_tls_on_one_side_only_is_called_so_on_both(
+    with_tls: int, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    own: dict[int, dict[str, Any]] = {with_tls: {"tls": authority.files("w")}}
+    said = "one of the two workers uses TLS and the other does not: give tls=... to all workers, or to none"
+    with agents(2, of_rank=lambda rank: {"transport": "tcp", "rpc_timeout": 10, **own.get(rank, {})}) as workers:
+        for mine, other in (workers, workers[::-1]):
+            with pytest.raises(errors.AuthenticationFailed, match=said):
+                mine.agent.call(other.me.name, operator.add, (1, 2), None)
+        wait_until(lambda: caplog.text.count(said) >= 2)
 
 
 def test_tls_files_that_are_missing_are_named() -> None:

@@ -341,7 +341,7 @@ def test_a_key_holder_that_claims_nonsense_is_refused(said: str) -> None:
 )
 def test_strangers_are_known_by_their_first_bytes(garbage: bytes) -> None:
     for end in ends():
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(HandshakeError):
             list(map(end.receive, struct.unpack("3c", garbage[:3])))
 
 
