@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from telegrad.addresses import bracketed, family_of
 from telegrad.checks import count, flag, seconds, shown
 from telegrad.descriptors import explained
 from telegrad.errors import RendezvousError, UsageError
-from telegrad.group.address import bracketed, loopback
+from telegrad.group.address import loopback
 from telegrad.group.keys import of_environment
 from telegrad.group.members import check_name, check_role
 from telegrad.interrupts import install, uninterrupted
@@ -268,7 +269,7 @@ class _Worker:
 
 
 def _listen(host: str) -> socket.socket:
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return socket.create_server((host, 0), family=family_of(host))
 
 
 def _check_free() -> None:

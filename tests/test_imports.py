@@ -15,7 +15,7 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
-    {"errors", "version", "instruments", "importing", "safe_text", "interrupts"},
+    {"errors", "version", "instruments", "importing", "safe_text", "interrupts", "addresses"},
     {
         "hints",
         "threads",

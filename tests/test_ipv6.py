@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from telegrad.addresses import family_of
 from tests.cluster import PATIENCE
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -29,6 +31,12 @@ print(rpc.rpc_sync(f"w{1 - rank}", operator.add, (1, 2)))
 rpc.shutdown()
 """
 TWO = 'python -c "$1" 0 "$2" & python -c "$1" 1 "$2"; wait'
+
+
+def test_the_family_of_an_address() -> None:
+    v4, v6 = socket.AF_INET, socket.AF_INET6
+    addresses = {"127.0.0.1": v4, "0.0.0.0": v4, "::": v6, "::1": v6, "fe80::1%eth0": v6}
+    assert {address: family_of(address) for address in addresses} == addresses
 
 
 def has_namespaces() -> bool:

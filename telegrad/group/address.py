@@ -53,11 +53,6 @@ def is_address(host: str) -> bool:
     return True
 
 
-def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
-
-
 def own_address(wanted: str | None, store_host: str | None) -> str:
     """The address to listen on and to publish: the wanted one, else the one that reaches the store's host.
 

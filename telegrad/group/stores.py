@@ -34,7 +34,7 @@ from telegrad.errors import (
     TelegradError,
     UsageError,
 )
-from telegrad.group.address import await_name, bracketed, spelled
+from telegrad.group.address import await_name, spelled
 from telegrad.group.board import (
     DYNAMIC,
     GONE,
@@ -51,7 +51,7 @@ from telegrad.group.board import (
 )
 from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, spots
 from telegrad.group.sealing import SealedStore
-from telegrad.group.supervised import is_kept
+from telegrad.group.supervised import is_kept, place
 from telegrad.group.tcp import reach_tcp, serve_tcp
 from telegrad.keyring import Keyring
 from telegrad.private_files import resolved
@@ -370,7 +370,7 @@ def find_store(
 
 def spot(host: str, port: int | None) -> str:
     """A place, for people."""
-    return host if port is None else f"{bracketed(host)}:{port}"
+    return host if port is None else place(host, port)
 
 
 def said(places: Sequence[Spot]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from telegrad.group.address import bracketed
+from telegrad.addresses import bracketed
 
 NAME, ROLE = "TELEGRAD_NAME", "TELEGRAD_ROLE"  # of the worker; one that is started again has the same
 STORE = "TELEGRAD_STORE"  # where the store is that is kept for it: it never serves one itself

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from telegrad.addresses import bracketed
 from telegrad.errors import UsageError
 from telegrad.group.supervised import is_kept
 
@@ -122,7 +123,7 @@ def _place(launcher: _Launcher, variables: Variables) -> str:
             f"{launcher.hint}"
         )
     port = _number(variables, "MASTER_PORT") if variables.get("MASTER_PORT") else _port(launcher, variables)
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def _port(launcher: _Launcher, variables: Variables) -> int:

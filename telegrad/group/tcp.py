@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from telegrad.addresses import family_of
 from telegrad.group.address import listening_address
 
 CROWD = 1024  # connections that wait to be accepted
@@ -36,9 +37,8 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
         RuntimeError: torch cannot serve a store.
     """
     address = listening_address(host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((address, port), family=family, backlog=CROWD)
+        listener = socket.create_server((address, port), family=family_of(address), backlog=CROWD)
     except OSError:
         if not shared:
             raise

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from telegrad import forks
+from telegrad.addresses import bracketed, family_of
 from telegrad.insight.history import SECONDS, History
 from telegrad.insight.snapshot import snapshot
 from telegrad.insight.source import Sight, Source
@@ -81,8 +82,7 @@ class Dashboard:
     @property
     def url(self) -> str:
         """With the token; to be kept to oneself."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}/?token={quote(self.token)}"
+        return f"http://{bracketed(self._host)}:{self.port}/?token={quote(self.token)}"
 
     @property
     def port(self) -> int:
@@ -164,7 +164,7 @@ class _Server(ThreadingHTTPServer):
         self.dashboard = dashboard
         files = resources.files("telegrad.insight").joinpath("pages").iterdir()
         self.pages = {file.name: file.read_bytes() for file in files}
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.address_family = family_of(host)
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:

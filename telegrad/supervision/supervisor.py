@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from time import monotonic
 
+from telegrad.addresses import family_of
 from telegrad.errors import UsageError
 from telegrad.group import supervised
 from telegrad.group.address import is_address, listening_address
@@ -284,8 +285,7 @@ class Supervisor:
 
 def _listen(host: str, port: int) -> socket.socket:
     address = host if is_address(host) else listening_address(host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=CROWD)
+    return socket.create_server((address, port), family=family_of(address), backlog=CROWD)
 
 
 def _key_for_children(is_alone: bool) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
 
+from telegrad.addresses import family_of
 from telegrad.descriptors import said
 from telegrad.errors import HandshakeError, PeerUnreachable, ProtocolViolation, UsageError
 from telegrad.keyring import Keyring
@@ -83,8 +84,7 @@ class Listener:
             door = socket.socket(socket.AF_UNIX)
             door.bind(unix_address(self.unix))
             self._doors.append(_Door(door, self, True))
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        door = socket.socket(family)
+        door = socket.socket(family_of(address))
         door.bind((address, 0))
         self.tcp: tuple[str, int] = (address, door.getsockname()[1])
         self._doors.append(_Door(door, self, False))

@@ -13,7 +13,20 @@ from hypothesis import strategies as st
 
 from telegrad.errors import AuthenticationFailed, HandshakeError, PeerUnreachable, ProtocolViolation, VersionMismatch
 from telegrad.keyring import Keyring, open_ring
-from telegrad.transport.handshake import LONGEST, PROTOCOL, TCP, TLS, UNIX, Acceptor, Claim, Initiator, Spoken
+from telegrad.transport.handshake import (
+    LONGEST,
+    ONE_SIDED,
+    PROTOCOL,
+    TCP,
+    TLS,
+    UNIX,
+    Acceptor,
+    Claim,
+    Initiator,
+    Spoken,
+    is_hello,
+)
+from telegrad.transport.tls import HANDSHAKE
 
 KEY, NEXT, LAST = (Keyring([name]) for name in (b"the key of the group", b"the next key", b"the last key"))
 A = Claim("a", 0, "incarnation of a", "program")
@@ -343,6 +356,18 @@ def test_strangers_are_known_by_their_first_bytes(garbage: bytes) -> None:
     for end in ends():
         with pytest.raises(HandshakeError):
             list(map(end.receive, struct.unpack("3c", garbage[:3])))
+
+
+def test_tls_on_one_side_only_is_told_to_both_ends() -> None:
+    a, b = ends()
+    assert is_hello(a.start())
+    assert not is_hello(b"GET / HTTP/1.1")
+    error = b.refuse_without_tls()
+    with pytest.raises(AuthenticationFailed, match=ONE_SIDED):
+        a.receive(b.parting)
+    assert ONE_SIDED in str(error)
+    with pytest.raises(AuthenticationFailed, match=ONE_SIDED):
+        Acceptor(KEY, B).receive(HANDSHAKE + b"\x01\x02")
 
 
 def test_what_no_message_can_be_is_refused_by_its_length() -> None:

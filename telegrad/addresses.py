@@ -1,0 +1,15 @@
+"""Spellings of the addresses of hosts: IPv6 addresses have colons, all else has none."""
+
+from __future__ import annotations
+
+import socket
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of an IP address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
