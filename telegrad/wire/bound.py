@@ -1,8 +1,8 @@
-"""Objects that stand for something which only this process has: open files, connections, temporary files.
+"""Objects that stand for something which only this process has: open files, connections, views of memory.
 
 Pickling refuses most of them, and copies the others: cloudpickle makes a `StringIO` of a text file, and a connection of
-`multiprocessing` arrives as the number of a descriptor, which is another file there and is closed with it. None of them
-is sent.
+`multiprocessing` arrives as the number of a descriptor, which is another file there and is closed with it. A memoryview
+would arrive as bytes, without its format and shape. None of them is sent.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _ADVICE: dict[type, str] = {
     tempfile._TemporaryFileWrapper: _FILE,
     tempfile.SpooledTemporaryFile: _FILE,
     tempfile.TemporaryDirectory: "Send its path, which is its `name`",
+    memoryview: "Send bytes(view), or the object that it is a view of",
     _ConnectionBase: "Send the values themselves by calls: a worker's rpc_sync, or rpc_stream for many",
 }
 _OWN_WAY = {"__reduce__", "__reduce_ex__", "__getstate__"}  # by which a subclass says how it is pickled
@@ -35,7 +36,7 @@ class BoundToProcess(TypeError):
     """An object cannot be sent; `advice` says what can be in its place."""
 
     def __init__(self, advice: str) -> None:
-        super().__init__("it is open in this process, and in no other")
+        super().__init__("it belongs to this process, and to no other")
         self.advice = advice
 
 

@@ -489,7 +489,7 @@ class Locking(Locked):
         pass
 
 
-LOCK = threading.Lock()
+LOCK, VIEW = threading.Lock(), memoryview(b"bytes")
 
 
 def closed_over() -> tuple[Callable[..., Any], ...]:
@@ -542,6 +542,18 @@ def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
     with pytest.raises(errors.CannotEncode, match=text + r".*: cannot pickle .*\. (Send what|Make it)") as caught:
         encode(value, True)
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [DATA := memoryview(b"bytes"), [DATA], {"x": (1, DATA)}, ((DATA,), {}), types.SimpleNamespace(x=DATA)],
+    ids=str,
+)
+@pytest.mark.parametrize("same_program", [False, True])
+def test_a_view_of_memory_is_refused_as_pickle_does(value: Any, same_program: bool) -> None:
+    """It would arrive as bytes."""
+    with pytest.raises(errors.CannotEncode, match=r"memoryview\) cannot be sent: .* Send bytes\(view\)"):
+        encode(value, same_program)
 
 
 def test_what_a_function_of_the_main_program_uses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
