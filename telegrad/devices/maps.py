@@ -39,6 +39,11 @@ def faults(group: Mapping[str, Devices], whole: bool = True) -> Iterable[str]:
                 f"Node {name} has invalid target node names in its device maps: {', '.join(strangers)}. "
                 f"The group has {', '.join(sorted(group))}"
             )
+        if beyond := [device for device in mine.allowed if _index(device) >= mine.accelerators]:
+            yield (
+                f"Node {name} has devices with invalid indices in its option devices: {', '.join(beyond)}. "
+                f"Worker {name} has {mine.accelerators} accelerators"
+            )
         for to, map_ in sorted(mine.maps.items()):
             if to in group:
                 yield from _faults_of(f"its device map for {to}", name, mine, map_, to, group[to])

@@ -65,9 +65,10 @@ def _join(
 ) -> Worker:
     timeout = options.rpc_timeout or float("inf")
     descriptors.check()
+    settings = _settings(options)
     meeting = meet(timeout)
     address = own_address(options.address, meeting.host)
-    worker = Worker(name or role, _settings(options), address, entered, kind._of_handle, open_roots, witness)
+    worker = Worker(name or role, settings, address, entered, kind._of_handle, open_roots, witness)
     try:
         actors.serve(worker.agent, worker.references)
         feeding.serve(worker.agent, worker.references)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,11 +160,26 @@ class TelegradOptions(RpcBackendOptions):
         self.devices: list[torch.device] = [as_device(device) for device in listed]
 
     def published(self) -> Devices:
-        """What the other workers must know of this one's devices."""
+        """What the other workers must know of this one's devices.
+
+        Raises:
+            DeviceError: this process has no accelerator of such a type.
+        """
+        _check_own(self.devices, "devices")
+        for to, map_ in self.device_maps.items():
+            _check_own(map_, f"device_maps for {to}")
         maps = {
             to: {str(here): str(there) for here, there in map_.items()} for to, map_ in self.device_maps.items() if map_
         }
         return Devices(streams.count(), maps, tuple(map(str, self.devices)))
+
+
+def _check_own(devices: Iterable[torch.device], name: str) -> None:
+    """Raise DeviceError for an accelerator of another type than this process has; `maps.faults` checks the numbers."""
+    own = streams.kind()
+    for device in devices:
+        if own is not None and device.type not in ("cpu", own):
+            raise DeviceError(f"{name}: this process has no device {device}, its accelerators are of the type {own}")
 
 
 class TensorPipeRpcBackendOptions(TelegradOptions):
@@ -227,7 +242,7 @@ def as_device(device: int | str | torch.device) -> torch.device:
         checks.wrong("a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device)
     try:
         named = streams.device(device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, OverflowError):
+    except (RuntimeError, OverflowError, ValueError):
         checks.wrong("a device", "the index of an accelerator, a name such as 'cuda:0', or a torch.device", device)
     return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ import torch
 from telegrad import errors, rpc
 from telegrad.devices.maps import Devices, faults, turned
 from telegrad.devices.routes import for_answers, for_calls, for_gradients
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
 from telegrad.rpc.options import TelegradOptions, TensorPipeRpcBackendOptions
 from telegrad.wire.tensors import HOST
 from tests.accelerator.apart import apart
-from tests.cluster import agents
+from tests.cluster import agents, in_threads, opened
 from tests.devices.kinds import SIM, group, places
 
 TWO = Devices(2)
@@ -105,6 +109,32 @@ def test_one_device_goes_to_one() -> None:
         options.set_device_map("b", {0: 0})
     with pytest.raises(RuntimeError, match=r"must be the index of an accelerator.*not -1"):
         options.set_device_map("b", {-1: 0})
+
+
+@pytest.mark.parametrize("devices", [["cuda:77"], [77], [torch.device("cuda", 77)], ["cpu", "meta"]], ids=str)
+def test_devices_that_a_worker_lacks_are_told_to_all(devices: list[Any]) -> None:
+    name = str(TelegradOptions(devices=devices).devices[-1])
+    errors_of: list[BaseException] = []
+    told = rf"Node w1 has devices with invalid indices in its option devices: {name}\. Worker w1 has 0 acc"
+    with tempfile.TemporaryDirectory() as folder:
+
+        def join(rank: int) -> None:
+            options = TelegradOptions(devices=devices if rank else None)
+            meet = partial(opened, f"file://{folder}/store", rank, 2)
+            with pytest.raises(errors.DeviceError, match=told) as caught:
+                start(f"w{rank}", meet, options, current.enter)
+            errors_of.append(caught.value)
+
+        in_threads(partial(join, 0), partial(join, 1))
+    assert len(errors_of) == 2
+
+
+@pytest.mark.parametrize("kind", [SIM])
+@apart
+def test_devices_of_another_type_are_refused(kind: str) -> None:
+    for options in (TelegradOptions(devices=["meta"]), TelegradOptions(device_maps={"b": {"meta": 0}})):
+        with pytest.raises(errors.DeviceError, match=f"no device meta:0, its accelerators are of the type {kind}"):
+            options.published()
 
 
 def test_a_map_without_devices_is_refused_where_the_workers_meet() -> None:
