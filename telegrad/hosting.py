@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from telegrad.addresses import bracketed, family_of
-from telegrad.checks import count, flag, seconds, shown
+from telegrad.checks import count, flag, seconds, shown, wrong
 from telegrad.descriptors import explained
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.group.address import loopback
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST = 10_000  # workers of one host: each is a process
+_WORKERS = (
+    f'the number of workers, from 1 to {MOST}, a list of their names, or the number for each role ({{"actor": 4}})'
+)
 LAST_LINES = 20  # of a worker's output, in an error message
 GRACE = 5.0  # seconds for a worker to end by itself, and for its last output to come
 
@@ -293,30 +296,24 @@ def _wake_at_interrupts() -> None:
 def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dict[str, str]:
     """The roles of the workers, by their names."""
     if isinstance(workers, Mapping):
-        for role in workers:
-            check_role(role)
         for role, number in workers.items():
+            check_role(role or " ")  # "" would stand for workers without a role
             count(f"workers: the number of {role}", number, 1, MOST)
-        of_roles = [(f"{role}{number}", role) for role, several in workers.items() for number in range(several)]
-        _check_names([name for name, _ in of_roles], driver)
-        return dict(of_roles)
-    if isinstance(workers, int):
-        count("workers", workers, 1, MOST, "the number of workers, a list of their names, or a number for each role,")
-        workers = [f"worker{number}" for number in range(workers)]
-    _check_names(workers, driver)
-    return dict.fromkeys(workers, "")
-
-
-def _check_names(workers: Sequence[str], driver: str) -> None:
-    if not workers or not isinstance(workers, Sequence) or isinstance(workers, str):
-        raise UsageError(
-            "telegrad.local needs the workers' number, at least 1, a list of their names, or how many there are of "
-            f'each role, such as {{"actor": 4}}, not {shown(workers)}'
-        )
-    for name in (driver, *workers):
+        roles = {f"{role}{number}": role for role, several in workers.items() for number in range(several)}
+        names = [f"{role}{number}" for role, several in workers.items() for number in range(several)]
+    elif isinstance(workers, Sequence) and not isinstance(workers, str | bytes | bytearray):
+        names, roles = list(workers), {}
+    else:
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST:
+            wrong("workers", _WORKERS, workers)
+        names, roles = [f"worker{number}" for number in range(workers)], {}
+    if not 1 <= len(names) <= MOST:
+        wrong("workers", _WORKERS, workers)
+    for name in (driver, *names):
         check_name(name)
-    if len({driver, *workers}) <= len(workers):
-        raise UsageError(f"each worker needs a name of its own, and so does the driver: {[driver, *workers]}")
+    if len({driver, *names}) <= len(names):
+        raise UsageError(f"each worker needs a name of its own, and so does the driver: {shown([driver, *names])}")
+    return roles or dict.fromkeys(names, "")
 
 
 def _environment(workers: int) -> dict[str, str]:

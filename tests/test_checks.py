@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,8 +24,9 @@ REFUSED = (errors.UsageError, TypeError, ValueError)
 # What is wrong for each kind of parameter.
 NO_TEXT: list[Any] = [None, b"x", 5, 1.5, True, ["x"], object(), HUGE]
 NO_FLAG: list[Any] = [0, 1, "yes", b"", [], object(), 1.0]
-NO_COUNT: list[Any] = ["1", b"1", True, 1.5, NAN, INF, -5, -HUGE, [1], object(), torch.ones(2)]
-NO_SECONDS: list[Any] = ["1", b"1", True, NAN, -5, -0.5, -INF, 1e300, HUGE, [1], object(), torch.tensor(1.0)]
+SCALARS: list[Any] = [np.bool_(True), np.array([1, 2]), np.array(1), torch.tensor(True), torch.tensor(1), 1j]
+NO_COUNT: list[Any] = ["1", b"1", True, 1.5, NAN, INF, -5, -HUGE, [1], object(), torch.ones(2), np.float64(1), *SCALARS]
+NO_SECONDS: list[Any] = ["1", b"1", True, NAN, -5, -0.5, -INF, 1e300, HUGE, [1], object(), np.float64(NAN), *SCALARS]
 NO_FUNCTION: list[Any] = [None, "f", b"f", 5, True, NAN, [print], object()]
 NO_LIST: list[Any] = [b"x", 5, True, 1.5, object(), HUGE]
 NO_MAPPING: list[Any] = [None, "x", b"x", 5, True, [1], object()]
@@ -142,7 +144,8 @@ BY_NAME: dict[str, list[Any]] = {
     "after": [5, "x", True, object()],
     "device_maps": [5, "x", True, [1], object(), {5: {}}, {"a": 5}, {"a": {"cpu": "nothing"}}],
     "device_map": [None, 5, "x", True, [1], object(), {"cpu": "nothing"}],
-    "devices": [5, "cpu", True, object(), ["nothing"], [1.5], [True]],
+    "devices": [5, "cpu", True, object(), ["nothing"], [1.5], [True], [-1], [HUGE], [NAN], [None], [np.int64(0)]],
+    "key": [5, 1.5, True, "", "short", b"short", [], object(), bytearray(32)],
     "tls": [5, "x", True, [1], ("a", "b"), ("a", "b", 5), object()],
     "rpc_backend_options": [5, "x", True, {}, object()],
     "group": [None, 5, "x", True, [], object()],
@@ -168,7 +171,18 @@ BY_ENTRY: dict[str, list[Any]] = {
         [LONG],
         {"a": 0},
         {"a": True},
+        {"a": NAN},
+        {"": 1},
         {5: 1},
+        {"a": 10_001},
+        [""],
+        [None],
+        ["a"] * 10_001,
+        {"a"},
+        iter(["a"]),
+        bytearray(b"a"),
+        np.int64(1),
+        *SCALARS,
         {"a.b": 1},
         object(),
     ],
@@ -204,8 +218,6 @@ ANYTHING = {  # parameters that take every value, or are passed on
     "items",
     "destination",
     "param",
-    "own",
-    "key",
 }
 # Values, what Python or torch calls, and what other tests go through.
 LEFT_OUT = {
@@ -255,6 +267,9 @@ def test_each_parameter_has_an_entry_in_the_table() -> None:
     assert not missing, "say what these must refuse, in BY_NAME or BY_ENTRY"
     known = {f"{entry}: {parameter}" for entry, function in entries() for parameter in parameters(function)}
     assert not BY_ENTRY.keys() - known, "these are no parameters any more"
+    names = {each.partition(": ")[2] for each in known}
+    assert not {*BY_NAME, *ANYTHING} - names, "no parameter has such a name any more"
+    assert not LEFT_OUT - {entry for entry, _ in entries()}, "there are no such functions any more"
 
 
 class Things:
@@ -451,3 +466,11 @@ def test_values_are_shown_in_few_words() -> None:
         assert 0 < len(checks.shown(value)) <= 2 * checks.SHOWN + 3
     assert checks.shown("worker0") == "'worker0'"
     assert checks.shown(torch.ones(3)) == "Tensor"
+
+
+def test_options_of_another_package_are_called_so() -> None:
+    class TensorPipeRpcBackendOptions:
+        """As torch has them."""
+
+    with pytest.raises(errors.InvalidArgument, match=r"telegrad\.rpc\.Telegrad.*of the type tests\.test_checks"):
+        rpc.init_rpc("a", rpc_backend_options=TensorPipeRpcBackendOptions())  # type: ignore[arg-type]

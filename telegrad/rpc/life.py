@@ -13,7 +13,7 @@ from typing import Any
 
 from telegrad import checks, descriptors
 from telegrad.agent.compiling import not_compiled
-from telegrad.errors import AlreadyInitialized, RendezvousError, UsageError
+from telegrad.errors import AlreadyInitialized, InvalidArgument, RendezvousError, UsageError
 from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo, check_name, check_role
 from telegrad.group.stores import Meeting
@@ -153,7 +153,10 @@ def _options(given: RpcBackendOptions | None) -> TelegradOptions:
         return given
     if isinstance(given, RpcBackendOptions):
         return TelegradOptions(rpc_timeout=given.rpc_timeout, init_method=given.init_method)
-    raise UsageError(f"rpc_backend_options must be TensorPipeRpcBackendOptions, not {checks.shown(given)}")
+    kind = type(given)
+    hint = f" of the type {kind.__module__}.{kind.__qualname__}" if kind.__name__.endswith("Options") else ""
+    options = "telegrad.rpc.TelegradOptions(...), or telegrad.rpc.TensorPipeRpcBackendOptions(...)"
+    raise InvalidArgument(f"rpc_backend_options must be {options}, not {checks.shown(given)}{hint}")
 
 
 @not_compiled
