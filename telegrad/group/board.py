@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
-from telegrad.errors import StoreLost, TelegradError
+from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 from telegrad.group.asking import AskedAside
-from telegrad.group.sealing import SealedStore
+from telegrad.group.sealing import SealedStore, spoiled
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two looks
 TERMS = "terms"  # a list, of which the group's identity is the first; itself bound to no group
@@ -111,6 +111,15 @@ class Board:
         """Return a counter that `add_hint` adds to."""
         with self._while_it_lasts() as store:
             return store.count(self._place(key))
+
+    def has_all(self, keys: list[str]) -> bool:
+        """Return True if there is something under each of these keys, whoever has written it."""
+        with self._while_it_lasts() as store:
+            return store.has_all([self._place(key) for key in keys])
+
+    def spoiled(self, key: str, how: str) -> StoreUntrusted:
+        """Return the error for a counter that cannot be what it is."""
+        return spoiled(self._place(key), how)
 
     def renew(self) -> None:
         """Seal what this process has seen anew, where the group's key has been replaced."""

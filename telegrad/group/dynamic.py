@@ -7,13 +7,13 @@ have seen it.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from telegrad.errors import RendezvousError, StoreLost
+from telegrad.errors import RendezvousError, StoreLost, StoreUntrusted
 from telegrad.group.board import Board
 from telegrad.group.directory import LEFT, LOST, Directory
 from telegrad.group.members import Member, listed, unknown
@@ -25,6 +25,8 @@ from telegrad.group.succession import Seat
 
 MOST_RANKS = 1 << 16
 BETWEEN = 5.0  # seconds that a look-up waits for another store
+
+log = logging.getLogger("telegrad")
 
 
 class Moved(RendezvousError):
@@ -62,6 +64,7 @@ class DynamicGroup:
         self._moving = threading.Condition()  # guards changes of `directory`, which is loaded without
         self.directory = Directory(store, aside=not serves and bool(place[0]))
         self._between = False  # the store was lost, and there is no other yet
+        self._distrusted: set[str] = set()  # what was logged of values that are not authentic; any thread adds to it
         self._given_up: list[Directory] = []  # in stores of this member: who holds them for the group's is told better
 
     def join(self, me: Member, is_alive: Callable[[Member], bool] = lambda _: True) -> Member:
@@ -144,6 +147,21 @@ class DynamicGroup:
     def strike_out(self, member: Member, how: str = LOST) -> None:
         """A member has died, or has left without a word: others can have its name and its rank."""
         self.directory.take_out(member, how)
+
+    def note_gone(self, member: Member, how: str) -> None:
+        """Do the same, if the store allows it: where it does not, this member knows of the other's end all the same."""
+        try:
+            self.strike_out(member, how)
+        except StoreLost:
+            pass
+        except StoreUntrusted as error:
+            self.distrust(error, f"the end of {member} cannot be noted in the group's store")
+
+    def distrust(self, error: StoreUntrusted, what: str) -> None:
+        """Log that the store was tampered with, once for each value of it."""
+        if str(error) not in self._distrusted:
+            self._distrusted.add(str(error))
+            log.warning("telegrad: %s: %s", what, error)
 
     def find(self, to: str | int) -> Member:
         """The member of that name or rank, as of now; where the store was just lost, as of the next one.
@@ -253,9 +271,13 @@ class DynamicGroup:
         me, self._me = self._me, None
         lost = self.over
         self.end("this worker has left the group")
-        with contextlib.suppress(StoreLost):  # it may have gone with the worker that served it
+        try:
             if me is not None and not lost and not self._between:
                 self._check_out(me)
+        except StoreLost:  # it may have gone with the worker that served it
+            pass
+        except StoreUntrusted as error:  # its connections tell the others
+            self.distrust(error, f"{me} has left, which cannot be noted in the group's store")
         self.abandon()  # only now: another may have to be where one of these is
         self.directory.close()
         if self._sign is not None:

@@ -257,11 +257,16 @@ class _Joining:
 
     def _take_place(self, generation: Formed) -> bool:
         """Whether all have taken theirs, so that it has formed."""
-        if self._board.add_hint("taken") == len(generation.members):
+        count = self._board.add_hint("taken")
+        if count > len(generation.members):
+            raise self._board.spoiled("taken", f"is {count}, in a generation of {len(generation.members)}")
+        if count == len(generation.members):
             self._root.write("running", generation.to_json())  # before anyone goes, who may be lost at once
             self._board.swap("ready", "", OPENED)
         until = monotonic() + TAKE
         found = self._board.wait("ready", until, lambda: self._doubt(generation.members))
+        if not found:
+            self._board.hint("taken")  # raises where it was set back, so that nobody is the last
         return (found or self._board.swap("ready", "", VOID)) == OPENED
 
     def _doubt(self, members: list[Member]) -> None:

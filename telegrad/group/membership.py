@@ -88,7 +88,6 @@ class Membership:
         self._directory: Directory | None = None  # where it has looked
         self._seen_changes = self._seen_orphans = 0
         self._met: set[str] = set()  # who was listed there
-        self._warned: set[str] = set()  # of values that are not authentic
         self._missed_at = inf  # when those who are not are knocked at
         self.serving = Serving(me)
         self._wake = threading.Event()
@@ -281,6 +280,10 @@ class Membership:
         while not (self._closed or self._post.closed):
             try:
                 pause = self._look_around()
+            except StoreUntrusted as error:
+                if self._group is not None:
+                    self._group.distrust(error, "the members stay as they are known")
+                pause = AGAIN
             except Exception:
                 log.exception("telegrad: the watch of the group's members failed")
                 pause = AGAIN
@@ -318,8 +321,7 @@ class Membership:
             if self._group is not None and not self._group.over:
                 if doubt.who.incarnation == self._group.store.incarnation:
                     self._group.directory.board.close(f"{doubt.who} served it")  # torch would say so at length
-                with contextlib.suppress(StoreLost):
-                    self._group.strike_out(doubt.who, how)
+                self._group.note_gone(doubt.who, how)
             with self._changed:
                 self._take_out(doubt.who, doubt.why if how == LOST else None)
         elif self._teller.hears_of_ends:  # it lives, and its next end shall be heard of, too
@@ -355,9 +357,7 @@ class Membership:
             except StoreLost as error:
                 self._lose_store(group, str(error))
             except StoreUntrusted as error:
-                if (why := str(error)) not in self._warned:
-                    self._warned.add(why)
-                    acts.append(partial(log.warning, "telegrad: the members stay as they are known: %s", why))
+                acts.append(partial(group.distrust, error, "the members stay as they are known"))
         for act in acts:
             act()
 
@@ -417,8 +417,7 @@ class Membership:
         if how == LOST and member.incarnation not in self._silent:
             self.doubt(member)
             return
-        with contextlib.suppress(StoreLost):
-            group.strike_out(member, how)
+        group.note_gone(member, how)
 
     def _call_over(self, member: Member) -> None:
         """One that has not come to this store: it has died, or does not know of it."""

@@ -2,7 +2,9 @@
 
 Each worker agrees to the group's terms, claims its rank and its name, and the last to come opens the first gate,
 COMPLETE. All read the table, which names those that came without a name, and the last reader opens the second gate,
-READY. Behind that nobody needs the store any more, so its server may go. What stands at a gate is OPENED, VOID or a
+READY. Which worker is the last is told by counters that a stranger may change; so a gate is opened only where the
+entry of each rank is there, and a worker that waits for long looks at the entries. Behind the second gate nobody needs
+the store any more, so its server may go. What stands at a gate is OPENED, VOID or a
 fault, decided once and for all: so whoever waits there learns of it by looking at one key.
 
 A store that lasts sees one group after the other. Each forms in a round of its own; the store keeps the round's number,
@@ -25,6 +27,7 @@ from telegrad.errors import (
     GroupIncomplete,
     RendezvousError,
     StoreLost,
+    StoreUntrusted,
     TelegradError,
     WorkerTaken,
 )
@@ -41,7 +44,8 @@ OPENED, VOID = "opened", "void"
 COMPLETE, READY = "complete", "ready"
 ROUND = "telegrad/round"
 _FAULTS: dict[str, type[TelegradError]] = {
-    fault.__name__: fault for fault in (WorkerTaken, AuthenticationFailed, GroupIncomplete, RendezvousError)
+    fault.__name__: fault
+    for fault in (WorkerTaken, StoreUntrusted, AuthenticationFailed, GroupIncomplete, RendezvousError)
 }
 
 log = logging.getLogger("telegrad")
@@ -164,16 +168,16 @@ class _Static:
         gate = COMPLETE
         try:
             self._claim()
-            if self._board.add_hint("arrived") == self._size:
-                self._board.swap(COMPLETE, "", OPENED)
+            if self._board.add_hint("arrived") >= self._size:
+                self._open(COMPLETE)
             with Wait("init_rpc", self._awaited, self._attendance.missing, self._place, self._me.name) as wait:
                 self._pass(COMPLETE, self._watch(wait))
                 members = self._read()
                 self._attendance.complete(members)
                 gate = READY
-                if self._board.add_hint("read") == self._size:
-                    self._root.write(SERVED, OVER)  # before anyone leaves, who could be back at once
-                    self._board.swap(READY, "", OPENED)
+                self._board.swap(f"read/{self._me.id}", "", OPENED)
+                if self._board.add_hint("read") >= self._size:
+                    self._open(READY)
                 self._pass(READY, self._doubt(members, wait))
         except _Past:
             raise
@@ -182,6 +186,16 @@ class _Static:
             raise
         self._leave("gone", self._size)
         return Roster(members, self._board.group, self._round)
+
+    def _open(self, gate: str) -> None:
+        """Open the gate, if the entries of all ranks that it needs are there."""
+        entry = "rank" if gate == COMPLETE else "read"
+        keys = [f"{entry}/{rank}" for rank in range(self._size)]
+        if self._board.has_all(keys):
+            self._board.read_all(keys)  # raises where one is forged
+            if gate == READY:
+                self._root.write(SERVED, OVER)  # before anyone leaves, who could be back at once
+            self._board.swap(gate, "", OPENED)
 
     def _claim(self) -> None:
         me, size = self._me, self._size
@@ -224,8 +238,9 @@ class _Static:
 
     def _pass(self, gate: str, meanwhile: Callable[[], None]) -> None:
         found = self._board.wait(gate, self._until, meanwhile)
-        if not found:  # too late: unless the gate is opened in this moment, all give up
-            found = self._board.swap(gate, "", _fault(self._incomplete(gate)))
+        if not found:  # too late: unless the gate can be opened in this moment, all give up
+            self._open(gate)
+            found = self._board.read(gate) or self._board.swap(gate, "", _fault(self._incomplete(gate)))
         if found == VOID:
             raise _Past
         if found != OPENED:
@@ -240,6 +255,7 @@ class _Static:
             nonlocal since
             if monotonic() - since > DOUBT:
                 since = monotonic()
+                self._open(READY)
                 if not all(member.id == self._me.id or self._is_alive(member) for member in members):
                     self._board.swap(READY, "", VOID)
             wait.look()
@@ -272,6 +288,9 @@ class _Static:
     def _incomplete(self, gate: str) -> GroupIncomplete:
         self._attendance.look(self._entry_of)
         self._attendance.knock(self._is_alive)
+        for counter in ("arrived", "read"):
+            if (count := self._board.hint(counter)) > self._size:
+                raise self._board.spoiled(counter, f"is {count}, in a group of {self._size}")
         if refused := self._root.hint(REFUSED) - self._refused:
             self._before = f"{refused} came with another key, and cannot be believed"
         who = self._absent() or "a worker came, but ended before all had met"
@@ -288,6 +307,7 @@ class _Static:
             looks, knocks = times.due(monotonic())
             if looks or knocks:
                 self._attendance.look(self._entry_of)
+                self._open(COMPLETE)
             if knocks:  # more rarely, since all knock at all
                 self._attendance.knock(self._is_alive)
             wait.look()

@@ -9,6 +9,7 @@ A stranger who reaches the store can still stop a group from forming, by removin
 a value gets StoreUntrusted.
 
 Counters (`hint`) are not sealed: a store adds to them in one step. Nothing may rely on them but when to look again.
+A counter that is no number, or is lower than this process has seen it, raises StoreUntrusted too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from telegrad.keyring import Keyring
 ABSENT = "absent"  # never the value of a key, so that it can be looked up by comparing with this
 _FORMAT = "tg1"
 _LONGEST_NUMBER = 20  # digits
+_LONGEST_COUNT = 15  # digits: torch adds 64-bit integers, and one near their limit would become negative
 
 
 class Opened(NamedTuple):
@@ -89,11 +91,12 @@ class SealedStore:
         # The highest serial number seen, by group and place. No lock: where two threads store at once, the lower number
         # may stay, and one older value would be taken.
         self._seen: dict[tuple[str, str], int] = {}
+        self._counted: dict[str, int] = {}  # the highest sum seen, by place; no lock, likewise
 
     def over(self, store: Any) -> SealedStore:
         """Return the same over another way to ask the store."""
         other = SealedStore(store, self.keys)
-        other._sealer, other._seen = self._sealer, self._seen
+        other._sealer, other._seen, other._counted = self._sealer, self._seen, self._counted
         return other
 
     def swap(self, group: str, place: str, expected: str, value: str) -> str:
@@ -143,16 +146,34 @@ class SealedStore:
         found = self.raw.multi_get(places)
         return [self._open(group, *each).value for each in zip(places, map(_text, found), newest, strict=True)]
 
+    def has_all(self, places: list[str]) -> bool:
+        """Return True if there is something at each of these places, by whoever wrote it."""
+        return bool(self.raw.check(places))
+
     def add(self, place: str, more: int) -> int:
-        """Add to a counter that is not sealed; return the sum."""
-        return int(self.raw.add(place, more))
+        """Add to a counter that is not sealed; return the sum.
+
+        Raises:
+            StoreUntrusted: it is no number, or lower than it was.
+        """
+        least = self.count(place) + more  # read first: torch's server hangs up on whoever adds to what is no number
+        return self._checked(place, str(self.raw.add(place, more)), least)
 
     def count(self, place: str) -> int:
-        """Return a counter that is not sealed."""
-        raw = self._ask(place)
-        if raw and not (raw.isascii() and raw.isdecimal() and len(raw) < _LONGEST_NUMBER):
-            raise unauthenticated(place)
-        return int(raw or 0)
+        """Return a counter that is not sealed; raises as `add`."""
+        least = self._counted.get(place, 0)
+        return self._checked(place, self._ask(place), least)
+
+    def _checked(self, place: str, raw: str, least: int) -> int:
+        """Return the sum that the store told; `least` is the lowest that it can be."""
+        if raw and not (raw.isascii() and raw.isdecimal() and len(raw) <= _LONGEST_COUNT):
+            raise spoiled(place, "is no number")
+        count = int(raw or 0)
+        if count < least:
+            raise spoiled(place, f"is {count}, and was {least} before")
+        if count > self._counted.get(place, 0):
+            self._counted[place] = count
+        return count
 
     def renew(self) -> None:
         """Seal all that this process has seen with the first key, where another one has become that."""
@@ -210,4 +231,12 @@ def unauthenticated(place: str) -> StoreUntrusted:
         "TELEGRAD_KEY_FILE or key=... in the options; without any of these, workers of one user share the key in "
         "that user's state folder, which hosts without a shared home do not have in common. If the store is a file "
         "of an earlier run, remove it or name another"
+    )
+
+
+def spoiled(place: str, how: str) -> StoreUntrusted:
+    """Return the error for a counter that the workers of the group cannot have brought to where it is."""
+    return StoreUntrusted(
+        f"the counter at {place!r} in the group's store {how}: somebody without the group's key writes to the store, or "
+        "it is another program's. Keep others from its port or file, and begin the group anew in another one"
     )

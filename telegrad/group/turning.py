@@ -15,7 +15,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad.errors import PeerError, PeerLost, RendezvousError
+from telegrad.errors import PeerError, PeerLost, RendezvousError, StoreUntrusted
 from telegrad.group.generations import Formed, Ground, IsAlive, waiting_at
 from telegrad.group.members import Identity, Member, listed
 from telegrad.group.post import Post
@@ -44,6 +44,7 @@ class Turning:
         self._ground: tuple[Ground, int, IsAlive] | None = None  # and the most workers; set before the thread begins
         self._greet: Callable[[], None] = lambda: None  # have this worker hear of all ends; likewise
         self._has_greeted = False
+        self._distrusted = ""  # what was logged last of a value in the store that is not authentic; of the thread
         self.went_on: Callable[[set[int]], None] = lambda _: None  # called with those who went on as this worker leaves
         self._gone: queue.SimpleQueue[Member | None] = queue.SimpleQueue()  # None: look, or end
         self._closed = False  # stored once
@@ -196,6 +197,11 @@ class Turning:
         try:
             meeting = ground.open(LOOK)
             waits = waiting_at(meeting.store, self.generation, most, is_alive)
+        except StoreUntrusted as error:
+            if (said := str(error)) != self._distrusted:
+                self._distrusted = said
+                log.warning("telegrad: worker %r cannot see who waits to join its group: %s", self._me.name, said)
+            return
         except RendezvousError as error:
             log.debug("telegrad: the store of an elastic group is looked for again: %s", error)
             ground.forget(meeting)

@@ -9,11 +9,14 @@ from telegrad import forks
 from telegrad.agent.agent import Agent
 from telegrad.autograd import api
 from telegrad.autograd.conductor import Conductor
-from telegrad.errors import NotInitialized
+from telegrad.errors import NotInitialized, StoreUntrusted
 from telegrad.rpc.worker import Worker, made
 from telegrad.rref.table import ReferenceTable
 
 worker: Worker | None = None  # of this process: init_rpc stores it, one at a time, others load it as it is
+ended_by: BaseException | None = (
+    None  # the error with which the process left its last group, until shutdown or init_rpc
+)
 _here = threading.local()  # .worker: whose thread this is; in a process with several the calls go out from it
 
 
@@ -40,8 +43,11 @@ def joined() -> Worker:
 
     Raises:
         NotInitialized: it is in no group.
+        StoreUntrusted: it was, until the group's store was tampered with.
     """
     if worker is None:
+        if isinstance(ended_by, StoreUntrusted):
+            raise StoreUntrusted(f"this process has left its group: {ended_by}")
         raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{_hint()}")
     return worker
 
@@ -72,17 +78,18 @@ def replace(own: Worker, by: Worker) -> None:
         worker = by
 
 
-def leave(own: Worker) -> None:
+def leave(own: Worker, because: BaseException | None = None) -> None:
     """This process is that worker no more. No other can be set while it is, so nothing comes between look and store."""
-    global worker
+    global worker, ended_by
     if worker is own:
+        ended_by = because  # before the other, which says that there is none
         worker = None
 
 
 def forget() -> None:
     """In a forked child: it is none of the workers that its parent is."""
-    global worker
-    worker = None
+    global worker, ended_by
+    worker = ended_by = None
     for own in list(made):
         own.abandon()
     _here.__dict__.clear()

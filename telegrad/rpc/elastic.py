@@ -117,7 +117,7 @@ class Elastic:
             made = self.begin(before, timeout or inf)
         except BaseException as error:
             worker.end(f"it did not come into the next generation of its group: {error or type(error).__name__}")
-            current.leave(worker)
+            current.leave(worker, error)
             raise
         made.conductor.contexts.succeed(worker.conductor.contexts)
         current.replace(worker, made)

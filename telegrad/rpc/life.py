@@ -13,7 +13,7 @@ from typing import Any
 
 from telegrad import checks, descriptors
 from telegrad.agent.compiling import not_compiled
-from telegrad.errors import AlreadyInitialized, InvalidArgument, RendezvousError, UsageError
+from telegrad.errors import AlreadyInitialized, InvalidArgument, RendezvousError, StoreUntrusted, UsageError
 from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo, check_name, check_role
 from telegrad.group.stores import Meeting
@@ -121,6 +121,7 @@ def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     install()
     with _lock, descriptors.explained("this worker could not join", RendezvousError):
         check_free()
+        current.ended_by = None
         current.worker = begin()
     if options.dashboard is not None:
         show(current.worker, options.dashboard)
@@ -178,12 +179,17 @@ def shutdown(
         UsageError: a remote call, or a callback of one, calls it: it would wait for itself.
         CallTimeout: the others did not come in time; this worker has left all the same.
         PeerLost: a required worker died, or left without the others; this worker has left all the same.
+        StoreUntrusted: the process left its elastic group before, because the group's store was tampered with.
 
     Example:
         >>> rpc.init_rpc("trainer", rank=0, world_size=1)
         >>> rpc.shutdown(timeout=60, require=True)
     """
-    worker = current.joined()
+    try:
+        worker = current.joined()
+    except StoreUntrusted:
+        current.ended_by = None  # the program has ended the group, too: later calls raise NotInitialized
+        raise
     checks.flag("graceful", graceful)
     checks.seconds("timeout", timeout)
     required = _names(require)

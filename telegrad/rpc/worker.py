@@ -161,10 +161,12 @@ class Worker:
         if self.turning is not None:
             self.turning.close()
         self.membership.close()
-        if isinstance(self.directory, DynamicGroup):
-            self.directory.leave()
-        self.agent.close(reason, how if self.parting.together else "")
-        self.witness.close()
+        try:
+            if isinstance(self.directory, DynamicGroup):
+                self.directory.leave()
+        finally:
+            self.agent.close(reason, how if self.parting.together else "")
+            self.witness.close()
 
     def end_with_the_program(self) -> None:
         """Its program has ended without `shutdown`."""

@@ -1,0 +1,198 @@
+"""A stranger writes garbage into the store: groups form all the same, or say which key was spoiled, and end in time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.group import rendezvous
+from telegrad.group.board import Board
+from telegrad.group.dynamic import DynamicGroup
+from telegrad.group.members import Member
+from telegrad.group.rendezvous import Roster, join_static
+from telegrad.rpc.options import TelegradOptions
+from tests.cluster import PATIENCE, free_port, processes, sealed
+
+SOON = 10.0  # seconds for what must end in bounded time, on a busy machine
+GARBAGE = ["stoll", "-5", "9" * 30, "9223372036854775807", "\x1b[31m", "7x", "\0"]
+
+
+def member(name: str, rank: int) -> Member:
+    return Member(name, rank, f"life of {name}", "program", "host", "", ("127.0.0.1", 1))
+
+
+class Spoiled:
+    """A store of torch in which a stranger changes the value of one key, just before somebody adds to it."""
+
+    def __init__(self, key: str, value: str, times: int = 1) -> None:
+        self.store = dist.HashStore()
+        self._key, self._value, self._times = key, value, times
+
+    def add(self, key: str, more: int) -> int:
+        if key.endswith(self._key) and self._times:
+            self._times -= 1
+            self.store.set(key, self._value)
+        return int(self.store.add(key, more))
+
+    def compare_set(self, key: str, *values: str) -> Any:
+        if key.endswith(self._key) and self._times:
+            self._times -= 1
+            self.store.set(key, self._value)
+        return self.store.compare_set(key, *values)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.store, method)
+
+
+def joined(store: Any, rank: int, size: int, timeout: float) -> Roster | errors.TelegradError:
+    try:
+        return join_static(sealed(store), member(f"w{rank}", rank), size, timeout)
+    except errors.TelegradError as error:
+        return error
+
+
+# Counters
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["n", "m"]), st.text(max_size=25) | st.integers(-(2**70), 2**70).map(str))
+def test_a_counter_says_a_number_or_is_refused_by_name(key: str, forged: str) -> None:
+    store = dist.HashStore()
+    board = Board(sealed(store), "p")
+    assert board.add_hint(key) == 1
+    store.set(f"p/{key}", forged)
+    plausible = forged.isascii() and forged.isdecimal() and len(forged) <= 15 and int(forged) >= 1
+    for act in (board.hint, board.add_hint):
+        if plausible:
+            assert act(key) >= 1
+        else:
+            with pytest.raises(errors.StoreUntrusted, match=f"'p/{key}'"):
+                act(key)
+
+
+@pytest.mark.parametrize("key", ["arrived", "read", "here", "gone"])
+@pytest.mark.parametrize("forged", [*GARBAGE, "0", "1", "2", "77"])
+def test_a_fixed_group_forms_or_names_the_spoiled_counter(
+    key: str, forged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LINGER", 0.1)
+    monkeypatch.setattr(rendezvous, "DOUBT", 0.05)
+    store = Spoiled(f"/{key}", forged)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: joined(store, rank, 2, 0.5), range(2)))
+    for outcome in found:
+        if not isinstance(outcome, Roster):
+            assert isinstance(outcome, errors.StoreUntrusted), repr(outcome)
+            assert f"/{key}'" in str(outcome)
+    if forged.isdecimal() and len(forged) < 5:  # a number that was counted to changes nothing
+        assert all(isinstance(outcome, Roster) for outcome in found), found
+
+
+def test_a_count_that_came_too_early_opens_nothing() -> None:
+    store = dist.HashStore()
+    store.set("telegrad/1/arrived", "1")
+    error = joined(store, 0, 2, 0.3)
+    assert isinstance(error, errors.GroupIncomplete)
+    assert "rank 1 did not come" in str(error)
+
+
+@pytest.mark.parametrize("forged", ["stoll", "5"])
+def test_a_count_of_more_than_can_come_is_named(forged: str) -> None:
+    store = dist.HashStore()
+    store.set("telegrad/1/arrived", forged)
+    error = joined(store, 0, 2, 0.3)
+    assert isinstance(error, errors.StoreUntrusted)
+    assert "'telegrad/1/arrived'" in str(error)
+
+
+# Leaving a dynamic group
+
+
+def spoil(store: Any, value: str) -> None:
+    for key in store.list_keys():
+        store.set(key, value)
+
+
+@pytest.mark.parametrize("forged", GARBAGE)
+def test_who_leaves_a_spoiled_dynamic_group_has_left(forged: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    store = dist.HashStore()
+    groups = [DynamicGroup(sealed(store), serves=rank == 1) for rank in (1, 2)]
+    for rank, group in enumerate(groups, 1):
+        group.join(member(f"w{rank}", rank))
+    keys = [
+        f"telegrad/dynamic/{key}" for key in ("changes", "ends", "seen", "leaving", "listed", "listed/1", "name/w1")
+    ]
+    keys += [f"telegrad/dynamic/gone/life of w{rank}" for rank in (1, 2)]
+    for key in keys:
+        store.set(key, forged)
+    groups[1].note_gone(member("w1", 1), "lost")
+    begun = time.monotonic()
+    for group in reversed(groups):
+        group.leave()
+        assert group.over
+    assert time.monotonic() - begun < SOON
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert all("'telegrad/dynamic/" in line for line in said)
+
+
+def spoiled_while_it_runs(port: int) -> str:
+    rpc.init_rpc("w", rpc_backend_options=TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE))
+    stranger = dist.TCPStore("127.0.0.1", port, is_master=False)
+    spoil(stranger, "stoll")
+    begun = time.monotonic()
+    rpc.workers()
+    rpc.shutdown()
+    assert time.monotonic() - begun < SOON
+    try:
+        rpc.workers()
+    except errors.NotInitialized:
+        return "left"
+    return "still there"
+
+
+def test_shutdown_of_a_spoiled_dynamic_group_is_in_order() -> None:
+    with processes(1) as (process,):
+        assert process.run(spoiled_while_it_runs, free_port()) == "left"
+
+
+# The next generation of an elastic group
+
+
+def outcome(act: Callable[[], object]) -> tuple[str, str]:
+    try:
+        act()
+    except errors.TelegradError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def spoiled_between_generations(port: int) -> list[tuple[str, str]]:
+    options = TelegradOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=PATIENCE)
+    rpc.init_rpc("w", min_workers=1, rpc_backend_options=options)
+    rpc.rendezvous_again()
+    rpc.current.joined().elastic.turning_of(rpc.current.joined())._steps.want(True)  # somebody waits to come in
+    spoil(dist.TCPStore("127.0.0.1", port, is_master=False), "spoiled")
+    return [outcome(act) for act in (rpc.rendezvous_again, rpc.workers, lambda: rpc.rpc_sync("w", abs, (1,)))] + [
+        outcome(rpc.shutdown),
+        outcome(rpc.workers),
+    ]
+
+
+def test_a_spoiled_generation_says_so_from_each_call_until_shutdown() -> None:
+    with processes(1) as (process,):
+        *told, last = process.run(spoiled_between_generations, free_port())
+    assert [name for name, _ in told] == ["StoreUntrusted"] * 4
+    assert all("'telegrad/elastic/" in text for _, text in told)
+    assert last[0] == "NotInitialized"
