@@ -237,6 +237,6 @@ def unauthenticated(place: str) -> StoreUntrusted:
 def spoiled(place: str, how: str) -> StoreUntrusted:
     """Return the error for a counter that the workers of the group cannot have brought to where it is."""
     return StoreUntrusted(
-        f"the counter at {place!r} in the group's store {how}: somebody without the group's key writes to the store, or "
-        "it is another program's. Keep others from its port or file, and begin the group anew in another one"
+        f"the counter at {place!r} in the group's store {how}: somebody without the group's key writes to the store, "
+        "or it is another program's. Keep others from its port or file, and begin the group anew in another one"
     )
