@@ -253,14 +253,15 @@ def _check_base(descriptor: int, path: str) -> None:
 
 def _check_private(descriptor: int, path: str) -> None:
     found = os.fstat(descriptor)
-    _refuse_foreign(found, path)
+    refuse_foreign(found, path)
     if (
         found.st_mode & 0o077
     ):  # others can read it, as they can what `mkdir` makes, but they cannot have put files there
         os.fchmod(descriptor, PRIVATE_FOLDER)
 
 
-def _refuse_foreign(found: os.stat_result, path: str) -> None:
+def refuse_foreign(found: os.stat_result, path: str) -> None:
+    """Raise UnsafePath where another user owns what `found` is the status of, or may write it."""
     if not _is_own(found):
         raise UnsafePath(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one, {os.geteuid()}", path)
     if found.st_mode & 0o022:
@@ -271,7 +272,7 @@ def _read_private(path: str) -> bytes:
     with os.fdopen(os.open(path, _READ), "rb") as file:
         found = os.fstat(file.fileno())
         if _POSIX:
-            _refuse_foreign(found, path)
+            refuse_foreign(found, path)
             if found.st_mode & 0o077:
                 raise UnsafePath(errno.EPERM, "other users may read it: remove it, as they may know what it says", path)
             if not stat.S_ISREG(found.st_mode):

@@ -89,7 +89,7 @@ MAKE_FILES = {
 }
 ELSEWHERE = {
     ("checkpoint/folders.py", "open"),  # a folder, for its fsync
-    ("group/stores.py", "open"),  # the file of torch's FileStore, which torch opens by itself
+    ("group/files.py", "open"),  # a store that the user has named: no link, checked once it is open
     ("insight/collect.py", "TemporaryDirectory"),  # private, with a random name
     ("insight/outside.py", "open"),  # to read, what may have become a pipe
     ("supervision/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there

@@ -16,7 +16,7 @@ import contextlib
 import datetime
 import os
 import socket
-import stat
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from math import inf
@@ -49,6 +49,7 @@ from telegrad.group.board import (
     mark_of,
     short,
 )
+from telegrad.group.files import FileStore
 from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, spots
 from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept, place
@@ -57,7 +58,6 @@ from telegrad.keyring import Keyring
 from telegrad.private_files import resolved
 from telegrad.progress import Wait, attended
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 LONGEST = 1800.0  # seconds, where a caller sets no limit
 PROBE = 0.25  # seconds for a connection to be accepted
 FAR_PROBE = 5.0  # the same, where there is time
@@ -177,14 +177,9 @@ def _file(init_method: str) -> Any:
         raise UsageError(f"{init_method!r} names no file: write file:///PATH")
     try:
         path = resolved(path)
-        # torch would try for minutes, where Ctrl-C does not reach it. Nor may a pipe block, or a planted link be taken.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _NO_LINK, 0o666)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StoreUnreachable(f"the file {path!r} cannot serve as a store: it is no regular file")
-        finally:
-            os.close(descriptor)
-        return dist.FileStore(path, -1)
+        return FileStore(path) if sys.platform != "win32" else dist.FileStore(path, -1)
+    except TelegradError:
+        raise
     except (OSError, RuntimeError) as error:
         raise StoreUnreachable(f"the file {path!r} cannot serve as a store: {short(error)}") from error
 

@@ -38,6 +38,7 @@ class Place:
         self.stores = 1  # so many, one after the other
         self.dead: set[str] = set()
         self.over = False
+        self._opened: list[Meeting] = []
         self._pool = ThreadPoolExecutor(8)
 
     def lives(self, who: Member) -> bool:
@@ -74,6 +75,7 @@ class Place:
     def open(self, *arguments: Any) -> Meeting:
         """As `open_store`: the store that is there now. The file itself stays, since torch reads on where it was."""
         meeting = open_store(*arguments)
+        self._opened.append(meeting)  # torch holds its half of a store of Python alone
         return meeting._replace(store=sealed(PrefixStore(f"store {self.stores}", meeting.store.raw), meeting.keys))
 
     def wait_until(self, seen: Callable[[Board], bool]) -> None:

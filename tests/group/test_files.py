@@ -1,0 +1,161 @@
+"""Stores that are files: the format is torch's, and no content makes them wait or believe what is not there."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from telegrad import errors
+from telegrad.group import files
+from tests.cluster import opened, wait_until
+from tests.other_user import NOBODY, as_nobody, is_root, shared
+
+pytest.importorskip("fcntl")  # without it, torch's own store is used
+__all__ = ["shared"]
+SOON = 10.0  # seconds, on a busy machine
+
+ENTRIES = st.lists(st.tuples(st.sampled_from(["a", "b", "counter"]), st.binary(max_size=20)), max_size=6)
+
+
+def content(entries: list[tuple[str, bytes]]) -> bytes:
+    parts = [part for key, value in entries for part in (b"/" + key.encode(), value)]
+    return b"".join(struct.pack("=I", len(part)) + part for part in parts)
+
+
+def test_torch_reads_what_it_writes_and_the_reverse(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    mine, theirs = files.FileStore(path), dist.FileStore(path, -1)
+    mine.set("a", "1")
+    theirs.set("b", "2")
+    assert theirs.get("a") == mine.get("a") == b"1"
+    assert mine.get("b") == b"2"
+    assert [mine.add("n", 2), theirs.add("n", 3), mine.add("n", 1)] == [2, 5, 6]
+    for store in (mine, theirs):
+        assert store.compare_set("c", "x", "y") == b"x"  # nothing is there
+        assert not store.check(["c"])
+    assert mine.compare_set("c", "", "1") == b"1"
+    assert theirs.compare_set("c", "2", "3") == b"1"
+    assert theirs.compare_set("c", "1", "3") == mine.get("c") == b"3"
+    assert mine.delete_key("c")
+    assert not theirs.check(["c"])
+    assert theirs.delete_key("a")
+    assert not mine.check(["a"])
+    assert mine.multi_get(["b", "n"]) == theirs.multi_get(["b", "n"])
+
+
+def test_counters_of_several_views_lose_nothing(tmp_path: Path) -> None:
+    def count(_: int) -> None:
+        store = files.FileStore(str(tmp_path / "store"))
+        for _ in range(50):
+            store.add("n", 1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(count, range(4)))
+    assert files.FileStore(str(tmp_path / "store")).get("n") == b"200"
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ENTRIES, st.integers(0, 200), st.binary(max_size=60))
+def test_any_content_is_read_or_refused_at_once(
+    tmp_path: Path, entries: list[tuple[str, bytes]], kept: int, behind: bytes
+) -> None:
+    """A true store that is cut somewhere, with anything behind that."""
+    path = tmp_path / "store"
+    path.unlink(missing_ok=True)
+    path.write_bytes(content(entries)[:kept] + behind)
+    path.chmod(0o600)
+    begun, refused = time.monotonic(), ""
+    try:
+        store = files.FileStore(str(path))
+        store.add("counter", 1)
+        store.compare_set("a", "", "1")
+    except errors.StoreUntrusted as error:
+        refused = str(error)
+    assert not refused or str(path) in refused
+    assert time.monotonic() - begun < SOON
+    if kept >= len(content(entries)) and not behind:
+        assert all(files.FileStore(str(path)).check([key]) for key, _ in entries)
+
+
+@pytest.mark.parametrize("spoil", ["cut", "garbled", "zeros", "replaced", "gone"])
+def test_a_file_that_is_changed_while_it_is_used(tmp_path: Path, spoil: str) -> None:
+    path = tmp_path / "store"
+    store = files.FileStore(str(path))
+    store.set("a", "value")
+    if spoil == "cut":
+        os.truncate(path, path.stat().st_size - 2)
+    elif spoil == "replaced":
+        (tmp_path / "other").write_bytes(path.read_bytes())
+        (tmp_path / "other").chmod(0o600)
+        (tmp_path / "other").rename(path)
+    elif spoil == "gone":
+        path.unlink()
+    else:
+        with path.open("ab") as file:
+            file.write(b"garbage" if spoil == "garbled" else bytes(100))
+    with pytest.raises(errors.StoreLost if spoil == "gone" else errors.StoreUntrusted, match=str(path)):
+        store.add("n", 1)
+
+
+def test_a_worker_that_joins_through_garbage_is_told_which_file(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    path.write_bytes(content([("telegrad/round", b"x")])[:-1])
+    path.chmod(0o600)
+    with pytest.raises(errors.StoreUntrusted, match=f"{path}.*Remove it, or name another"):
+        opened(f"file://{path}", 0, 2, 30)
+
+
+def test_a_file_of_this_user_alone(tmp_path: Path) -> None:
+    opened(f"file://{tmp_path}/new", 0, 2, 30)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "open").touch()
+    (tmp_path / "open").chmod(0o666)
+    with pytest.raises(errors.StoreUnreachable, match=r"other users may write it.*chmod 600"):
+        opened(f"file://{tmp_path}/open", 0, 2, 30)
+
+
+@pytest.mark.skipif(not is_root(), reason="only root can be another user")
+def test_a_file_of_another_user(shared: pathlib.Path) -> None:
+    path = shared / "store"
+
+    def plant() -> None:
+        path.touch(0o600)
+
+    as_nobody(plant)
+    with pytest.raises(errors.StoreUnreachable, match=f"belongs to user {NOBODY}"):
+        opened(f"file://{path}", 0, 2, 30)
+
+
+def test_a_lock_that_is_held_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    monkeypatch.setattr(files, "LOCKED", 0.1)
+    path = tmp_path / "store"
+    store = files.FileStore(str(path))
+    with path.open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        with pytest.raises(errors.StoreLost, match=f"{path}.*locked by another process"):
+            store.set("a", "1")
+    store.set("a", "1")
+
+
+def test_what_is_waited_for(tmp_path: Path) -> None:
+    mine, theirs = (files.FileStore(str(tmp_path / "store")) for _ in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(mine.get, "a")
+        wait_until(got.running)
+        theirs.set("a", "1")
+        assert got.result(SOON) == b"1"
+    with pytest.raises(dist.DistStoreError):
+        mine.wait(["b"], datetime.timedelta(0))
+    assert mine.num_keys() == 1
