@@ -80,7 +80,7 @@ class Agent:
             *parts,
             self._handlers.take,
             lambda *lost: self._connections.tell_lost(*lost),
-            (settings.most_waiting, settings.most_waiting_bytes),
+            (settings.most_waiting, settings.most_waiting_bytes, self._clock.before),
         )
         self.ticking.append(self._server.intake.tick)
         self._connections = Connections(

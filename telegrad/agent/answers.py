@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from telegrad.agent.attachments import Layers
-from telegrad.agent.entrance import Incoming
+from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, UsageError
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
+from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import describe
 from telegrad.wire.messages import FAILURE, HAS_GRAPH, HAS_REFERENCES, NO_GRAD, RESULT, Message, append
 from telegrad.wire.packing import pack
@@ -49,6 +50,7 @@ class Answers:
         self._layers = layers
         self._streams = streams
         self._undelivered = undelivered
+        self.sent_memory: Callable[[Caller, Link | LoopEnd], None] = lambda *_: None  # called after each such answer
 
     def made_of(self, call: Incoming, result: Any, function: Any) -> Message:
         """The answer of a function that has returned; where its value cannot be sent, an error."""
@@ -123,6 +125,8 @@ class Answers:
             link.send(answer, later)
             if later and isinstance(link, Link):
                 self._reactor.sent_later(link)
+            if answer.blobs:
+                self.sent_memory(call.caller, link)
             if link.is_congested:  # the caller does not read: no further call of it begins until it does
                 self._reactor.hold_up(call.caller.queue, True)
                 link.when_drained(partial(self._reactor.hold_up, call.caller.queue, False))

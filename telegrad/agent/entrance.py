@@ -56,7 +56,10 @@ class Entrance:
 class Caller:
     """Who is at the other end of an accepted connection."""
 
-    __slots__ = ("calls", "cancelled", "control", "entrance", "identity", "name", "place", "queue", "same_program")
+    __slots__ = (
+        *("calls", "cancelled", "control", "entrance", "identity", "name", "place", "queue", "read"),
+        *("same_program", "slow"),
+    )
 
     def __init__(self, identity: Identity, same_program: bool, map_: Iterable[tuple[str, str]]) -> None:
         """`map_` leads from its devices to those of this worker."""
@@ -67,6 +70,8 @@ class Caller:
         self.entrance = Entrance()
         self.queue: WorkQueue = WorkQueue()  # of its calls
         self.control: WorkQueue = WorkQueue(has_slots=False)  # of its control messages
+        self.read = 0  # bytes that had been sent to it when it was last seen to have read all
+        self.slow = 0  # calls that waited when they were found to be slow: that many more may (`Intake`)
         self.cancelled = 0  # calls, since the queue was last searched for such
         # By their numbers those that were not answered yet; no lock: each use is one operation of a dict.
         self.calls: dict[int, Incoming] = {}

@@ -75,12 +75,13 @@ class Server:
         entered: Callable[[], None],
         on_notice: Callable[[Identity, Any, Sequence[Tensor]], None],
         undelivered: Callable[[Identity, PeerError], None],
-        most_waiting: tuple[int, int],
+        most_waiting: tuple[int, int, Callable[[float, bool], None]],
     ) -> None:
         """`entered` is called on each new thread that runs user code, `on_notice` with each control message.
 
         `undelivered` is told where an answer that carries something finds no connection any more. `most_waiting`:
-        calls of one caller that are not answered, and bytes of what it sent that has not begun.
+        calls of one caller that are not answered, bytes of what it sent that has not begun, and how to have
+        `Intake.tick` called at a time.
         """
         self.name = name
         self._reactor = reactor
@@ -90,6 +91,7 @@ class Server:
         self._answers = Answers(name, reactor, layers, streams, undelivered)
         self._runs = self._run  # made once: each call that waits would keep one for the garbage collector to visit
         self.intake = Intake(reactor, *most_waiting)
+        self._answers.sent_memory = self.intake.sent
         self._loop = EventLoop(entered)
         self.doorkeeper: Doorkeeper | None = None
         self.orders = False  # the doorkeeper is asked for functions that are known to be short, too

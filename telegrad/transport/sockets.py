@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import struct
 import sys
+from typing import Protocol
 
 HAS_UNIX = hasattr(socket, "AF_UNIX") and sys.platform == "linux"  # with names that are on no file system
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_UNREAD = 0x5411  # SIOCOUTQ, which Python has no name for
 BUFFER = 1 << 20  # of a Unix socket: large enough that blobs below the sharing threshold pass in one go
 
 
@@ -23,6 +26,22 @@ def shut(sock: socket.socket) -> None:
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+class HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+def unread(sock: HasDescriptor) -> bool:
+    """Return True if the other end of a Unix socket has not read all that was sent; False where nobody can tell."""
+    if not HAS_UNIX:
+        return False
+    import fcntl
+
+    try:
+        return any(fcntl.ioctl(sock.fileno(), _UNREAD, struct.pack("i", 0)))
+    except (OSError, ValueError):  # it was closed
+        return False
 
 
 def tune_unix(sock: socket.socket) -> None:

@@ -1,0 +1,203 @@
+"""How much of a caller is read, with a simulated clock: callers that send without end, beside others."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from math import inf
+from typing import Any
+
+import pytest
+
+from telegrad.agent import intake as module
+from telegrad.agent.entrance import Caller
+from telegrad.agent.intake import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, STALLED_AFTER, Intake
+from telegrad.agent.slots import Slots
+from telegrad.agent.works import QUICK, Work, WorkQueue
+from telegrad.group.members import Identity
+from telegrad.transport.link import Link
+
+READ = 128  # calls that one read brings
+RUNS = 20e-6  # seconds that a quick call takes
+SLOTS = 16
+
+
+class FakeLink(Link):
+    """A connection of which only the right to read it is asked for."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.sent = self.left = self.pulses = 0
+        self.reading = self  # type: ignore[assignment]
+
+    def hold(self, is_held: bool) -> None:
+        self.is_held = is_held
+
+    def send(self, message: Any, later: bool = False) -> None:
+        self.pulses += 1
+
+    @property
+    def is_sending(self) -> bool:
+        return self.left > 0
+
+    def __repr__(self) -> str:
+        return f"<FakeLink: {'held' * self.is_held}>"
+
+
+class Simulation:
+    """A worker whose callers send `flood` calls at once, and whose clock goes on as calls run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, callers: int) -> None:
+        self.now = 0.0
+        self.due = inf
+        monkeypatch.setattr(module, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module, "unread", lambda link: link.left)
+        self.slots = Slots(SLOTS)
+        self.intake = Intake(self, 40_000, 1 << 28, self.before)  # type: ignore[arg-type]
+        self.callers = [Caller(Identity(f"w{rank}", rank, "life"), False, ()) for rank in range(callers)]
+        self.links = {caller: FakeLink() for caller in self.callers}
+        self.sends = dict.fromkeys(self.callers, 0)  # calls that wait in the socket
+        self.ready: deque[WorkQueue] = deque()
+        self.running: list[tuple[float, Caller, float]] = []
+        self.numbers = 0
+        self.most = 0  # calls of one caller that waited to begin
+        self.took: dict[Caller, list[float]] = {caller: [] for caller in self.callers}
+
+    def before(self, when: float, rough: bool = False) -> None:
+        self.due = min(self.due, when)
+
+    def hold_up(self, queue: WorkQueue, is_held_up: bool) -> None:
+        queue.is_held_up = is_held_up
+
+    def read(self) -> None:
+        """One look at all connections."""
+        for caller, link in self.links.items():
+            count = min(READ, self.sends[caller])
+            if link.is_held or not count:
+                continue
+            self.sends[caller] -= count
+            for _ in range(count):
+                self.numbers += 1
+                caller.calls[self.numbers] = None  # type: ignore[assignment]
+                if caller.queue.append(Work(lambda _: None, (caller, self.numbers, self.now), QUICK)):
+                    self.ready.append(caller.queue)
+            self.intake.check(caller, link)
+            self.most = max(self.most, len(caller.queue))
+
+    def run(self, takes: float) -> None:
+        """As the leader: 64 works, one of each queue in turn, between two looks at the connections."""
+        for _ in range(64):
+            if not self.ready:
+                break
+            queue = self.ready.popleft()
+            work, has_more = self.slots.begin(queue)
+            if has_more:
+                self.ready.append(queue)
+            if work is None:
+                continue
+            caller, number, since = work.argument
+            if takes > RUNS:  # by threads of their own
+                self.running.append((self.now + takes, caller, number))
+                continue
+            self.now += takes
+            self.end(caller, number)
+            self.took[caller].append(self.now - since)
+
+    def end(self, caller: Caller, number: int) -> None:
+        self.slots.end(caller.queue)
+        del caller.calls[number]
+        if self.intake.stopped:
+            self.intake.look(caller)
+        self.ready.extend(self.slots.free())
+
+    def step(self, takes: float) -> None:
+        self.read()
+        before = self.now
+        self.run(takes)
+        if self.now == before:
+            self.now += 1e-3
+        for entry in [entry for entry in self.running if entry[0] <= self.now]:
+            self.running.remove(entry)
+            self.end(*entry[1:])
+        if self.now >= self.due:
+            self.due = self.intake.tick(self.now)
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    return Simulation(monkeypatch, 2)
+
+
+def test_few_quick_calls_of_a_flood_wait_at_a_time(two: Simulation) -> None:
+    flooder, other = two.callers
+    two.sends[flooder] = 50_000
+    chance = random.Random(1)
+    while two.sends[flooder]:
+        if not len(other.queue) and chance.random() < 0.3:
+            two.sends[other] = 1
+        two.step(RUNS)
+    assert two.most <= 2 * (AHEAD + READ)  # of which the garbage collector does not even hear
+    assert max(two.took[other]) < 5e-3
+    assert len(two.took[other]) > 100
+
+
+def test_slow_calls_are_read_on(two: Simulation) -> None:
+    """So that what follows them is found: a CANCEL, or the call that opens a gate."""
+    flooder = two.callers[0]
+    count = two.sends[flooder] = 32_768  # as many as a caller has in flight that limits itself
+    while two.sends[flooder] and two.now < 10:
+        two.step(60.0)
+    assert not two.sends[flooder]
+    assert two.now < 1.0
+    assert len(flooder.queue) == count - SLOTS
+
+
+def test_the_connection_is_read_again_once_they_were_quick(two: Simulation) -> None:
+    flooder = two.callers[0]
+    for _ in range(3):
+        two.sends[flooder] = 10_000
+        while len(flooder.calls) or two.sends[flooder]:
+            two.step(RUNS)
+        assert not two.links[flooder].is_held
+        assert not two.intake.stopped
+        assert len(flooder.queue) == 0
+
+
+def test_calls_that_are_held_up_are_read_slowly(two: Simulation) -> None:
+    flooder = two.callers[0]
+    flooder.queue.is_held_up = True
+    two.sends[flooder] = 10_000
+    while two.now < 3 * STALLED_AFTER:
+        two.step(RUNS)
+    assert len(flooder.queue) <= 2 * 2 * 2 * (AHEAD + READ)
+
+
+def test_who_does_not_read_its_answers_is_held_up_until_it_does(two: Simulation) -> None:
+    flooder, other = two.callers
+    for caller in (flooder, other):
+        link = two.links[caller]
+        for _ in range(20):
+            link.sent += MOST_UNREAD // 16
+            link.left = 1 if caller is flooder else 0
+            two.intake.sent(caller, link)
+    assert flooder.queue.is_held_up
+    assert not other.queue.is_held_up
+    two.intake.tick(two.now)
+    assert flooder.queue.is_held_up
+    two.links[flooder].left = 0
+    assert two.intake.tick(two.now + LOOK_AGAIN) == inf
+    assert not flooder.queue.is_held_up
+
+
+def test_nothing_is_kept_of_a_caller_that_has_gone(two: Simulation) -> None:
+    flooder = two.callers[0]
+    two.sends[flooder] = 10_000
+    two.read()
+    link = two.links[flooder]
+    link.sent, link.left = 2 * MOST_UNREAD, 1
+    two.intake.sent(flooder, link)
+    assert two.intake.stopped
+    two.drop = lambda *_: []  # type: ignore[attr-defined]
+    two.intake.lost(flooder)
+    assert not two.intake.stopped
+    assert two.intake.tick(two.now + READ_ON) == inf
