@@ -71,6 +71,8 @@ class Answers:
                 body = append(body, call.context.sent(tensors, caller.identity, what, not asked.flags & NO_GRAD))
             if references:
                 assert self._layers.references is not None
+                if (excess := self._layers.references.excess(caller.identity)) is not None:
+                    raise excess
                 flags |= HAS_REFERENCES
                 body = append(body, self._layers.references.pack(references, caller.identity, None))
         except BaseException as error:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from telegrad.devices.streams import settle
-from telegrad.errors import PeerError
+from telegrad.errors import LimitReached, PeerError
 from telegrad.group.members import Identity
 from telegrad.wire.messages import HAS_GRAPH, HAS_REFERENCES, Message, split
 from telegrad.wire.unpacking import unpack
@@ -32,6 +32,7 @@ class Attachments(NamedTuple):
 
     references: list[Any]  # for the slots of its body
     destination: Destination | None
+    refusal: LimitReached | None = None  # why the call must not run
 
 
 class ReferenceLayer(Protocol):
@@ -41,6 +42,9 @@ class ReferenceLayer(Protocol):
         """References are about to leave, and perhaps a call that creates one."""
 
     def receive(self, data: bytes, sender: Identity) -> Attachments: ...
+
+    def excess(self, holder: Identity) -> LimitReached | None:
+        """Why no further value is kept for a worker, if so."""
 
     def close(self) -> None:
         """The worker leaves."""

@@ -51,6 +51,7 @@ from telegrad.wire.pickling import decode
 
 SHORT = 300e-6  # a function that took less last time, until it waited for something, is expected to be short again
 HANDING_OVER = 300e-6  # what giving the lead away may add to the time that a function seems to take
+REFERENCE = 1 << 10  # bytes that a reference among the arguments keeps
 ASYNC_MARK = "_telegrad_async_execution"
 log = logging.getLogger("telegrad")
 CANCELLED = CallCancelled.__name__  # what became of a call, whatever its function has made of that
@@ -123,6 +124,8 @@ class Server:
                 if message.flags & HAS_REFERENCES:
                     come.attachments = self._layers.take_attachments(message, caller.identity)
             size = len(message.body) + (_size_of(message.blobs) if message.blobs else 0)
+            if come.attachments is not None:
+                size += REFERENCE * len(come.attachments.references)
             if message.kind == CALL:
                 self._take_call(caller, come, size)
             elif message.kind == NOTICE:
@@ -145,7 +148,9 @@ class Server:
         if message.id in caller.calls:
             raise ProtocolViolation(f"two calls have the number {message.id}")
         caller.calls[message.id] = call
-        if len(caller.calls) > FEW and (excess := self.intake.excess(caller)) is not None:
+        if (call.attachments is not None and (excess := call.attachments.refusal) is not None) or (
+            len(caller.calls) > FEW and (excess := self.intake.excess(caller)) is not None
+        ):
             self._answers.refuse(call, excess)
             return
         short = message.head and self._short.get(message.head)

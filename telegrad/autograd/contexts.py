@@ -12,15 +12,17 @@ import contextlib
 import itertools
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.agent.agent import Agent
 from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
-from telegrad.errors import ContextEnded, ContextLost, PeerError, PeerLost, TelegradError, UnknownWorker
+from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
 from telegrad.group.members import Identity
 
+MOST_OPEN = 1 << 14  # contexts of one other worker
 REMEMBERED = 1 << 16  # contexts that have ended, for what comes late
 LOOK_EVERY = 1.0  # seconds between looks for contexts that stay
 ASK_AFTER, ASK_AT_MOST = 1.0, 10.0  # seconds: the first pause between questions, which doubles, and the longest
@@ -51,10 +53,11 @@ class Contexts:
         """`ended` is called for each context that ends."""
         self._agent = agent
         self._tell_ended = ended
-        # Guards changes of the next three, and looks at all of one. Each look that goes without it is one operation of
+        # Guards changes of the next four, and looks at all of one. Each look that goes without it is one operation of
         # a dict, and so atomic: `get`, `in`, `len`.
         self._lock = threading.Lock()
         self._contexts: dict[int, AutogradContext] = {}
+        self._open: Counter[int] = Counter()  # of them, by the ranks of their owners; not of this worker's own
         self._ended: dict[int, bool] = {}  # the latest, for what comes too late; whether this worker forsook them
         self._asked: dict[int, tuple[float, float]] = {}  # of those that stay: the last pause, and when to ask next
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))  # `next` is atomic
@@ -104,13 +107,26 @@ class Contexts:
         return context
 
     def join(self, id_: int) -> AutogradContext | None:
-        """The context that another worker speaks of; None where it has ended."""
+        """The context that another worker speaks of; None where it has ended.
+
+        Raises:
+            LimitReached: its owner has as many open as are kept for one worker.
+        """
         context = self._contexts.get(id_)
         if context is not None:
             return context
         made = AutogradContext(id_, self._numbers)
         with self._lock:
-            return self._contexts.setdefault(id_, made) if id_ not in self._ended else None
+            if id_ in self._ended:
+                return None
+            if id_ not in self._contexts and made.owner != self._agent.me.id:
+                if self._open[made.owner] >= MOST_OPEN:
+                    raise LimitReached(
+                        f"worker {self._agent.name!r} takes part in {MOST_OPEN:,} autograd contexts of the worker of "
+                        f"rank {made.owner}, and in no more of one worker. Leave some of their `with` blocks first"
+                    )
+                self._open[made.owner] += 1
+            return self._contexts.setdefault(id_, made)
 
     def check_kept(self, id_: int) -> None:
         """Raise ContextLost where this worker let go of a context whose owner may live and go on with it."""
@@ -134,6 +150,8 @@ class Contexts:
     def _end(self, id_: int, word: Release | Doubt, sender: Identity | None, forsaken: bool) -> None:
         with self._lock:
             context = self._contexts.pop(id_, None)
+            if context is not None and context.owner != self._agent.me.id:
+                self._open[context.owner] -= 1
             self._asked.pop(id_, None)
             self._ended[id_] = forsaken
             if len(self._ended) > REMEMBERED:

@@ -22,7 +22,7 @@ from telegrad.autograd.mailbox import LocalPart, Mailbox
 from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
 from telegrad.autograd.passes import Abandon, Bury, Failed, Mark, PassSpec, Report, Start, Task
 from telegrad.autograd.record import AutogradContext, Inside
-from telegrad.errors import ContextLost, PeerLost, TelegradError
+from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 from telegrad.group.members import Identity
 from telegrad.wire.failures import describe
 
@@ -100,15 +100,16 @@ class LocalParts:
         self._agent.notify(worker, message, who.incarnation)
 
     def _take_task(self, sender: Identity, task: Task) -> None:
-        context = self._contexts.join(task.spec.context)
-        if context is not None:
-            context.meet(sender)
-            self._post(context, task, by_who_waits=True)
-            return
         try:
-            self._contexts.check_kept(task.spec.context)
-        except ContextLost as error:
+            context = self._contexts.join(task.spec.context)
+            if context is None:
+                self._contexts.check_kept(task.spec.context)
+                return
+        except (ContextLost, LimitReached) as error:
             self._failed(task.spec, error)
+            return
+        context.meet(sender)
+        self._post(context, task, by_who_waits=True)
 
     def _take_shipment(self, sender: Identity, parcel: PackedShipment) -> None:
         shipment, report = unpacked(parcel)

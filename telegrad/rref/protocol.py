@@ -51,7 +51,7 @@ from telegrad.rref.letters import (
     Id,
     Letter,
 )
-from telegrad.rref.records import Owned, Share
+from telegrad.rref.records import Holders, Owned, Share
 
 # Why a reference cannot be used.
 OWNER_DIED, VALUE_GONE, CAME_LATE = "owner died", "value gone", "came late"
@@ -70,6 +70,7 @@ class References:
         self.me = me
         self.shares: dict[Id, Share] = {}
         self.owned: dict[Id, Owned] = {}
+        self.holders = Holders()
         self.letters: list[tuple[str, Letter]] = []
         self.freed: list[Id] = []
         self.hopeless: list[Id] = []
@@ -113,7 +114,7 @@ class References:
             return False
         owned = self.owned.setdefault(ref, Owned(made=True))
         owned.made = True
-        owned.forks[fork] = creator
+        self.holders.add(owned, fork, creator)
         return True
 
     def created(self, ref: Id, fork: Id, owner: str) -> None:
@@ -138,7 +139,7 @@ class References:
         child = self._new_id()
         owned = self.owned.get(ref)
         if owned is not None:
-            owned.forks[child] = to
+            self.holders.add(owned, child, to)
         else:
             self.shares[ref].children[child] = to
         return child
@@ -166,7 +167,7 @@ class References:
                 owned = self._want(ref, fork)
         owned.handles += 1
         if sender == self.me:
-            owned.forks.pop(fork, None)
+            self.holders.end(owned, fork)
         else:
             self._post(sender, SETTLED, ref, fork)
 
@@ -262,7 +263,7 @@ class References:
                 self._post(sender, GONE, ref, fork)
                 return
             owned = self._want(ref, fork)
-        owned.forks[fork] = sender
+        self.holders.add(owned, fork, sender)
         self._post(sender, CONFIRMED, ref, fork)
 
     def _want(self, ref: Id, fork: Id) -> Owned:
@@ -307,7 +308,7 @@ class References:
     def _on_dropped(self, sender: str, ref: Id, fork: Id) -> None:
         owned = self.owned.get(ref)
         if owned is not None and owned.forks.get(fork) == sender:
-            del owned.forks[fork]
+            self.holders.end(owned, fork)
             self._free_if_unused(ref, owned)
 
     def _on_gone(self, sender: str, ref: Id, fork: Id) -> None:
@@ -383,7 +384,7 @@ class References:
         for fork, holder in list(owned.forks.items()):
             if holder != self.me:
                 self._post(holder, GONE, ref, fork)
-                del owned.forks[fork]
+                self.holders.end(owned, fork)
         owned.made = True
         self._lose_hope(ref)
         self._free_if_unused(ref, owned)
@@ -401,7 +402,7 @@ class References:
         for ref, owned in list(self.owned.items()):
             released = [fork for fork, holder in owned.forks.items() if holder == worker]
             for fork in released:
-                del owned.forks[fork]
+                self.holders.end(owned, fork)
             if not owned.made and ref[0] == worker:
                 self._give_up(ref, owned)
             elif released:

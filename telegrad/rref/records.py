@@ -32,4 +32,25 @@ class Owned:
     def __init__(self, made: bool, handles: int = 0) -> None:
         self.made = made  # the value exists, or the call that creates it has come, or never will
         self.handles = handles
-        self.forks: dict[Id, str] = {}  # where each lives, or is on its way to
+        self.forks: dict[Id, str] = {}  # where each lives, or is on its way to; `Holders` changes it
+
+
+class Holders:
+    """How many forks of the owner's references each worker has."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def add(self, owned: Owned, fork: Id, holder: str) -> None:
+        """Note a fork."""
+        self.end(owned, fork)
+        owned.forks[fork] = holder
+        self.counts[holder] = self.counts.get(holder, 0) + 1
+
+    def end(self, owned: Owned, fork: Id) -> None:
+        """Forget a fork, if it is known."""
+        holder = owned.forks.pop(fork, None)
+        if holder is not None:
+            self.counts[holder] -= 1
+            if not self.counts[holder]:
+                del self.counts[holder]

@@ -21,7 +21,16 @@ from telegrad import instruments
 from telegrad.agent.agent import Agent
 from telegrad.agent.attachments import Attachments
 from telegrad.agent.futures import Future
-from telegrad.errors import GenerationOver, PeerError, PeerLost, RRefLost, TelegradError, UnknownWorker, UsageError
+from telegrad.errors import (
+    GenerationOver,
+    LimitReached,
+    PeerError,
+    PeerLost,
+    RRefLost,
+    TelegradError,
+    UnknownWorker,
+    UsageError,
+)
 from telegrad.group.members import Identity
 from telegrad.rref.box import Box
 from telegrad.rref.courier import Batch, Courier
@@ -36,6 +45,8 @@ from telegrad.threads import LONGEST_WAIT, Background
 from telegrad.wire.failures import describe, fresh
 
 GATHER = 1e-3  # seconds that letters and ended handles are gathered
+MOST_HELD = 1 << 16  # references of one worker to values of this one, until no more are made for it
+MOST_REFUSED = 1 << 10
 TRY_AGAIN = 0.1  # seconds after something failed that should not
 
 log = logging.getLogger("telegrad")
@@ -61,6 +72,7 @@ class ReferenceTable(Maker):
         self._courier: Courier[Letter] = Courier()
         self._boxes: dict[Id, Box] = {}  # of owned references
         self._creations: dict[Id, Creation] = {}  # while the reference lives
+        self._refused: dict[Id, LimitReached] = {}  # the latest whose values were not made, for who asks for them
         self._expected: set[str] = set()  # whose answers to creating calls nobody may be reading
         self._woken = False  # since the thread last looked
         self._closed = False
@@ -154,10 +166,13 @@ class ReferenceTable(Maker):
 
         Raises:
             RRefLost: there is none, and none will come.
+            LimitReached: it was not made for that.
         """
         with self._lock:
             unknown = ref not in self._machine.owned
             if unknown:
+                if ref in self._refused:
+                    raise fresh(self._refused[ref])
                 if not self._machine.seek(ref):
                     raise RRefLost(f"worker {self.agent.name!r} has no value for the reference {number(ref)} any more")
                 self._wake()
@@ -213,9 +228,20 @@ class ReferenceTable(Maker):
         with self._lock:
             self._heard_from(key)
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
-            landing = self._take_creation(key, *creation) if creation is not None else None
+            refusal = self.excess(sender) if creation is not None and creation[0] == CREATE else None
+            landing = self._take_creation(key, *creation, refusal) if creation is not None else None
             self._wake()
-        return Attachments([self._wrap(self, handle) for handle in handles], landing)
+        return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
+
+    def excess(self, holder: Identity) -> LimitReached | None:
+        """Return why no further value of this worker is kept for another, if so."""
+        count = self._machine.holders.counts.get(key_of(holder), 0)
+        if count < MOST_HELD:
+            return None
+        return LimitReached(
+            f"worker {self.agent.name!r} keeps {count:,} values to which worker {holder.name!r} holds references, and "
+            "makes no more for one worker. Let go of some references before making more"
+        )
 
     def _arrive(self, ref: Id, fork: Id, owner: Identity, sender: str) -> Handle:
         owner_key = key_of(owner)
@@ -223,12 +249,16 @@ class ReferenceTable(Maker):
         box = self._boxes.setdefault(ref, Box()) if owner_key == self._me and not fault else None
         return self._new_handle(ref, owner, box, fault)
 
-    def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id) -> Landing | None:
+    def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id, refusal: LimitReached | None) -> Landing | None:
         if kind == CREATED:
             self._machine.created(ref, fork, sender)
             return None
         box = self._boxes.get(ref) or Box()
-        if kind == CREATE and self._machine.expect(ref, fork, sender):
+        if refusal is not None:
+            self._refused[ref] = refusal
+            if len(self._refused) > MOST_REFUSED:
+                del self._refused[next(iter(self._refused))]
+        elif kind == CREATE and self._machine.expect(ref, fork, sender):
             self._boxes[ref] = box  # else nobody wants the value
         return Landing(box, pickle.dumps(((), (CREATED, ref, fork)), 5))
 

@@ -11,8 +11,8 @@ import pytest
 
 from telegrad.agent import intake as module
 from telegrad.agent.entrance import Caller
-from telegrad.agent.intake import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, STALLED_AFTER, Intake
-from telegrad.agent.slots import Slots
+from telegrad.agent.intake import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, Intake
+from telegrad.agent.slots import STALLED_AFTER, Slots
 from telegrad.agent.works import QUICK, Work, WorkQueue
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
@@ -58,7 +58,7 @@ class Simulation:
         self.links = {caller: FakeLink() for caller in self.callers}
         self.sends = dict.fromkeys(self.callers, 0)  # calls that wait in the socket
         self.ready: deque[WorkQueue] = deque()
-        self.running: list[tuple[float, Caller, float]] = []
+        self.running: list[tuple[float, Caller, int]] = []
         self.numbers = 0
         self.most = 0  # calls of one caller that waited to begin
         self.took: dict[Caller, list[float]] = {caller: [] for caller in self.callers}
@@ -118,7 +118,7 @@ class Simulation:
             self.now += 1e-3
         for entry in [entry for entry in self.running if entry[0] <= self.now]:
             self.running.remove(entry)
-            self.end(*entry[1:])
+            self.end(entry[1], entry[2])
         if self.now >= self.due:
             self.due = self.intake.tick(self.now)
 

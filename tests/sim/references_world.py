@@ -399,6 +399,8 @@ class World:
         """All is quiet: whoever may use a reference finds its value."""
         for name in self.alive():
             worker = self.workers[name]
+            holders = [holder for owned in worker.machine.owned.values() for holder in owned.forks.values()]
+            assert worker.machine.holders.counts == Counter(holders)
             assert not worker.fetching, f"{name} waits for {worker.fetching} in vain"
             for ref in worker.handles:
                 if self.owners[ref] != name and not worker.machine.fault(ref):
