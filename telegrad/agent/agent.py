@@ -41,7 +41,7 @@ from telegrad.interrupts import uninterrupted
 from telegrad.keyring import Keyring
 from telegrad.wire.failures import fresh, rebuild, refused
 from telegrad.wire.functions import name_of, program
-from telegrad.wire.messages import CALL, FAILURE, REFUSAL, Message
+from telegrad.wire.messages import CALL, REFUSAL, RESULT, Message
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode
 
@@ -330,10 +330,9 @@ class Agent:
             pending.underway.check(pending.asked, pending.peer.name)
         answer, attachments = pending.answer, pending.attachments
         assert answer is not None
-        if answer.kind == FAILURE:
-            raise rebuild(bytes(answer.body))
-        if answer.kind == REFUSAL:
-            raise refused(pending.peer.name, answer.head)
+        if answer.kind != RESULT:
+            refusal = answer.kind == REFUSAL
+            raise refused(pending.peer.name, answer.head) if refusal else rebuild(bytes(answer.body))
         _, tensors = self.layers.take_tensors(answer, pending.peer.identity)
         return decode(answer.body, tensors, attachments.references if attachments is not None else ())
 

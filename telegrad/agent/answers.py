@@ -14,6 +14,7 @@ from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
+from telegrad.agent.works import WorkQueue
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, UsageError
 from telegrad.group.members import Identity
@@ -26,7 +27,7 @@ from telegrad.wire.pickling import encode
 from telegrad.wire.stories import first_line, told_before
 from telegrad.wire.tensors import Blob
 
-_NOTHING = encode(None, False).body
+_NOTHING = encode(None, False)
 
 SMALL = 1 << 14  # bytes of an answer that may wait for others to leave with it
 
@@ -54,17 +55,18 @@ class Answers:
 
     def made_of(self, call: Incoming, result: Any, function: Any) -> Message:
         """The answer of a function that has returned; where its value cannot be sent, an error."""
-        self._streams.publish()  # whoever hears of the end may go on with what the function has left here
+        if self._streams.used:
+            self._streams.publish()  # whoever hears of the end may go on with what the function has left here
         caller, asked = call.caller, call.message
         destination = call.attachments.destination if call.attachments is not None else None
         if destination is not None:
             destination.fulfil(result)
-            return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING, destination.receipt()))
+            return Message(RESULT, asked.id, HAS_REFERENCES, body=append(_NOTHING.body, destination.receipt()))
         if call.cancelled:
             return Message(RESULT, asked.id)  # nobody takes it
         flags = 0
         try:
-            body, tensors, references, buffers = encode(result, caller.same_program)
+            body, tensors, references, buffers = _NOTHING if result is None else encode(result, caller.same_program)
             meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", [])
             if call.context is not None and any(tensor.requires_grad for tensor in tensors):
                 flags, what = HAS_GRAPH, getattr(function, "__name__", None) or asked.head.decode()
@@ -116,22 +118,24 @@ class Answers:
     def send(self, call: Incoming, answer: Message) -> None:
         """A call is over. Where it is not wanted any more, only what its answer carries is."""
         if not call.cancelled or answer.flags & HAS_REFERENCES:
-            self._send(call, answer)
+            self._send(call, answer, call.caller.queue)
         del call.caller.calls[answer.id]
 
-    def _send(self, call: Incoming, answer: Message) -> None:
+    def _send(self, call: Incoming, answer: Message, queue: WorkQueue) -> None:
         link = call.link
-        # Else there is nothing to send it with, or nothing is gained by that.
-        later = bool(call.caller.queue.works) and len(answer.body) < SMALL and self._reactor.batches()
+        later = False  # as long as there is nothing to send it with, or nothing is gained by that
+        if queue.works and len(answer.body) < SMALL:
+            later = self._reactor.batches()
         try:
-            link.send(answer, later)
+            if link.send(answer, later):
+                return  # and so nothing waits
             if later and isinstance(link, Link):
                 self._reactor.sent_later(link)
             if answer.blobs:
                 self.sent_memory(call.caller, link)
             if link.is_congested:  # the caller does not read: no further call of it begins until it does
-                self._reactor.hold_up(call.caller.queue, True)
-                link.when_drained(partial(self._reactor.hold_up, call.caller.queue, False))
+                self._reactor.hold_up(queue, True)
+                link.when_drained(partial(self._reactor.hold_up, queue, False))
         except PeerError as error:  # the caller has gone: nobody waits for the answer
             if answer.flags & HAS_REFERENCES:
                 self._undelivered(call.caller.identity, error)

@@ -328,8 +328,9 @@ class OutgoingCalls:
         for message in messages:
             if message.kind not in ANSWERS:
                 raise unexpected(message.kind)
-            take = self._layers.take_attachments  # also where the caller gave up
-            attachments = take(message, self.identity) if message.flags & HAS_REFERENCES else None
+            attachments = None
+            if message.flags & HAS_REFERENCES:  # also where the caller gave up
+                attachments = self._layers.take_attachments(message, self.identity)
             with self._lock:
                 pending = self._take(message.id)
             if pending is not None:  # else its caller gave up

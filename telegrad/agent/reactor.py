@@ -36,6 +36,7 @@ STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 PUT_OFF = 64  # works at most that wait for an idle moment
 TURNS = 64  # works, or reads of one connection, until the leader looks at all connections again
 NO_MEMORY_PAUSE = 0.01  # seconds until a thread goes on that found no memory
+WORK_FAILED = "telegrad: work of the agent failed"
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
 
 log = logging.getLogger("telegrad")
@@ -332,12 +333,16 @@ class Reactor:
         self.runs += 1
         if not self.watched:
             self._start_watch()
-        self._do(work)
+        try:  # as `_do`, in place, since this is done for each call
+            work.run(work.argument)
+        except Exception:
+            log.exception(WORK_FAILED)
         with self._lock:
             worker.since = 0.0
             still = self._leader is worker
-            if still and worker.counted is not None:
-                self._end_call(worker)
+            if still and (counted := worker.counted) is not None:
+                self._slots.end(counted)
+                worker.counted = None
                 if self._slots.waiting:
                     self._release_waiting()
         if not still:
@@ -367,7 +372,7 @@ class Reactor:
         try:
             work.run(work.argument)
         except Exception:
-            log.exception("telegrad: work of the agent failed")
+            log.exception(WORK_FAILED)
 
     def _end_call(self, worker: Runner) -> None:
         """With the lock held: a call has ended, if it was one."""

@@ -117,51 +117,55 @@ class Server:
         Raises:
             ProtocolViolation: two calls have one number.
         """
+        calls = caller.calls
         for message in messages:
             come = Incoming(caller, link, message)
             if message.flags:
                 come.came = monotonic()
                 if message.flags & HAS_REFERENCES:
                     come.attachments = self._layers.take_attachments(message, caller.identity)
-            size = len(message.body) + (_size_of(message.blobs) if message.blobs else 0)
+            size = len(message.body)
+            for blob in message.blobs:
+                size += (blob if isinstance(blob, Tensor) else blob.blob).nbytes
             if come.attachments is not None:
                 size += REFERENCE * len(come.attachments.references)
-            if message.kind == CALL:
-                self._take_call(caller, come, size)
-            elif message.kind == NOTICE:
-                if message.flags & PATIENT:
-                    self._reactor.submit(Work(self._notice, come, IDLE, size), caller.control)
-                else:
-                    work = Work(self._notice, come, INSTANT, size)
-                    helping.submit(self._reactor, work, caller.control)
-            elif message.kind == CANCEL:
-                self._cancel(caller.calls.get(message.id))
-                self.intake.cancelled(caller)
+            if message.kind != CALL:
+                self._take_other(caller, link, come, size)
+                continue
+            if calls.setdefault(message.id, come) is not come:
+                raise ProtocolViolation(f"two calls have the number {message.id}")
+            if (come.attachments is not None and (excess := come.attachments.refusal) is not None) or (
+                len(calls) > FEW and (excess := self.intake.excess(caller)) is not None
+            ):
+                self._answers.refuse(come, excess)
+                continue
+            head = message.head
+            short = head and self._short.get(head)
+            if (not short or self.orders) and self._heeds(head):
+                caller.entrance.put(come)
+                work = Work(self._run_in_order, caller, self._cost_in_order(come), size)
+                self._reactor.submit(work, caller.queue)
+            elif head in self.at_once:
+                self._reactor.submit(Work(self._runs, come, INSTANT, size), caller.control)
             else:
-                self._refuse(caller, link, message)
-        if len(caller.calls) > FEW or len(caller.control.works) > FEW:
+                self._reactor.submit(Work(self._runs, come, QUICK if short else LONG, size), caller.queue)
+        if len(calls) > FEW or len(caller.control.works) > FEW:
             self.intake.check(caller, link)
 
-    def _take_call(self, caller: Caller, call: Incoming, size: int) -> None:
-        """Have a call run in its caller's turn."""
-        message = call.message
-        if message.id in caller.calls:
-            raise ProtocolViolation(f"two calls have the number {message.id}")
-        caller.calls[message.id] = call
-        if (call.attachments is not None and (excess := call.attachments.refusal) is not None) or (
-            len(caller.calls) > FEW and (excess := self.intake.excess(caller)) is not None
-        ):
-            self._answers.refuse(call, excess)
-            return
-        short = message.head and self._short.get(message.head)
-        if (not short or self.orders) and self._heeds(message.head):
-            caller.entrance.put(call)
-            work = Work(self._run_in_order, caller, self._cost_in_order(call), size)
-            self._reactor.submit(work, caller.queue)
-        elif message.head in self.at_once:
-            self._reactor.submit(Work(self._runs, call, INSTANT, size), caller.control)
+    def _take_other(self, caller: Caller, link: Link | LoopEnd, come: Incoming, size: int) -> None:
+        """Take in what is no call."""
+        message = come.message
+        if message.kind == NOTICE:
+            if message.flags & PATIENT:
+                self._reactor.submit(Work(self._notice, come, IDLE, size), caller.control)
+            else:
+                work = Work(self._notice, come, INSTANT, size)
+                helping.submit(self._reactor, work, caller.control)
+        elif message.kind == CANCEL:
+            self._cancel(caller.calls.get(message.id))
+            self.intake.cancelled(caller)
         else:
-            self._reactor.submit(Work(self._runs, call, QUICK if short else LONG, size), caller.queue)
+            self._refuse(caller, link, message)
 
     def _refuse(self, caller: Caller, link: Link | LoopEnd, message: Message) -> None:
         """Answer a request of a kind that this version does not know.
@@ -407,11 +411,6 @@ class Server:
 
     def close(self) -> None:
         self._loop.close()
-
-
-def _size_of(blobs: Iterable[Any]) -> int:
-    """The bytes of the memory of tensors that have come."""
-    return sum(each.nbytes if isinstance(each, Tensor) else each.blob.nbytes for each in blobs)
 
 
 def _note(call: Incoming, error: object = None) -> None:

@@ -40,21 +40,26 @@ class Slots:
         There is no work if there is no slot, for which the queue waits then.
         """
         # As `again`, `pop` and `_hold`, in place, since this is done for each call.
-        if queue.has_slots and (queue.is_held_up or (self.busy >= self.count and not self._is_owed(queue))):
+        has_slots = queue.has_slots
+        if has_slots and (queue.is_held_up or (self.busy >= self.count and not self._is_owed(queue))):
             self.park(queue)
             return None, False
         works = queue.works
-        if len(works) < 2:
-            work, has_more = queue.pop()
-        else:
-            work, has_more = works.popleft(), True
-            queue.gone += work.size
-        if work is not None and queue.has_slots:
+        if not works:
+            return queue.pop()
+        work = works.popleft()
+        queue.gone += work.size
+        if has_slots:
             self.busy += 1
             queue.held += 1
             if queue.held == 2:
                 self._holders_of_several += 1
-        return work, has_more
+        if not works:
+            queue.is_listed = False
+            if not works or queue.is_listed:  # else added meanwhile, by a thread that saw it listed
+                return work, False
+            queue.is_listed = True
+        return work, True
 
     def again(self, queue: WorkQueue) -> bool:
         """Whether a queue with more works may try for a slot now; else it waits for one."""

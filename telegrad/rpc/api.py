@@ -251,7 +251,8 @@ def _once_there(
 
 
 def call_sync(to: str | int | WorkerInfo, call: Call, timeout: float) -> Any:
-    return current.agent().call(target(to), call.function, call.args, call.kwargs, timeout, call.asked)
+    there = to if type(to) is str else target(to)  # as `target` says
+    return current.agent().call(there, call.function, call.args, call.kwargs, timeout, call.asked)
 
 
 def call_async(to: str | int | WorkerInfo, call: Call, timeout: float, kind: type[Future[Any]] = Future) -> Future[Any]:

@@ -50,6 +50,8 @@ class _Plan(NamedTuple):
     others: str  # for names that no parameter has
 
 
+_new = tuple.__new__  # half the time of the class's own, which is a function of Python
+_BOUND = (type, types.MethodType)  # whose first parameter the caller does not give
 _plans: weakref.WeakKeyDictionary[Any, _Plan | None] = weakref.WeakKeyDictionary()
 
 
@@ -63,6 +65,8 @@ def convert(function: Any, args: Any, kwargs: Any) -> Call:
         args = _as_tuple(args)
     if kwargs is not None and type(kwargs) is not dict:
         kwargs = _as_dict(kwargs)
+    if type(function) is types.FunctionType and not function.__annotations__:  # as `_plan_of`, for most functions
+        return _new(Call, (function, args, kwargs, None, None))
     plan = _plan_of(function)
     if plan is None or not (args or kwargs):
         return Call(function, args, kwargs)
@@ -127,7 +131,7 @@ def _convert(target: str, given: Any, lent: list[RRef[Any]]) -> Any:
 
 def _plan_of(function: Any) -> _Plan | None:
     """None where nothing is ever converted."""
-    bound = isinstance(function, type | types.MethodType)
+    bound = isinstance(function, _BOUND)
     if bound:
         function = function.__init__ if isinstance(function, type) else function.__func__  # type: ignore[misc]
     if type(function) is not types.FunctionType:

@@ -60,7 +60,7 @@ def packed(item: Any, same_program: bool) -> tuple[Any, int, Counts]:
     weight = len(body) + sum(each.numel() * each.element_size() for each in tensors)
     counts = Counts([(each, each._version) for each in tensors[:whole] if not each.is_inference()])
     memory = [each.clone() for each in tensors[whole:]]  # of arrays, whose writes nobody counts
-    return Parcel(body, tensors[:whole] + memory, references, weight), weight, counts
+    return Parcel(body, [*tensors[:whole], *memory], references, weight), weight, counts
 
 
 def unpacked(item: Any) -> Any:

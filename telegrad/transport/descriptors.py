@@ -9,20 +9,16 @@ DESCRIPTORS_AT_ONCE = 64  # that one write carries
 MOST_NEW = 512  # descriptors that one message brings; further blobs of it go through the socket
 MOST_UNNAMED = MOST_NEW + DESCRIPTORS_AT_ONCE  # those of a message, and what comes with the end of it
 
-_ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS_AT_ONCE * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 # As plain numbers: those of the module are enumerations, whose operators take a microsecond each.
-_TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
-_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # what the program starts meanwhile inherits none
-_NONE = array.array("i")
+TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
+CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # what the program starts meanwhile inherits none
 
 
-def receive(sock: socket.socket, buffer: memoryview) -> tuple[int, array.array[int], bool]:
-    """Read into `buffer`; return the bytes read, the descriptors that came, and False if the kernel left some out."""
-    count, ancillary, flags, _ = sock.recvmsg_into([buffer], _ANCILLARY, _CLOSE_ON_EXEC)
-    if not ancillary and not flags & _TRUNCATED:
-        return count, _NONE, True
+def passed(ancillary: list[tuple[int, int, bytes]], flags: int) -> tuple[array.array[int], bool]:
+    """Return the descriptors that `recvmsg` brought, and False if the kernel left some out."""
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return count, fds, not flags & _TRUNCATED
+    return fds, not flags & TRUNCATED

@@ -19,7 +19,7 @@ from functools import partial
 from telegrad.errors import PeerError, ProtocolViolation
 from telegrad.transport.blobs import Chunk, Incoming, MemorySources, Outgoing, Prepared
 from telegrad.transport.connect import Channel
-from telegrad.transport.descriptors import DESCRIPTORS_AT_ONCE, MOST_NEW, receive
+from telegrad.transport.descriptors import ANCILLARY, CLOSE_ON_EXEC, DESCRIPTORS_AT_ONCE, MOST_NEW, TRUNCATED, passed
 from telegrad.transport.endings import broken, lost, parted
 from telegrad.transport.lanes import NO_LANES, Lanes
 from telegrad.transport.poller import Poller
@@ -141,8 +141,8 @@ class Link:
 
     # Sending
 
-    def send(self, message: Message, later: bool = False) -> None:
-        """Send a message; with `later`, leave it in the outbox until `on_writable`.
+    def send(self, message: Message, later: bool = False) -> bool:
+        """Send a message, or with `later` leave it in the outbox until `on_writable`; return True if it left at once.
 
         The blobs are taken one by one, and those that are copied are not kept.
 
@@ -151,7 +151,7 @@ class Link:
         """
         if message.blobs:
             self._send_with_blobs(message)
-            return
+            return False
         data = encode(message)
         with self._lock:
             if self.closed is not None:
@@ -171,27 +171,30 @@ class Link:
                     if sent < len(record):
                         records.keep(memoryview(record)[sent:])
                         self._flush()
-                    return
+                    return sent == len(record)
             elif not (self._outbox or later or self._tls):
                 try:
                     sent = self._sock.send(data)
                     if sent == len(data):
-                        return
+                        return True
                     data = data[sent:]
                 except OSError:
                     pass  # the write that follows meets it again
             self._outbox.append(Chunk(data))
             if not later:
                 self._flush()
+        return False
 
     def _send_with_blobs(self, message: Message) -> None:
         prepared: list[Prepared] = []
         try:
             left = MOST_NEW
             for blob in message.blobs:
-                prepared.append(self._outgoing.prepare(blob, shares=left > 0))
+                made = self._outgoing.prepare(blob, shares=left > 0)
                 del blob  # what was copied is not kept
-                left -= self._outgoing.passes_descriptor(prepared[-1])
+                prepared.append(made)
+                if made.block is not None:
+                    left -= self._outgoing.passes_descriptor(made)
             self._send_prepared(message, prepared)
         except BaseException as error:
             self._outgoing.rollback(prepared)
@@ -323,16 +326,22 @@ class Link:
             return False
         if self.reader.awaits_lanes:
             self._take(0)
-        came = False
+        came, reader, sock, shares = False, self.reader, self._sock, self._shares
+        limits = self.prompt and not self._tls
         for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS keeps bytes that no poller sees
-            if self.reader.awaits_lanes or self.closed is not None:
+            if reader.awaits_lanes or self.closed is not None:
                 return came
-            buffer = self.reader.buffer()
-            limited = self.prompt and not self._tls and not self.reader.is_in_part
-            if limited:
-                buffer = buffer[:CALLS_AT_ONCE]
+            limited = limits and not reader.is_in_part
+            buffer = reader.buffer(CALLS_AT_ONCE) if limited else reader.buffer()
             try:
-                count = self._read(buffer)
+                # In place of a function: two reads belong to each call, on either side.
+                if shares:
+                    count, ancillary, flags, _ = sock.recvmsg_into([buffer], ANCILLARY, CLOSE_ON_EXEC)
+                    if ancillary or flags & TRUNCATED:
+                        self._maps.take_descriptors(*passed(ancillary, flags))
+                else:
+                    with self._tls_lock:
+                        count = sock.recv_into(buffer)
             except NOT_NOW:
                 return came
             except ProtocolViolation as error:
@@ -350,17 +359,6 @@ class Link:
             if limited or (count < len(buffer) and not self._tls):
                 return True
         return came
-
-    def _read(self, buffer: memoryview) -> int:
-        if not self._shares:
-            if self._tls:
-                with self._tls_lock:
-                    return self._sock.recv_into(buffer)
-            return self._sock.recv_into(buffer)
-        count, fds, complete = receive(self._sock, buffer)
-        if fds or not complete:
-            self._maps.take_descriptors(fds, complete)
-        return count
 
     def _take(self, count: int) -> None:
         """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""

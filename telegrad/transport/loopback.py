@@ -34,13 +34,14 @@ class LoopEnd:
         self._on_closed = on_closed
         self._other: LoopEnd = other or LoopEnd(peer, arrive_back, arrive, lambda *_: None, self)
 
-    def send(self, message: Message, later: bool = False) -> None:
-        """Deliver a message; there is no `later`."""
+    def send(self, message: Message, later: bool = False) -> bool:
+        """Deliver a message; there is no `later`, and no outbox."""
         if self.closed is not None:
             raise fresh(self.closed)
         blobs = [copied(blob) if isinstance(blob, Bound) else blob.clone() for blob in message.blobs]
         arrived = Message(message.kind, message.id, message.flags, message.head, message.meta, message.body, blobs)
         self._arrive(self._other, [arrived])
+        return True
 
     def release(self) -> None:
         """Nothing is lent."""

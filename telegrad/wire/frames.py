@@ -19,6 +19,7 @@ SCRATCH = 1 << 16
 Allocate = Callable[[int, int, bool], tuple[Any, Iterator[memoryview]]]
 Attach = Callable[[int, int, int], Any]  # number of a lent block, size, device -> the blob that lies there
 Lend = Callable[[int, bytes], None]  # number of a block of an accelerator, how to open it
+_PREFIX, _ENTRY = PREFIX.size, ENTRY.size
 
 
 class FrameReader:
@@ -44,11 +45,11 @@ class FrameReader:
         self._entries: list[tuple[int, int, int]] = []  # of the table, for the blobs still to come
         self._parts: Iterator[memoryview] = iter(())  # of the blob that is being received
 
-    def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty, unless `awaits_lanes`."""
+    def buffer(self, most: int = SCRATCH) -> memoryview:
+        """Where the next bytes belong, at most so many unless in a large part; never empty, unless `awaits_lanes`."""
         if self._target is not None:
             return self._target[self._filled :]
-        return self._scratch[self._end :]
+        return self._scratch[self._end : self._end + most]
 
     def advance(self, count: int) -> Iterator[Message]:
         """Take note of `count` bytes written to `buffer()`; the frames that they complete, to be taken to the end.
@@ -68,6 +69,9 @@ class FrameReader:
                 self._lend(frame.id, bytes(frame.body))
             else:
                 yield frame
+            if self._start == self._end:  # as after most reads: nothing else has come
+                self._start = self._end = 0
+                return
         self._compact()
 
     def _next(self) -> Message | None:
@@ -77,11 +81,11 @@ class FrameReader:
             return self._parse(self._large, 0, PREFIX.unpack_from(self._large))
         start = self._start
         available = self._end - start
-        if available < PREFIX.size:
+        if available < _PREFIX:
             return None
         prefix = PREFIX.unpack_from(self._scratch, start)
         _, _, head, meta, blobs, body, _ = prefix
-        size = PREFIX.size + head + meta + blobs * ENTRY.size + body
+        size = _PREFIX + head + meta + blobs * _ENTRY + body
         if available >= size:
             self._start += size
             return self._parse(self._scratch, start, prefix)
@@ -92,16 +96,17 @@ class FrameReader:
 
     def _parse(self, source: memoryview, start: int, prefix: tuple[int, ...]) -> Message | None:
         kind, flags, head, meta, blobs, body, id_ = prefix
-        at_meta = start + PREFIX.size + head
+        at_head = start + _PREFIX
+        at_meta = at_head + head
         at_table = at_meta + meta
-        at_body = at_table + blobs * ENTRY.size
+        at_body = at_table + blobs * _ENTRY
         text = source[at_body : at_body + body]
         frame = Message(
             kind,
             id_,
             flags,
-            bytes(source[start + PREFIX.size : at_meta]),
-            bytes(source[at_meta:at_table]),
+            bytes(source[at_head:at_meta]) if head else b"",
+            bytes(source[at_meta:at_table]) if meta else b"",
             bytes(text) if source is self._scratch else text,
         )
         if blobs:

@@ -49,18 +49,21 @@ _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _STRINGS = frozenset({str, bytes})
 _ATOMS = _NUMBERS | _STRINGS
 _CONTAINERS = frozenset({tuple, list, dict})
+_new = tuple.__new__  # half the time of a NamedTuple's own, which is a function of Python
 MANY = 1 << 12  # elements from which a container is looked at, and pickled, in pieces
 FEW = 8  # elements: up to here a loop is faster than maps
-_NOTHING = pickle.dumps(((), {}), 5)
 
 
 class Encoded(NamedTuple):
     """A value in parts."""
 
     body: bytes
-    tensors: list[Tensor]
+    tensors: Sequence[Tensor]
     references: Sequence[Any] = ()
     buffers: int = 0  # how many of the tensors, the last ones, are memory of other things
+
+
+_NO_ARGUMENTS = Encoded(pickle.dumps(((), {}), 5), ())  # made once for all calls
 
 
 def encode(value: Any, same_program: bool) -> Encoded:
@@ -78,9 +81,9 @@ def encode(value: Any, same_program: bool) -> Encoded:
         if lean is not None:
             value, texts = lean
     elif kind in _NUMBERS or (kind in _STRINGS and len(value) < OWN_FROM):
-        return Encoded(pickle.dumps(value, 5), [])
+        return _new(Encoded, (pickle.dumps(value, 5), (), (), 0))
     elif kind is Tensor and not value.__dict__:
-        return Encoded(b"T", [value])
+        return _new(Encoded, (b"T", (value,), (), 0))
     elif kind in _CONTAINERS or kind in _STRINGS:
         extent = _extent_of(value)
         if extent == _SMALL:
@@ -196,7 +199,7 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
     large. None where an argument is anything else.
     """
     if not args and not kwargs:
-        return Encoded(_NOTHING, [])
+        return _NO_ARGUMENTS
     values = [*args, *kwargs.values()] if kwargs else list(args)
     tensors: list[Tensor] = []
     places: list[int] = []
@@ -222,10 +225,10 @@ def _encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | tup
         values, texts = _held_still(values)
         return (tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))), texts
     if not tensors:
-        return Encoded(pickle.dumps((args, kwargs), 5), tensors)
+        return _new(Encoded, (pickle.dumps((args, kwargs), 5), (), (), 0))
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors):
         return None  # a tensor that is there twice has one slot
-    return Encoded(pickle.dumps((values, places, [*kwargs]), 5) + b"C", tensors)
+    return _new(Encoded, (pickle.dumps((values, places, [*kwargs]), 5) + b"C", tensors, (), 0))
 
 
 def _decode_call(body: bytes | memoryview, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
