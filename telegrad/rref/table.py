@@ -229,7 +229,7 @@ class ReferenceTable(Maker):
             self._heard_from(key)
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
             refusal = self.excess(sender) if creation is not None and creation[0] == CREATE else None
-            landing = self._take_creation(key, *creation, refusal) if creation is not None else None
+            landing = self._take_creation(key, *creation, refusal=refusal) if creation is not None else None
             self._wake()
         return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
 
