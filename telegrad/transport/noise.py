@@ -14,7 +14,7 @@ each end replaces a key by `rekey` after REKEY_AFTER messages, counted from the 
 message: what one key has encrypted stays far below the limits of AES-GCM (2**36 bytes for messages of 1 MB, an
 advantage of an attacker below 2**-60).
 
-No nonce is used twice with one key: the counter moves on before anything is encrypted, whatever happens then.
+No nonce is used twice with one key: it is taken away before anything is encrypted, whatever happens then.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class DecryptionFailed(Exception):
 
 
 class CipherState:
-    """One direction of a connection: a key and the number of the next message. One thread at a time."""
+    """One direction of a connection: a key and the nonces of the messages to come. One thread at a time."""
 
-    __slots__ = ("_decrypt", "_decrypt_into", "_encrypt", "_encrypt_into", "_key", "nonce")
+    __slots__ = ("_decrypt", "_decrypt_into", "_encrypt", "_encrypt_into", "_end", "_key", "_nonces")
 
     def __init__(self, key: bytes) -> None:
-        self.nonce = 0
         self._use(key)
+        self._allot(0)
 
     def _use(self, key: bytes) -> None:
         aead = AESGCM(key)
@@ -61,23 +61,23 @@ class CipherState:
         self._encrypt, self._encrypt_into = aead.encrypt, aead.encrypt_into
         self._decrypt, self._decrypt_into = aead.decrypt, aead.decrypt_into
 
-    # In each of these four the number moves on before it is used; they repeat it, since small messages wait for them.
+    def _allot(self, first: int) -> None:
+        """Make the nonces of the messages that the present key is for, of which `first` is the first."""
+        self._end = first + REKEY_AFTER
+        # Built of C iterators: to take a nonce is a single step that no signal interrupts, and the cheapest one.
+        self._nonces = map(_pack_nonce, range(first, self._end))
+
+    # Each of these four takes a nonce away before it uses it. They repeat that, since small messages wait for them.
 
     def encrypt(self, plaintext: bytes | memoryview, associated: bytes | None = None) -> bytes:
         """Return the ciphertext and the tag of the next message."""
-        number = self.nonce
-        if not number % REKEY_AFTER:
-            self._turn(number)
-        self.nonce = number + 1
-        return self._encrypt(_pack_nonce(number), plaintext, associated)
+        nonce = next(self._nonces, None) or self._next_key()
+        return self._encrypt(nonce, plaintext, associated)
 
     def encrypt_into(self, plaintext: bytes | memoryview, target: memoryview) -> None:
         """Write the ciphertext and the tag of the next message to `target`, which has their size."""
-        number = self.nonce
-        if not number % REKEY_AFTER:
-            self._turn(number)
-        self.nonce = number + 1
-        self._encrypt_into(_pack_nonce(number), plaintext, None, target)
+        nonce = next(self._nonces, None) or self._next_key()
+        self._encrypt_into(nonce, plaintext, None, target)
 
     def decrypt(self, ciphertext: bytes | memoryview, associated: bytes | None = None) -> bytes:
         """Return the plaintext of the next message.
@@ -85,12 +85,9 @@ class CipherState:
         Raises:
             DecryptionFailed: it is not the next message of the other end. No further message can be decrypted.
         """
-        number = self.nonce
-        if not number % REKEY_AFTER:
-            self._turn(number)
-        self.nonce = number + 1
+        nonce = next(self._nonces, None) or self._next_key()
         try:
-            return self._decrypt(_pack_nonce(number), ciphertext, associated)
+            return self._decrypt(nonce, ciphertext, associated)
         except (InvalidTag, ValueError):
             raise DecryptionFailed from None
 
@@ -100,21 +97,19 @@ class CipherState:
         Raises:
             DecryptionFailed: it is not the next message of the other end; `target` holds nothing to be used then.
         """
-        number = self.nonce
-        if not number % REKEY_AFTER:
-            self._turn(number)
-        self.nonce = number + 1
+        nonce = next(self._nonces, None) or self._next_key()
         try:
-            self._decrypt_into(_pack_nonce(number), ciphertext, None, target)
+            self._decrypt_into(nonce, ciphertext, None, target)
         except (InvalidTag, ValueError):
             raise DecryptionFailed from None
 
-    def _turn(self, number: int) -> None:
-        """Replace the key where it is due, before the message of that number."""
-        if number >= MAX_NONCE - REKEY_AFTER:
+    def _next_key(self) -> bytes:
+        """Replace the key, whose messages have all been made; return the nonce of the first message under the next."""
+        if self._end >= MAX_NONCE - REKEY_AFTER:
             raise OverflowError("a connection has sent 2**64 messages")
-        if number:
-            self.rekey()
+        self.rekey()
+        self._allot(self._end)
+        return next(self._nonces)
 
     def rekey(self) -> None:
         """Replace the key by one that is computed from it; the number of the next message stays."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from telegrad.transport.connect import Target, connect
 from telegrad.transport.encrypted import EncryptedLink
 from telegrad.transport.handshake import Acceptor, Claim, Initiator
 from telegrad.transport.memory import Arena
-from telegrad.transport.noise import Ciphers
+from telegrad.transport.noise import Ciphers, CipherState
 from telegrad.transport.poller import Poller
 from telegrad.transport.records import RECORD, RecordWriter
 from telegrad.wire.messages import CALL, REFUSAL, RESULT, Message, encode
@@ -156,8 +157,8 @@ def test_every_bit_of_a_record_counts() -> None:
     for bit in range(8 * len(record)):
         altered = bytearray(record)
         altered[bit // 8] ^= 1 << bit % 8
-        there.receiving.nonce = 0
-        with contextlib.closing(End(there)) as b:
+        again = there._replace(receiving=CipherState(there.receiving._key))
+        with contextlib.closing(End(again)) as b:
             b.hear(bytes(altered) + bytes(300))  # so that no longer record is waited for
             assert not b.frames, f"bit {bit}"
 
@@ -176,6 +177,31 @@ def test_a_large_frame_arrives_in_any_pieces() -> None:
             b.hear(piece)
         sender.join()
         assert bytes(b.frames[0].body) == body
+
+
+shapes = st.tuples(st.sampled_from([0, 1, 300, 5000, 40_000]), st.lists(st.sampled_from([1, 300, 40_000]), max_size=2))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(shapes, min_size=1, max_size=5), st.lists(st.sampled_from([1, 30, 3000, 70_000]), min_size=1, max_size=4)
+)
+def test_frames_with_tensors_arrive_in_any_pieces(sizes: list[Any], cuts: list[int]) -> None:
+    """Whether a frame fills its record, begins in it, or goes on in the next."""
+    with two_ends() as (a, b):
+        said, sent = b"", []
+        for number, (size, tensors) in enumerate(sizes):
+            body, blobs = bytes([number]) * size, [torch.full((each,), number, dtype=torch.uint8) for each in tensors]
+            a.link.send(Message(CALL, number, body=body, blobs=blobs))
+            said += a.said()
+            sent.append((body, [bytes(blob.tolist()) for blob in blobs]))
+        at = 0
+        for cut in itertools.chain(cuts * 20, itertools.repeat(100_000)):
+            if at >= len(said):
+                break
+            b.hear(said[at : at + cut])
+            at += cut
+        assert [(bytes(each.body), [bytes(blob.tolist()) for blob in each.blobs]) for each in b.frames] == sent
 
 
 def test_small_frames_that_the_socket_does_not_take_follow_in_their_order() -> None:
