@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from telegrad import forks
+
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
 
 
@@ -58,7 +60,7 @@ class Background:
         """
         if self._thread is not None:
             return
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        thread = threading.Thread(target=self._main, name=self._name, daemon=True)
         with self._lock:
             if self._thread is not None:
                 return
@@ -69,6 +71,12 @@ class Background:
             with self._lock:
                 self._thread = None
             raise
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        finally:
+            forks.end_if_over()  # by an exception of the user's code, which ends the thread
 
     def join(self, patience: float) -> None:
         """Wait for its end, unless this is the thread itself."""

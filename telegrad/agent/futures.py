@@ -185,6 +185,7 @@ class Future(torch.futures.Future[T]):
             try:
                 value = callback(done)
             except BaseException as error:
+                forks.end_if_over()
                 child.about = "a callback that was given to `then`"
                 child.set_exception(error)  # type: ignore[arg-type]
                 if not isinstance(error, Exception):
@@ -208,7 +209,15 @@ class Future(torch.futures.Future[T]):
             forks.check(self.depth)
         self.heed()
         context = copy_context()
-        super().add_done_callback(lambda future: context.run(callback, future))
+
+        def run(future: torch.futures.Future[T]) -> None:
+            try:
+                context.run(callback, future)
+            except BaseException:
+                forks.end_if_over()
+                raise
+
+        super().add_done_callback(run)
 
     def heed(self) -> None:
         """Somebody else sees to it, should this fail."""

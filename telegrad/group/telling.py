@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+from telegrad import forks
 from telegrad.errors import PeerLost
 from telegrad.group.directory import LEFT, LOST
 from telegrad.group.members import Member, WorkerInfo, info
@@ -62,6 +63,7 @@ class Teller:
             try:
                 callback(*args)
             except Exception:
+                forks.end_if_over()
                 log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])
 
 

@@ -92,6 +92,8 @@ def forget() -> None:
     worker = ended_by = None
     for own in list(made):
         own.abandon()
+    made.clear()  # else a child of this child would do so again
+    forks.disable_stack()
     _here.__dict__.clear()
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from telegrad import forks
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
 from telegrad.wire.culprits import blame
 from telegrad.wire.functions import import_anew, not_found
@@ -95,6 +96,7 @@ def encode(value: Any, same_program: bool) -> Encoded:
     except CodecError:
         raise
     except Exception as error:
+        forks.end_if_over()
         if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames
             with contextlib.suppress(Exception):
                 return _dump(_Pickler, value, same_program, texts, at_once=True)
