@@ -229,7 +229,7 @@ class ReferenceTable(Maker):
             self._heard_from(key)
             handles = [self._arrive(ref, fork, Identity(*owner), key) for ref, fork, owner in forks]
             refusal = self.excess(sender) if creation is not None and creation[0] == CREATE else None
-            landing = self._take_creation(key, *creation, refusal=refusal) if creation is not None else None
+            landing = self._take_creation(key, refusal, *creation) if creation is not None else None
             self._wake()
         return Attachments([self._wrap(self, handle) for handle in handles], landing, refusal)
 
@@ -249,7 +249,7 @@ class ReferenceTable(Maker):
         box = self._boxes.setdefault(ref, Box()) if owner_key == self._me and not fault else None
         return self._new_handle(ref, owner, box, fault)
 
-    def _take_creation(self, sender: str, kind: int, ref: Id, fork: Id, refusal: LimitReached | None) -> Landing | None:
+    def _take_creation(self, sender: str, refusal: LimitReached | None, kind: int, ref: Id, fork: Id) -> Landing | None:
         if kind == CREATED:
             self._machine.created(ref, fork, sender)
             return None

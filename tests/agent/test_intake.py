@@ -33,8 +33,9 @@ class FakeLink(Link):
     def hold(self, is_held: bool) -> None:
         self.is_held = is_held
 
-    def send(self, message: Any, later: bool = False) -> None:
+    def send(self, message: Any, later: bool = False) -> bool:
         self.pulses += 1
+        return True
 
     @property
     def is_sending(self) -> bool:

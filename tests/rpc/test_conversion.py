@@ -89,7 +89,7 @@ def sent(trio: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     write, notify = Link.send, type(trio[0].agent).notify
     names = {CALL: "call", RESULT: "result", FAILURE: "failure"}
 
-    def send(link: Link, message: Message, later: bool = False) -> None:
+    def send(link: Link, message: Message, later: bool = False) -> bool:
         if message.kind in names:
             counts[names[message.kind]] += 1
         return write(link, message, later)
