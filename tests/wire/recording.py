@@ -174,7 +174,7 @@ def overheard() -> Iterator[Streams]:
 
 
 @contextlib.contextmanager
-def two_workers() -> Iterator[list[Worker]]:
+def two_workers(**options: Any) -> Iterator[list[Worker]]:
     """Of these incarnations; this thread is of the first."""
     begin = Agent.__init__
 
@@ -185,7 +185,7 @@ def two_workers() -> Iterator[list[Worker]]:
     with (
         patch.object(Agent, "__init__", begun),
         patch("telegrad.rpc.cluster.host_identity", lambda: "host"),
-        agents(2, transport="tcp", key=KEY) as workers,
+        agents(2, transport="tcp", key=KEY, **options) as workers,
     ):
         current.enter(workers[0])
         try:

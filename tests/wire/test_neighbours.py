@@ -91,7 +91,8 @@ def test_a_worker_of_that_version_gets_the_answers_that_it_got(version: int, new
     folder = FOLDER / str(version)
     calls = (folder / "plain-calls-of-w0.bin").read_bytes()[: -PREFIX.size]  # but for its farewell
     wanted = messages((folder / "plain-answers-of-w1.bin").read_bytes())
-    with recording.two_workers() as workers, knock(workers[1]) as sock:
+    # One thread serves the calls, in the order in which they come: they add to one counter.
+    with recording.two_workers(num_worker_threads=1) as workers, knock(workers[1]) as sock:
         me = Claim("w0", 0, INCARNATIONS["w0"], "another program")
         end = Initiator(workers[1].agent.keys, me, INCARNATIONS["w1"], spoken=Spoken(version, newest))
         visitor = Visitor(sock, end)
