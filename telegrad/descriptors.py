@@ -16,6 +16,7 @@ except ImportError:  # Windows has no such limit
 
 TO_JOIN = 16  # descriptors that a worker opens to join, and for its first call that shares memory: 8 and 7 on Linux
 PER_WORKER = 2  # and at least so many for each other worker that it calls and is called by
+MOST_LENT = 4096  # memory files of one worker at most
 FOLDER = "/proc/self/fd"
 
 
@@ -55,6 +56,12 @@ def check() -> None:
     limit = _limit()
     if limit and limit - _open() < TO_JOIN:
         raise OSError(EMFILE, os.strerror(EMFILE))
+
+
+def to_lend() -> int:
+    """Return how many memory files a worker may have: they need half of the descriptors, two each (`mmap` keeps one)."""
+    limit = _limit()
+    return min(MOST_LENT, limit // 4) if limit else MOST_LENT
 
 
 def _limit() -> int:

@@ -34,10 +34,11 @@ from telegrad.keyring import Keyring
 from telegrad.transport.blobs import SHARE_FROM, MemorySources
 from telegrad.transport.connect import Channel, Target, connect
 from telegrad.transport.encrypted import EncryptedLink
+from telegrad.transport.endings import lost
 from telegrad.transport.handshake import Claim, StreamId
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
-from telegrad.transport.listener import Listener
+from telegrad.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad.transport.loopback import LoopEnd
 from telegrad.transport.memory import Arena, SharedPool
 from telegrad.wire.failures import fresh
@@ -336,7 +337,10 @@ class Connections:
         )
         with self._lock:
             closed, left = self.closed, self._left
+            same = [link for link, (life, _) in self._accepted.items() if life == who.incarnation]
             self._accepted[link] = who.incarnation, stream_id.connection
+        if len(same) >= MOST_CONNECTIONS:
+            same[0].close(lost(who.name, f"it has made more than {MOST_CONNECTIONS} connections at a time"))
         if left is not None:
             _part(link, *left)
         elif not closed:  # else it is about to be ended with the others
@@ -410,8 +414,7 @@ class Connections:
     def begin_close(self, reason: PeerError) -> bool:
         """No new connections from here on; False where that was so already."""
         with self._lock:
-            closed, self.closed = self.closed, True
-            self._over = self._over or reason
+            closed, self.closed, self._over = self.closed, True, self._over or reason
         return not closed
 
     def close(self, reason: PeerError, how: str) -> None:

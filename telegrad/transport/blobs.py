@@ -80,7 +80,8 @@ class Outgoing:
         if isinstance(blob, Bound):
             return self._prepare_bound(blob, shares)
         size, pool = blob.numel(), self._pool
-        if pool is None or size < SHARE_FROM or not shares:
+        # One peer gets no more than half of the files: the others, and what is lent to all, need some.
+        if pool is None or size < SHARE_FROM or not shares or len(self._lent) >= pool.most_files // 2:
             return Prepared(size, HOST, None, blob)
         loan = pool.lend(blob)
         if loan is not None:

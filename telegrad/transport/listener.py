@@ -38,6 +38,7 @@ from telegrad.transport.tls import TlsFiles, own_digest, peer_digest, server_con
 PATIENCE = 5.0  # seconds that a handshake may take
 MOST_STRANGERS = 256  # connections in their handshake at once; above, the oldest of the host with the most goes
 BACKLOG = 512
+MOST_CONNECTIONS = 4  # of one worker, which needs one, beyond its lanes; above, its oldest goes
 
 Accepted = Callable[[Channel, Claim, StreamId], None]
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from telegrad.descriptors import is_out
+from telegrad import descriptors
 from telegrad.devices.sharing import DeviceBlock, OpenBlock, open_block, sharer
 from telegrad.devices.streams import Arrived, Streams
 from telegrad.errors import ProtocolViolation
@@ -144,6 +144,7 @@ class SharedPool:
         self._lock = threading.Lock()  # guards all below; what is lent or common is also looked at without
         self._made = 0  # numbers
         self._bytes: Counter[int] = Counter()  # by device
+        self.most_files, self._files = descriptors.to_lend(), 0  # of this host's memory
         self._free: dict[tuple[type[AnyBlock], int, int], list[AnyBlock]] = {}  # by kind, device and capacity
         self._lent: dict[int, Block | DeviceBlock] = {}
         self._common: dict[int, CommonBlock] = {}  # those in use, by their addresses
@@ -189,6 +190,7 @@ class SharedPool:
         except (OSError, MemoryError, torch.OutOfMemoryError):
             return None
         self._bytes[device] += capacity
+        self._files += device == HOST
         return block
 
     def give_back(self, numbers: Iterable[int]) -> None:
@@ -301,14 +303,15 @@ class SharedPool:
         return sorted((b for shelf in self._free.values() for b in shelf), key=lambda b: b.idle_since)
 
     def _make_room(self, device: int, capacity: int, limit: int) -> bool:
-        if capacity > limit:
-            return False
-        for block in self._idle() if self._bytes[device] + capacity > limit else ():
+        for block in () if capacity > limit or self._has_room(device, capacity, limit) else self._idle():
             if block.device == device:
                 self._evict(block)
-                if self._bytes[device] + capacity <= limit:
+                if self._has_room(device, capacity, limit):
                     break
-        return self._bytes[device] + capacity <= limit
+        return self._has_room(device, capacity, limit)
+
+    def _has_room(self, device: int, capacity: int, limit: int) -> bool:
+        return self._bytes[device] + capacity <= limit and (device != HOST or self._files < self.most_files)
 
     def _keep(self, block: AnyBlock) -> None:
         block.idle_since = monotonic()
@@ -321,6 +324,7 @@ class SharedPool:
 
     def _drop(self, block: AnyBlock) -> None:
         self._bytes[block.device] -= block.capacity
+        self._files -= block.device == HOST
         block.close()
 
 
@@ -331,6 +335,7 @@ class SharedMaps:
         self.arrived: deque[int] = deque()  # descriptors that came over the socket, not yet mapped
         self.released: deque[int] = deque()  # blocks that are not needed here any more, to be told to the peer
         self._streams = streams
+        self._most = 2 * descriptors.to_lend() + MOST_UNNAMED  # blocks: each mapping has a descriptor
         self._bases: dict[int, memoryview] = {}
         self._open: dict[int, OpenBlock] = {}
         self._lender = Lender(self.released.append)
@@ -368,6 +373,8 @@ class SharedMaps:
         """
         base = self._bases.get(number)
         if base is None:
+            if len(self._bases) + len(self._lender._leases) >= self._most:
+                raise ProtocolViolation(f"more than {self._most} blocks of shared memory are mapped here")
             if not self.arrived:
                 raise ProtocolViolation(f"shared block {number} was named but never passed")
             base = _map(self.arrived.popleft(), number, size)
@@ -442,7 +449,7 @@ def _map(fd: int, number: int, size: int) -> memoryview:
         else:
             fault = "it has huge pages" if has_huge_pages else "it is not sealed, so it may shrink as it is read"
     except (OSError, ValueError, OverflowError, MemoryError) as error:
-        if is_out(error):
+        if descriptors.is_out(error):
             raise
         fault = f"it is no memory that can be mapped: {error}"
     finally:

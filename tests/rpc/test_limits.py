@@ -1,8 +1,9 @@
-"""What one worker may have another keep for it: references and autograd contexts, and the error above that."""
+"""What one worker may have another keep for it: references, contexts, connections and descriptors."""
 
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,11 @@ from telegrad.errors import LimitReached, PeerError
 from telegrad.rpc import RRef, current
 from telegrad.rpc.worker import Worker
 from telegrad.rref import table as table_module
+from telegrad.transport.blobs import SHARE_FROM
+from telegrad.transport.connect import Target
+from telegrad.transport.handshake import StreamId
+from telegrad.transport.listener import MOST_CONNECTIONS
+from telegrad.transport.memory import SHARING
 from tests.cluster import agents, wait_until
 
 MOST = 20
@@ -67,6 +73,50 @@ def test_no_more_values_are_made_for_one_worker(three: tuple[Worker, Worker, Wor
     caller.agent.close(PeerError("the end"))
     callee.references._on_death(f"w1#{caller.agent.incarnation}")
     wait_until(lambda: held_by(callee, caller) == 0)
+
+
+def test_one_worker_has_few_connections(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, caller, other = three
+    for worker in (caller, other):
+        current.enter(worker)
+        rpc.rpc_sync("w0", operator.neg, (1,))
+    accepted = callee.agent._connections._accepted
+    target = Target("w0", callee.agent.incarnation, callee.me.unix, callee.me.tcp, StreamId(""))
+    numbers = [f"{number:016x}" for number in range(3 * MOST_CONNECTIONS)]
+    channels = [caller.agent._connections._reach(target._replace(stream_id=StreamId(each))) for each in numbers]
+
+    def of(name: str) -> int:
+        return sum(link.peer == name for link in list(accepted))
+
+    wait_until(lambda: numbers[-1] in [connection for _, connection in list(accepted.values())])
+    assert of("w1") == MOST_CONNECTIONS
+    assert of("w2") == 1
+    assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # of the other
+    current.enter(caller)
+    wait_until(lambda: getattr(caller.agent._connections.peer("w0").link, "closed", True))
+    assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # by a new connection
+    for channel in channels:
+        channel.sock.close()
+
+
+@pytest.mark.skipif(not SHARING, reason="memory is not shared here")
+def test_results_that_are_kept_use_a_share_of_the_descriptors(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, caller, other = three
+    pool = callee.agent._connections._pool
+    pool.most_files = MOST
+
+    def make(worker: Worker) -> torch.Tensor:
+        current.enter(worker)
+        made: torch.Tensor = rpc.rpc_sync("w0", torch.ones, (SHARE_FROM,))
+        return made
+
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [make(caller) for _ in range(3 * MOST)]
+    assert pool.lent == MOST // 2
+    kept += [make(other) for _ in range(3 * MOST)]
+    assert pool.lent == MOST
+    assert len(os.listdir("/proc/self/fd")) < before + 3 * MOST + 10  # two of each file, and one of each mapping
+    assert all(bool((each == 1).all()) for each in kept)
 
 
 def test_no_more_contexts_are_entered_for_one_worker(three: tuple[Worker, Worker, Worker]) -> None:

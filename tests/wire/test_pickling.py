@@ -547,7 +547,7 @@ def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [DATA := memoryview(b"bytes"), [DATA], {"x": (1, DATA)}, ((DATA,), {}), types.SimpleNamespace(x=DATA)],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("same_program", [False, True])
 def test_a_view_of_memory_is_refused_as_pickle_does(value: Any, same_program: bool) -> None:
