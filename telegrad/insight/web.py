@@ -6,6 +6,7 @@ and kept by the browser in a cookie. Nothing can be changed from here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import json
@@ -30,6 +31,8 @@ from telegrad.insight.snapshot import snapshot
 from telegrad.insight.source import Sight, Source
 
 PAUSE = 1.0  # seconds at least from one look at the group to the next
+MOST_CONNECTIONS = 64  # each has a thread; a browser makes six at most
+LONGEST_CONNECTION = 60.0  # seconds, for a request to come and its answer to be taken
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -165,10 +168,39 @@ class _Server(ThreadingHTTPServer):
         files = resources.files("telegrad.insight").joinpath("pages").iterdir()
         self.pages = {file.name: file.read_bytes() for file in files}
         self.address_family = family_of(host)
+        self._lock = threading.Lock()  # guards _ends
+        self._ends: dict[socket.socket, float] = {}  # open connections, the oldest first: when each is ended
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # that of HTTPServer asks for its name, which may take long
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection; where there are too many, end the oldest, which is the likeliest to be idle."""
+        with self._lock:
+            oldest = next(iter(self._ends), None) if len(self._ends) >= MOST_CONNECTIONS else None
+            if oldest is not None:
+                self._end(oldest)
+            self._ends[request] = time.monotonic() + LONGEST_CONNECTION
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End the connections that last for too long; called several times a second."""
+        now = time.monotonic()
+        with self._lock:
+            for late in [sock for sock, until in self._ends.items() if until < now]:
+                self._end(late)
+
+    def _end(self, sock: socket.socket) -> None:
+        """With the lock held: have the connection's thread read and write no more."""
+        del self._ends[sock]
+        with contextlib.suppress(OSError):  # the thread has just closed it
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._ends.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # else, somebody has closed a page
