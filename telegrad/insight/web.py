@@ -163,6 +163,8 @@ class Watch:
 
 
 class _Server(ThreadingHTTPServer):
+    request_queue_size = MOST_CONNECTIONS
+
     def __init__(self, dashboard: Dashboard, host: str, port: int) -> None:
         self.dashboard = dashboard
         files = resources.files("telegrad.insight").joinpath("pages").iterdir()
