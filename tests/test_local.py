@@ -141,17 +141,31 @@ def is_running(pid: int) -> bool:
         return False
 
 
+# What a worker does in the place of importing torch, how its end is called, and the last line that it prints.
+DEATHS: dict[str, tuple[str, str, str]] = {
+    "import": ("import no_such_module", "exit code 1", "No module named 'no_such_module'"),
+    "raises": ("raise ValueError('a bug')", "exit code 1", "ValueError: a bug"),
+    "exits": ("import sys; sys.exit('no luck')", "exit code 1", "no luck"),
+    "exits with a code": ("import sys; print('oh', file=sys.stderr); sys.exit(3)", "exit code 3", "oh"),
+    "ends": ("import os; print('done'); os._exit(0)", "exit code 0", "done"),
+    "killed": ("import os; print('so far', flush=True); os.kill(os.getpid(), 9)", "signal SIGKILL", "so far"),
+}
+
+
 @pytest.mark.timeout(2 * PATIENT)
+@pytest.mark.parametrize("how", DEATHS)
 def test_a_worker_that_cannot_start_is_told_at_once_with_its_last_lines(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+    act, end, line = DEATHS[how]
+    if_it_is_b = "import sys\nif 'b' in sys.argv:\n    "  # the other worker sleeps until it is ended
+    (tmp_path / "torch.py").write_text(f"{if_it_is_b}{act}\nimport time; time.sleep({10 * PATIENT})\n")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
     with pytest.raises(errors.RendezvousError) as caught:
-        telegrad.local(["a"], rpc_timeout=PATIENT)
-    assert "worker 'a' ended with exit code 1 before the group had formed" in str(caught.value)
-    assert "ImportError: there is no torch here" in str(caught.value)
+        telegrad.local(["a", "b"], rpc_timeout=PATIENT)
+    assert f"worker 'b' ended with {end} before the group had formed" in str(caught.value)
+    assert line in str(caught.value)
     assert time.monotonic() - began < PATIENCE
 
 

@@ -113,6 +113,34 @@ def test_who_crashes_again_and_again_ends_the_group(launch: Launch) -> None:
     assert 1.0 < time.monotonic() - began < PATIENCE
 
 
+# What a worker does before it has joined, how its end is called, and the last line that it prints.
+DEATHS: dict[str, tuple[str, str, str]] = {
+    "import": ("import no_such_module", "exit code 1", "No module named 'no_such_module'"),
+    "raises": ("raise ValueError('a bug')", "exit code 1", "ValueError: a bug"),
+    "exits": ("import sys; print('oh', file=sys.stderr); sys.exit(3)", "exit code 3", "oh"),
+    "killed": ("import os; print('so far', flush=True); os.kill(os.getpid(), 9)", "signal SIGKILL", "so far"),
+    "another key": (
+        "from telegrad import rpc; rpc.init_rpc(rpc_backend_options=rpc.TelegradOptions(key='another key' * 2))",
+        "exit code 1",
+        "Give all workers the same key",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [*list(DEATHS)[:-1], pytest.param("another key", marks=pytest.mark.nightly)])
+def test_a_worker_that_dies_before_the_group_forms_ends_it_at_once(
+    launch: Launch, tmp_path: pathlib.Path, how: str
+) -> None:
+    act, end, line = DEATHS[how]
+    (tmp_path / "dies.py").write_text(act)
+    driver = ["--role", "driver", "--command", "sh -c 'sleep 600'"]
+    run = launch(*driver, "--role", "actor", "--restarts", "0", "--command", "dies.py")
+    code, said = run.end(PATIENCE)
+    assert code != 0
+    assert re.search(f"actor0 ended with {end} after .*: the group ends", said)
+    assert line in said.partition("Its last lines")[2]
+
+
 SLEEPS = ["sh", "-c", "echo sleeps; sleep 600"]
 STUBBORN = ["sh", "-c", 'trap "" INT TERM HUP; echo sleeps; while true; do sleep 0.1; done']
 
