@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from telegrad import checks
+from telegrad.errors import InvalidArgument
 from telegrad.group.members import WorkerInfo
 from telegrad.rpc import current
 
@@ -26,19 +27,22 @@ def workers() -> list[WorkerInfo]:
 
 
 def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role: str = "") -> list[WorkerInfo]:
-    """Wait until workers are there.
+    """Wait until a dynamic or elastic group has workers; one of fixed size has all of them after `init_rpc`.
+
+    A worker that has not ended is there as soon as it has joined, whether or not it serves calls yet.
 
     Args:
-        wanted: how many the group shall have, this one included; or their names.
-        timeout: seconds; 0 for no limit.
-        role: count the workers of this role alone.
+        wanted: the number of workers in the group, this one included, or the names of some, as a list or one str.
+        timeout: seconds to wait; 0 for no limit.
+        role: with a number, count only the workers of this role, this one included if it has that role.
 
     Returns:
-        `workers()` then.
+        All workers of the group, as `workers()` does.
 
     Raises:
-        CallTimeout: they were not there in time.
-        PeerLost: they cannot come: the group is of fixed size and has lost them, or its store has gone.
+        CallTimeout: the workers have not joined in time; the message says which are missing.
+        PeerLost: no worker can join any more: the group is of fixed size, has ended, or its store has gone.
+        UsageError: an argument is wrong; or there is a role and `wanted` has names, which already say who is meant.
         NotInitialized: this process is in no group.
 
     Example:
@@ -53,6 +57,8 @@ def wait_for_workers(wanted: int | Collection[str], timeout: float = 0, *, role:
         wanted = [checks.text("wanted", name, _WANTED) for name in names]
     checks.seconds("timeout", timeout)
     checks.text("role", role, "the role of workers", empty=True)
+    if role and not isinstance(wanted, int):
+        raise InvalidArgument("role counts workers: give it with a number of them in `wanted`, not with their names")
     return membership.wait_for(wanted, timeout, role)
 
 

@@ -9,6 +9,7 @@ import pathlib
 import queue
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,6 +120,8 @@ def test_members_of_a_group_of_fixed_size_are_told_who_goes() -> None:
 def test_waiting_for_workers(where: str) -> None:
     with processes(3) as made:
         made[0].run(join, "boss", where, 0, False)
+        kind, text = made[0].run(error_of, partial(rpc.wait_for_workers, role="r"), ["x", "boss"], 0.1)
+        assert (kind, "role counts workers" in text) == (errors.InvalidArgument, True)
         kind, text = made[0].run(error_of, rpc.wait_for_workers, ["x", "boss"], 0.1)
         assert kind is errors.CallTimeout
         assert "'x' not there; there are boss" in text
