@@ -59,7 +59,7 @@ def check() -> None:
 
 
 def to_lend() -> int:
-    """Return how many memory files a worker may have: they need half of the descriptors, two each (`mmap` keeps one)."""
+    """Return how many memory files a worker may have: half of the descriptors go to them, two each."""
     limit = _limit()
     return min(MOST_LENT, limit // 4) if limit else MOST_LENT
 

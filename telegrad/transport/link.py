@@ -91,6 +91,9 @@ class Link:
         self._maps = self._incoming.maps
         # Where it awaits lanes, who reads has nothing to wait for: `stop_reading` is due.
         self.reader = FrameReader(self._incoming.allocate, self._incoming.attach, self._open, self.lanes_in.is_idle)
+        self._recv_into = self._recv_tls if self._tls else sock.recv_into
+        self._buffer: Callable[..., memoryview] = self.reader.buffer  # where the next bytes from the socket belong
+        self._arrived: Callable[[int], None] = self._take  # is told how many have come there
         self._lock = threading.Lock()  # guards all below, that `closed` is set, and writing to the socket
         self.sent = 0  # bytes of messages and of their tensors
         self._outgoing = Outgoing(peer, stores, self.lanes_out)
@@ -281,11 +284,11 @@ class Link:
         """Take in bytes that came with the end of the handshake."""
         view = memoryview(data)
         while view and self.closed is None:
-            buffer = self.reader.buffer()
+            buffer = self._buffer()
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
             self.received += count
-            self._take(count)
+            self._arrived(count)
             view = view[count:]
 
     def on_readable(self) -> bool:
@@ -324,15 +327,15 @@ class Link:
         """With `reading` held: take what has come and hand the frames on; whether there was anything."""
         if self.closed is not None:
             return False
-        if self.reader.awaits_lanes:
-            self._take(0)
-        came, reader, sock, shares = False, self.reader, self._sock, self._shares
+        reader, sock, shares = self.reader, self._sock, self._shares
         limits = self.prompt and not self._tls
+        if came := reader.awaits_lanes:  # the frame that did may be whole now
+            self._arrived(0)
         for _ in itertools.count() if self._tls else range(READ_AT_ONCE):  # TLS keeps bytes that no poller sees
             if reader.awaits_lanes or self.closed is not None:
                 return came
             limited = limits and not reader.is_in_part
-            buffer = reader.buffer(CALLS_AT_ONCE) if limited else reader.buffer()
+            buffer = self._buffer(CALLS_AT_ONCE) if limited else self._buffer()
             try:
                 # In place of a function: two reads belong to each call, on either side.
                 if shares:
@@ -340,8 +343,7 @@ class Link:
                     if ancillary or flags & TRUNCATED:
                         self._maps.take_descriptors(*passed(ancillary, flags))
                 else:
-                    with self._tls_lock:
-                        count = sock.recv_into(buffer)
+                    count = self._recv_into(buffer)
             except NOT_NOW:
                 return came
             except ProtocolViolation as error:
@@ -355,15 +357,19 @@ class Link:
                 return came
             came = True
             self.received += count
-            self._take(count)
+            self._arrived(count)
             if limited or (count < len(buffer) and not self._tls):
                 return True
         return came
 
-    def _take(self, count: int) -> None:
+    def _recv_tls(self, buffer: memoryview) -> int:
+        with self._tls_lock:
+            return self._sock.recv_into(buffer)
+
+    def _take(self, count: int, data: bytes | None = None) -> None:
         """Hand on the frames that these bytes complete; where they make no sense, none that follow would."""
         try:
-            self._on_messages(self, self._wanted(count))
+            self._on_messages(self, self._wanted(count, data))
         except Exception as error:
             self.close(broken(self.peer, error, f"it sent what is no frame ({error})"))
         if self._over is not None:
@@ -375,9 +381,9 @@ class Link:
         if said is not None:
             self.send(Message(OPENED, number, body=said.encode()))
 
-    def _wanted(self, count: int) -> Iterator[Message]:
+    def _wanted(self, count: int, data: bytes | None) -> Iterator[Message]:
         """Those frames that are not for this connection itself."""
-        for frame in self.reader.advance(count):
+        for frame in self.reader.advance(count, data):
             if frame.kind < RELEASE:
                 yield frame
             elif frame.kind == RELEASE:

@@ -18,11 +18,12 @@ import struct
 
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.noise import TAG, CipherState, DecryptionFailed
+from telegrad.wire.frames import SCRATCH  # bytes that are read at once, where no longer record has begun
 
 RECORD = 1 << 19  # bytes of content: in the processor's cache as the socket copies it; measured (docs/decisions)
 JOINED = 1 << 15  # bytes of small pieces that share a record
 LONGEST = 1 << 20  # bytes of content that are taken
-SCRATCH = 1 << 16  # bytes that are read at once, where no longer record has begun
+_LONGEST = LONGEST + TAG
 OVERHEAD = 4 + TAG
 
 _LENGTH = struct.Struct("<I")
@@ -36,13 +37,13 @@ class RecordWriter:
 
     def __init__(self, cipher: CipherState) -> None:
         self.unsent: memoryview = _NOTHING  # records, as far as the socket has not taken them
-        self._cipher = cipher
+        self._encrypt, self._encrypt_into = cipher.encrypt, cipher.encrypt_into
         self._buffer: memoryview | None = None
         self._end = 0
 
     def encrypt(self, data: bytes | memoryview) -> bytes:
         """Return a record with at most RECORD bytes of content; nothing is unsent."""
-        return _pack_length(len(data) + TAG) + self._cipher.encrypt(data)
+        return _pack_length(len(data) + TAG) + self._encrypt(data)
 
     def keep(self, unsent: bytes | memoryview) -> None:
         """Take in what the socket has not taken of records that are not kept here."""
@@ -59,7 +60,7 @@ class RecordWriter:
         start = self._end if self.unsent else 0
         self._end = end = start + OVERHEAD + len(data)
         _LENGTH.pack_into(self._buffer, start, len(data) + TAG)
-        self._cipher.encrypt_into(data, self._buffer[start + _HEAD : end])
+        self._encrypt_into(data, self._buffer[start + _HEAD : end])
         self.unsent = self._buffer[:end]
 
     def clear(self) -> None:
@@ -82,12 +83,15 @@ class RecordReader:
         self._content: memoryview | None = None  # of a record, as far as nobody has taken it
         self.has_more = False  # behind what was decrypted last, something is here: a record, or a part of one
 
-    def buffer(self) -> memoryview:
-        """Return where the next bytes from the socket belong: never empty, and not beyond a long record."""
+    def buffer(self, most: int = SCRATCH) -> memoryview:
+        """Return where the next bytes from the socket belong: never empty, and not beyond a long record.
+
+        At most `most` bytes of them, unless a longer record has begun.
+        """
         unread = self._end - self._start
         if not unread:
             self._start = self._end = 0
-            return self._scratch
+            return self._scratch[:most]
         needed = _HEAD
         if unread >= _HEAD:  # `decrypt_into` has looked at this length
             needed += _unpack_length(self._buffer, self._start)[0] + _HEAD  # and the next, so that little is moved
@@ -98,7 +102,32 @@ class RecordReader:
         elif self._start:
             self._buffer[:unread] = bytes(self._buffer[self._start : self._end])
         self._start, self._end = 0, unread
-        return self._buffer[unread : max(needed, SCRATCH)]
+        return self._buffer[unread : max(needed, unread + most)]
+
+    def decrypt(self, came: int = 0) -> bytes:
+        """Return the content of the next record; b"" where it is not whole, longer than SCRATCH, or taken in part.
+
+        `came` bytes were written to `buffer()`.
+
+        Raises:
+            ProtocolViolation: what came is no record.
+            DecryptionFailed: it is not the next record of the other end.
+        """
+        here = self._end = self._end + came
+        start = self._start + _HEAD
+        if start > here or self._content is not None:
+            return b""
+        (length,) = _unpack_length(self._buffer, self._start)
+        if not TAG < length <= SCRATCH:
+            if length <= TAG or length > _LONGEST:
+                raise ProtocolViolation(f"a record of {length} bytes was announced")
+            return b""
+        end = start + length
+        if end > here:
+            return b""
+        self._start = end
+        self.has_more = end != here
+        return self._cipher.decrypt(self._buffer[start:end])
 
     def decrypt_into(self, target: memoryview, came: int = 0) -> int:
         """Write what comes next to `target`, which is not empty; return how many bytes, 0 without a whole record.
@@ -116,7 +145,7 @@ class RecordReader:
         if start > here:
             return 0
         (length,) = _unpack_length(self._buffer, self._start)
-        if not TAG < length <= LONGEST + TAG:
+        if not TAG < length <= _LONGEST:
             raise ProtocolViolation(f"a record of {length} bytes was announced")
         end = start + length
         if end > here:

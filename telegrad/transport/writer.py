@@ -110,15 +110,15 @@ class Writer:
         """
         outbox = self.outbox
         small: list[bytes | memoryview] = []  # pieces that share a record
-        size = 0
+        size, most = 0, JOINED
         try:
             while outbox and isinstance(chunk := outbox[0], Chunk):
                 data = chunk.data
                 if len(data) < JOINED:
-                    if size + len(data) > min(JOINED, records.room()):
+                    size += len(data)
+                    if size > most:
                         break
                     small.append(data)
-                    size += len(data)
                     outbox.popleft()
                     continue
                 if small:
@@ -132,8 +132,11 @@ class Writer:
                     outbox[0] = Chunk(memoryview(data)[room:], (), chunk.keeper)
                     break
                 outbox.popleft()
-            if small:
+                most = min(JOINED, records.room())
+            if small and records.unsent:
                 records.add(b"".join(small))
+            elif small:
+                records.keep(records.encrypt(b"".join(small)))
         except BaseException:
             self.clear()
             shut(self._sock)

@@ -35,7 +35,8 @@ class FrameReader:
         self._attach = attach
         self._lend = lend
         self._scratch = memoryview(bytearray(SCRATCH))
-        self._start = self._end = 0  # the unread part of the scratch buffer
+        self._source: memoryview | bytes = self._scratch  # what is being cut into frames
+        self._start = self.end = 0  # the unread part of it; between two calls `end` is 0 if nothing is unread
         self._target: memoryview | None = None  # a large part that is being received into its place
         self.is_in_part = False  # there is such a part
         self._filled = 0
@@ -49,15 +50,18 @@ class FrameReader:
         """Where the next bytes belong, at most so many unless in a large part; never empty, unless `awaits_lanes`."""
         if self._target is not None:
             return self._target[self._filled :]
-        return self._scratch[self._end : self._end + most]
+        return self._scratch[self.end : self.end + most]
 
-    def advance(self, count: int) -> Iterator[Message]:
+    def advance(self, count: int, data: bytes | None = None) -> Iterator[Message]:
         """Take note of `count` bytes written to `buffer()`; the frames that they complete, to be taken to the end.
 
-        They are made one by one: thousands at once would set off the garbage collector.
+        They are made one by one: thousands at once would set off the garbage collector. Where no frame has begun, the
+        bytes may come as `data`, at most SCRATCH of them, without having been written there.
         """
-        if self._target is None:
-            self._end += count
+        if data is not None:
+            self._source, self.end = data, count
+        elif self._target is None:
+            self.end += count
         else:
             self._filled += count
             if self._filled < len(self._target):
@@ -69,8 +73,9 @@ class FrameReader:
                 self._lend(frame.id, bytes(frame.body))
             else:
                 yield frame
-            if self._start == self._end:  # as after most reads: nothing else has come
-                self._start = self._end = 0
+            if self._start == self.end:  # as after most reads: nothing else has come
+                self._source = self._scratch
+                self._start = self.end = 0
                 return
         self._compact()
 
@@ -80,21 +85,21 @@ class FrameReader:
         if self._large is not None:
             return self._parse(self._large, 0, PREFIX.unpack_from(self._large))
         start = self._start
-        available = self._end - start
+        available = self.end - start
         if available < _PREFIX:
             return None
-        prefix = PREFIX.unpack_from(self._scratch, start)
+        prefix = PREFIX.unpack_from(self._source, start)
         _, _, head, meta, blobs, body, _ = prefix
         size = _PREFIX + head + meta + blobs * _ENTRY + body
         if available >= size:
             self._start += size
-            return self._parse(self._scratch, start, prefix)
+            return self._parse(self._source, start, prefix)
         if size > SCRATCH:
             self._large = self._reserve(size)
             self._land(self._large)
         return None
 
-    def _parse(self, source: memoryview, start: int, prefix: tuple[int, ...]) -> Message | None:
+    def _parse(self, source: memoryview | bytes, start: int, prefix: tuple[int, ...]) -> Message | None:
         kind, flags, head, meta, blobs, body, id_ = prefix
         at_head = start + _PREFIX
         at_meta = at_head + head
@@ -107,7 +112,7 @@ class FrameReader:
             flags,
             bytes(source[at_head:at_meta]) if head else b"",
             bytes(source[at_meta:at_table]) if meta else b"",
-            bytes(text) if source is self._scratch else text,
+            text if source is self._large else bytes(text),
         )
         if blobs:
             frame.blobs = self._blobs = []
@@ -150,9 +155,9 @@ class FrameReader:
             raise ProtocolViolation(f"a message of {size} bytes was announced ({error})") from error
 
     def _land(self, memory: memoryview) -> bool:
-        """Fill `memory` from the scratch buffer, then from the stream; whether it is full already."""
-        here = min(len(memory), self._end - self._start)
-        memory[:here] = self._scratch[self._start : self._start + here]
+        """Fill `memory` with what is unread, then from the stream; whether it is full already."""
+        here = min(len(memory), self.end - self._start)
+        memory[:here] = self._source[self._start : self._start + here]
         self._start += here
         if here == len(memory):
             return True
@@ -161,8 +166,9 @@ class FrameReader:
         return False
 
     def _compact(self) -> None:
-        """Make room behind the unread bytes."""
-        unread = self._end - self._start
-        if unread and self._start:
-            self._scratch[:unread] = bytes(self._scratch[self._start : self._end])
-        self._start, self._end = 0, unread
+        """Have the unread bytes stand first in the scratch buffer."""
+        unread = self.end - self._start
+        if unread and (self._start or self._source is not self._scratch):
+            self._scratch[:unread] = bytes(self._source[self._start : self.end])
+        self._source = self._scratch
+        self._start, self.end = 0, unread

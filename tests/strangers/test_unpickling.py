@@ -65,7 +65,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     guard(pickle, "Unpickler", lambda file, **_: file.getvalue())
     guard(pickling, "_Unpickler", lambda file, **_: file.getvalue())
     guard(json, "loads", lambda text, **_: text if isinstance(text, bytes) else text.encode())
-    guard(FrameReader, "advance", lambda reader, count: reader.buffer()[:count])
+    guard(FrameReader, "advance", lambda reader, count, data=None: data or reader.buffer()[:count])
     exploded.clear()
     yield sprung
     exploded.clear()

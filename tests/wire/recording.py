@@ -162,12 +162,12 @@ def overheard() -> Iterator[Streams]:
         begin(link, *args, **kwargs)
         links[id(link.reader)] = link
 
-    def heard(reader: FrameReader, count: int) -> Any:
+    def heard(reader: FrameReader, count: int, data: bytes | None = None) -> Any:
         link = links.get(id(reader))
         if link is not None:
             name = f"{'calls' if link.prompt else 'answers'}-of-{link.peer}"
-            streams.setdefault(name, bytearray()).extend(reader.buffer()[:count])
-        return advance(reader, count)
+            streams.setdefault(name, bytearray()).extend(reader.buffer()[:count] if data is None else data)
+        return advance(reader, count, data)
 
     with patch.object(Link, "__init__", noted), patch.object(FrameReader, "advance", heard):
         yield streams

@@ -24,8 +24,11 @@ def attach(number: int, size: int, device: int) -> tuple[int, int, int]:
     return number, size, device
 
 
-def read(stream: bytes, cuts: list[int]) -> list[Message]:
-    """Feed `stream` in pieces of the given sizes, over and over; what is left after many of them, at once."""
+def read(stream: bytes, cuts: list[int], apart: bool = False) -> list[Message]:
+    """Feed `stream` in pieces of the given sizes, over and over; what is left after many of them, at once.
+
+    With `apart`, a piece before which no frame has begun is not written to the reader's buffer.
+    """
     reader, at, turn = FrameReader(allocate, attach, lambda *_: None), 0, 0
     frames: list[Message] = []
     while at < len(stream):
@@ -33,8 +36,12 @@ def read(stream: bytes, cuts: list[int]) -> list[Message]:
         assert len(buffer) > 0
         cut = cuts[turn % len(cuts)] if turn < MANY else len(stream)
         count = min(len(buffer), cut, len(stream) - at)
-        buffer[:count] = stream[at : at + count]
-        frames += reader.advance(count)
+        piece = stream[at : at + count]
+        if apart and not (reader.is_in_part or reader.end):
+            frames += reader.advance(count, piece)
+        else:
+            buffer[:count] = piece
+            frames += reader.advance(count)
         at, turn = at + count, turn + 1
     return frames
 
@@ -74,9 +81,9 @@ frames = st.builds(
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(frames, max_size=6), st.lists(st.integers(1, 2 * SCRATCH), min_size=1, max_size=5))
-def test_any_cuts(sent: list[Message], cuts: list[int]) -> None:
-    same(read(b"".join(map(written, sent)), cuts), sent)
+@given(st.lists(frames, max_size=6), st.lists(st.integers(1, 2 * SCRATCH), min_size=1, max_size=5), st.booleans())
+def test_any_cuts(sent: list[Message], cuts: list[int], apart: bool) -> None:
+    same(read(b"".join(map(written, sent)), cuts, apart), sent)
 
 
 def test_byte_by_byte() -> None:
