@@ -25,7 +25,8 @@ from telegrad.devices.streams import Arrived
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.blocks import Block, Loan
 from telegrad.transport.lanes import Lanes
-from telegrad.transport.memory import Arena, SharedMaps, SharedPool
+from telegrad.transport.maps import SharedMaps
+from telegrad.transport.memory import Arena, SharedPool
 from telegrad.wire.messages import ENTRY, IN_STREAM, LEND, STRIPED, Message, encode
 from telegrad.wire.tensors import HOST, Blob, Bound, memory
 

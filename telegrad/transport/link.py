@@ -103,7 +103,7 @@ class Link:
         self._outbox = self._writer.outbox
 
     def _make_lanes(self, sends: bool, widen: Callable[[Link, bool], None] | None) -> Lanes:
-        return Lanes(sends, self._lane_failed, partial(widen, self, sends) if widen is not None else None)
+        return Lanes(sends, self._broke, partial(widen, self, sends) if widen is not None else None)
 
     @property
     def taken(self) -> int:
@@ -346,14 +346,11 @@ class Link:
                     count = self._recv_into(buffer)
             except NOT_NOW:
                 return came
-            except ProtocolViolation as error:
-                self.close(lost(self.peer, f"it broke the protocol: {error}"))
-                return came
-            except OSError as error:
+            except (ProtocolViolation, OSError) as error:
                 self._broke(error)
                 return came
             if not count:
-                self._broke()
+                self._broke(None)
                 return came
             came = True
             self.received += count
@@ -404,14 +401,14 @@ class Link:
 
     # The end
 
-    def _broke(self, error: OSError | None = None) -> None:
-        """The socket has failed, or its other end has ended it."""
-        if error is not None:
-            self.close(broken(self.peer, error, f"the connection broke ({error})"))
+    def _broke(self, error: Exception | None) -> None:
+        """Close after an error; without one, the other end has closed the socket."""
+        if error is None:
+            why = "the connection ended: it died, or its program ended without calling shutdown()"
+            self.close(lost(self.peer, why))
         else:
-            self.close(
-                lost(self.peer, "the connection ended: it died, or its program ended without calling shutdown()")
-            )
+            did = "it broke the protocol:" if isinstance(error, ProtocolViolation) else "the connection broke:"
+            self.close(broken(self.peer, error, f"{did} {error}"))
 
     def close(self, reason: PeerError) -> None:
         """End the connection; `on_closed` is told once."""
@@ -432,9 +429,6 @@ class Link:
     def join(self, sends: bool, channel: Channel) -> None:
         """Take in a further stream, of which the other end has the other end."""
         (self.lanes_out if sends else self.lanes_in).add(channel.sock, channel.leftover, channel.ciphers)
-
-    def _lane_failed(self, error: Exception) -> None:
-        self.close(lost(self.peer, f"the connection broke ({error})"))
 
     def fail(self, error: BaseException) -> None:
         """Something could not be sent, for want of memory or the like: nobody shall wait for it."""

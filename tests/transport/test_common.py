@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from telegrad.devices.streams import Streams
-from telegrad.transport.memory import KEEP, SHARING, SharedMaps, SharedPool
+from telegrad.transport.maps import SharedMaps
+from telegrad.transport.memory import KEEP, SHARING, SharedPool
 from telegrad.wire.messages import COMMON
 from tests.cluster import agents, group, wait_until
 

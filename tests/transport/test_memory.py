@@ -13,7 +13,8 @@ import torch
 
 from telegrad.devices.streams import Streams
 from telegrad.errors import ProtocolViolation
-from telegrad.transport.memory import KEEP, SHARING, WARM_FROM, Arena, SharedMaps, SharedPool, size_class
+from telegrad.transport.maps import SharedMaps
+from telegrad.transport.memory import KEEP, SHARING, WARM_FROM, Arena, SharedPool, size_class
 from tests.cluster import agents
 
 MB = 1 << 20
