@@ -92,7 +92,7 @@ class Future(torch.futures.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         self.call: Helper | None = None  # while the call is under way
-        self.depth = forks.depth
+        self.depth: int = forks.depth
         if devices is None:
             torch._C.Future.__init__(self, _devices)  # what torch's own comes to, without looking at each device
         else:

@@ -108,27 +108,29 @@ class TelegradOptions(RpcBackendOptions):
                 `telegrad.insight.dashboard` does; the log tells the address, or why there is none.
         """
         super().__init__(rpc_timeout, init_method)
-        self.num_worker_threads = checks.count("num_worker_threads", num_worker_threads, 1, MOST_THREADS)
+        self.num_worker_threads: int = checks.count("num_worker_threads", num_worker_threads, 1, MOST_THREADS)
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         if device_maps is not None:
             for to, map_ in checks.mapping("device_maps", device_maps, _DEVICE_MAPS).items():
                 self.set_device_map(to, map_)
         self.set_devices(() if devices is None else devices)
         self.transport: str = checks.one_of("transport", transport, TRANSPORTS)
-        self.address = None if address is None else checks.text("address", address, "an address of this host")
+        self.address: str | None = (
+            None if address is None else checks.text("address", address, "an address of this host")
+        )
         self.key: Key = key if key is None or key is False else check_key(key, "the option key")
-        self.tls = None if tls is None else _tls(tls)
+        self.tls: TlsFiles | None = None if tls is None else _tls(tls)
         if self.key is False and self.tls is not None:
             raise InvalidArgument(
                 "key=False makes a group that anyone may join, and tls=... one for workers with certificates alone: "
                 "leave key=False out, as a group with TLS needs its key all the same"
             )
-        self.shared_memory = checks.count("shared_memory", shared_memory, 0, what="a number of bytes")
-        self.silence = float(checks.seconds("silence", silence, "0 for never"))
-        self.heartbeat = float(checks.seconds("heartbeat", heartbeat, "0 for none"))
+        self.shared_memory: int = checks.count("shared_memory", shared_memory, 0, what="a number of bytes")
+        self.silence: float = float(checks.seconds("silence", silence, "0 for never"))
+        self.heartbeat: float = float(checks.seconds("heartbeat", heartbeat, "0 for none"))
         self.pass_deadlines: bool = checks.flag("pass_deadlines", pass_deadlines)
         self.wait_for_worker: bool = checks.flag("wait_for_worker", wait_for_worker)
-        self.dashboard = None if dashboard is None else checks.port("dashboard", dashboard)
+        self.dashboard: int | None = None if dashboard is None else checks.port("dashboard", dashboard)
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
         """Add to the map from this worker's devices to those of another.

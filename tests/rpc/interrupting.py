@@ -368,7 +368,9 @@ def prepare() -> dict[str, Any]:
 
 
 def is_under_way(now: dict[str, Any]) -> bool:
-    return any(count for to in ("here", A, B) for name, count in now[to].items() if name.startswith("pending"))
+    """Letters are to be delivered, or a worker has not heard yet that a context has ended."""
+    passing = ("pending", "contexts")
+    return any(count for to in ("here", A, B) for name, count in now[to].items() if name.startswith(passing))
 
 
 def holds_no_more(now: dict[str, Any], before: dict[str, Any]) -> bool:

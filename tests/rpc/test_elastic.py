@@ -83,6 +83,8 @@ def train(place: str, name: str, folder: str, least: int = 2, most: int = 4, pau
             _tell(name, STATE["step"], now.size)
         except errors.PeerError:
             number = 0
+        except errors.GroupEnded:  # the others had heard of the end, and left before this worker made its last step
+            return STATE, seen
     rpc.shutdown()
     return STATE, seen
 
