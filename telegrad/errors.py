@@ -226,6 +226,8 @@ class ProtocolViolation(HandshakeError):
 class ShutDown(PeerError):
     """The call was cut off because this worker or the other one shut down."""
 
+    _ends_group = False  # True if the other worker's program had started this one
+
 
 class LeftEarly(ShutDown):
     """The other worker of a group of fixed size left without the rest: by `graceful=False`, or at its program's end."""

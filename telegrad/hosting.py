@@ -90,6 +90,7 @@ class LocalGroup:
             from telegrad.group.sealing import SealedStore
             from telegrad.group.stores import Meeting
             from telegrad.group.tcp import serve_on
+            from telegrad.rpc import current
             from telegrad.rpc.life import enter_group
 
         size = 1 + len(self.names)
@@ -104,6 +105,8 @@ class LocalGroup:
             options,
             lambda timeout: Meeting(store, listener.getsockname()[0], 0, size, names=(self.driver, *self.names)),
         )
+        assert current.worker is not None
+        current.worker.group_ends = True
         with self._lock:
             self._formed, self._store = True, None
 

@@ -9,7 +9,8 @@ timeout) is raised right there. Hundreds of such points lie within one remote ca
 So the handler waits instead. `install` puts a `_Handler` in front of each handler. It looks at the interrupted frame:
 
 - The innermost frame that is neither of the standard library nor of torch belongs to the user: the handler runs. (But
-  not where what it raises would not reach the caller: in a callback of a future, a hook, a handler of `logging`.)
+  not where what it raises would not reach the caller: in a callback of a future, a hook, a handler of `logging`,
+  or a module that this package imports, since torch imports some in C and drops their exceptions.)
 - It belongs to this package, and the thread is blocked in a call of C (`poll`, `acquire`, `sleep`): the handler runs,
   and what it raises comes out of that call, which has done nothing yet.
   The same holds for the backward jumps of a function that is marked as a `waiting_loop`, which may never block.
@@ -21,7 +22,8 @@ and from what it calls of the user; nowhere else.
 
 A blocked thread is known by this: between two runs of `_Handler`, BLOCKED seconds apart, no other point was passed.
 A thread of C (`_kick`) sends the signal again for that. A lock that is taken by `with` is no such call, since what
-such a lock guards is short; nor is what a function calls that is marked `uninterrupted`, as the end of a worker is.
+such a lock guards is short; nor is what a function calls that is marked `uninterrupted`, as the end of a worker is,
+nor the import of torch or of a part of this package.
 
 The handlers that are there when `install` is called are replaced; those that are set later pass through the functions
 `signal` and `getsignal` of the module `_signal`, which those of `signal` call: they are replaced, too. Programs see
@@ -121,6 +123,8 @@ class _Deferred:
 
     def look(self, frame: FrameType) -> _Look:
         """Say what to do at this frame, which is one of this package."""
+        if _kicking and _is_importing(frame):  # which has 100,000 points
+            return _Look.WAIT_FOR_KICK
         now = monotonic()
         self.runs += 1
         if self.runs > MOST and now - self.began > LONGEST:
@@ -197,12 +201,12 @@ def _is_ours(at: FrameType) -> bool:
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
         code = frame.f_code
+        if top == "logging" or code.co_name in ("__del__", "<module>"):
+            cannot_raise = True
         if top == _PACKAGE:
             return not of_user or cannot_raise or name.startswith(_TELLERS)
         if code in _MANAGERS and _made_here(frame):  # of a `with` in the user's code
             return True
-        if top == "logging" or code.co_name == "__del__":
-            cannot_raise = True
         # A name that no module has is that of code that was generated, such as the methods of a NamedTuple.
         of_user = of_user or (top not in _BETWEEN and name in sys.modules and code.co_name != "__del__")
         frame = frame.f_back
@@ -216,6 +220,19 @@ def _is_uninterrupted(at: FrameType) -> bool:
     while frame is not None:
         if frame.f_code in _UNINTERRUPTED:
             return True
+        frame = frame.f_back
+    return False
+
+
+def _is_importing(at: FrameType) -> bool:
+    """Return True if this package imports torch, or a part of itself."""
+    frame: FrameType | None = at
+    while frame is not None:
+        top = (frame.f_globals.get("__name__") or "").partition(".")[0]
+        if top in ("torch", _PACKAGE) and frame.f_code.co_name == "<module>":
+            return True
+        if top == _PACKAGE:
+            return False
         frame = frame.f_back
     return False
 

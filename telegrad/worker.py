@@ -12,6 +12,9 @@ from telegrad.group import supervised
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
+MOMENT = 0.1  # seconds to see that the parent has ended, if that is why the group has not formed
+
+_parent_ended = threading.Event()
 
 EPILOG = f"""\
 exit codes:
@@ -57,6 +60,8 @@ def main(arguments: list[str]) -> int:
             max_workers=given.max_workers,
         )
     except errors.TelegradError as error:
+        if given.with_parent and _parent_ended.wait(MOMENT):  # which is why
+            return JOINED_NOT
         return _say(f"worker {given.name or given.role!r} could not join: {error}", JOINED_NOT)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -123,6 +128,9 @@ def _end_with_parent() -> None:
     """However the parent ends, its end of this pipe is closed then."""
     while os.read(0, 1 << 10):  # not by sys.stdin, whose lock a thread must not hold when the interpreter ends
         pass
+    _parent_ended.set()
+    if (own := getattr(sys.modules.get("telegrad.rpc.current"), "worker", None)) is not None:  # else it only starts
+        own.parting.over()
     time.sleep(GRACE)
     os._exit(LOST)
 

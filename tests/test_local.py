@@ -74,6 +74,51 @@ def test_a_local_group_lives_and_ends_with_its_program(tmp_path: pathlib.Path) -
     assert ran.stderr == ""
 
 
+INTERRUPTED = """
+import os, signal, threading, time
+import telegrad
+
+def slow():
+    time.sleep(60)
+
+if __name__ == "__main__":
+    soon = threading.Timer(0.5, os.killpg, (0, signal.SIGINT))  # as a terminal does
+    {before}
+    try:
+        with telegrad.local(2) as group:
+            import telegrad.rpc as rpc
+            {within}
+    except KeyboardInterrupt:
+        print([worker._process.returncode for worker in group._workers] if "group" in globals() else "early")
+        raise
+"""
+
+INTERRUPTS = {
+    "calls": ("", 'soon.start(); rpc.rpc_sync("worker0", rpc.rpc_sync, ("worker1", slow))'),
+    "sleeps": ("", "soon.start(); time.sleep(60)"),
+    "shuts down": ("", 'rpc.rpc_async("worker0", slow); soon.start(); rpc.shutdown()'),
+    "starts": ("soon.start()", "time.sleep(60)"),
+}
+
+
+@pytest.mark.timeout(2 * PATIENT)
+@pytest.mark.parametrize(
+    "when", [pytest.param(when, marks=pytest.mark.nightly if when == "shuts down" else ()) for when in INTERRUPTS]
+)
+def test_ctrl_c_says_nothing_but_where_the_program_was(when: str, tmp_path: pathlib.Path) -> None:
+    before, within = INTERRUPTS[when]
+    ran = run(INTERRUPTED.format(before=before, within=within), tmp_path, start_new_session=True)
+    assert ran.returncode == -signal.SIGINT
+    lines = ran.stderr.splitlines()
+    if when == "starts":  # a worker may tell that the driver has left before it hears that its parent has ended
+        assert lines[-1] == "KeyboardInterrupt", ran.stderr
+        return
+    assert lines[0] == "Traceback (most recent call last):", ran.stderr
+    assert all(line.startswith("  ") for line in lines[1:-1]), ran.stderr
+    assert lines[-1] == "KeyboardInterrupt"
+    assert ran.stdout == "[0, 0]\n"
+
+
 FORGETFUL = """
 import atexit, sys, threading
 import telegrad

@@ -135,6 +135,23 @@ def test_a_handler_of_logging_does_not_interrupt_the_package() -> None:
     assert steps == ["emitted", "behind"]
 
 
+def test_what_an_import_of_the_package_calls_does_not_interrupt_it() -> None:
+    module = {"__name__": "telegrad.sample", "arrive": arrive, "steps": steps}
+    imported = compile("arrive()\nsteps.append('imported')", "sample.py", "exec")
+    steps.clear()
+    assert interrupts_of(exec, imported, module) == 1
+    assert steps == ["imported"]
+
+
+def test_an_import_of_the_package_that_blocks_is_not_interrupted() -> None:
+    module = {"__name__": "telegrad.sample", "sleep": time.sleep, "steps": steps}
+    imported = compile("sleep(0.1)\nsteps.append('imported')", "sample.py", "exec")
+    steps.clear()
+    arrive_soon()
+    assert interrupts_of(exec, imported, module) == 1
+    assert steps == ["imported"]
+
+
 class Finalized:
     def __del__(self) -> None:
         arrive()

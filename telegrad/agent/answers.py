@@ -16,7 +16,7 @@ from telegrad.agent.naming import user_name
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.works import WorkQueue
 from telegrad.devices.streams import Streams
-from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, UsageError
+from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError, ShutDown, UsageError
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
@@ -110,6 +110,8 @@ class Answers:
     def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
         if told_before(error, self.name):
             return  # it was raised here by an earlier call, which has noted it
+        if isinstance(error, ShutDown) and isinstance(call.link.closed, ShutDown):
+            return  # the call has failed since this worker, or the caller, has left
         log.warning(
             "telegrad: worker %r: %s, called by worker %r, raised %s: %s",
             *(self.name, name or "a call", call.caller.name, type(error).__name__, first_line(error)),

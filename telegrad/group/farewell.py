@@ -185,6 +185,11 @@ class Farewell:
         self._before = None
         return self._conclude() if self._round else self._ask_all()
 
+    def over(self) -> list[Letter]:
+        """The group has ended with one of its workers, for whom this one waits no more, nor for any other."""
+        self.state = DONE
+        return []
+
     def _note_entry(self, who: int, begun: int | None) -> None:
         self._entered.add(who)
         if begun is not None:

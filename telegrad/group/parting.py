@@ -74,6 +74,10 @@ class Parting(ABC):
                     pause = min(1.5 * pause, LAST_LOOK)
 
     @abstractmethod
+    def over(self) -> None:
+        """End the wait: the program that started this worker has ended; by any thread."""
+
+    @abstractmethod
     def _begin(self) -> None:
         """This worker wants to leave."""
 
@@ -145,6 +149,9 @@ class Alone(Parting):
     def ask(self) -> None:
         pass  # nobody else knows
 
+    def over(self) -> None:
+        pass  # such a group goes on
+
     def required(self, require: bool | Collection[str | int]) -> list[Member]:
         return []  # such a group has no common end
 
@@ -197,6 +204,10 @@ class Together(Parting):
     def ask(self) -> None:
         self._act(self._farewell.ask_who)
 
+    def over(self) -> None:
+        self._act(self._farewell.over)
+        self._changed.set()
+
     def missing(self) -> list[str]:
         absent, busy = self._waited_for()
         return absent or busy
@@ -245,7 +256,9 @@ class Together(Parting):
         self._wake()
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
-        if not isinstance(reason, PeerLost):
+        if isinstance(reason, ShutDown) and reason._ends_group:
+            self.over()
+        elif not isinstance(reason, PeerLost):
             if not self._farewell.inside and _may_live(reason):
                 return  # the farewell will show
             died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)

@@ -25,6 +25,7 @@ from telegrad.group.turning import Turning
 from telegrad.interrupts import uninterrupted
 from telegrad.rref.handle import Handle
 from telegrad.rref.table import ReferenceTable
+from telegrad.wire.messages import OVER
 from telegrad.witness.witness import Witness
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Worker:
         self.witness = witness
         self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
         self.before_end: list[Callable[[float], None]] = []  # likewise, before it says so: each waits for something
+        self.group_ends = False  # with this worker, however it leaves: its program has started the others
         self.turning: Turning | None = None  # of an elastic group
         self.elastic: Any = None  # the same: an `elastic.Elastic`, which makes its next generations
         self._lock = threading.Lock()  # guards changes of _attached
@@ -161,6 +163,8 @@ class Worker:
         if self.turning is not None:
             self.turning.close()
         self.membership.close()
+        if self.group_ends and how:
+            how = OVER
         try:
             if isinstance(self.directory, DynamicGroup):
                 self.directory.leave()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from telegrad.descriptors import is_out, said
 from telegrad.errors import GenerationOver, LeftEarly, PeerLost, ShutDown
-from telegrad.wire.messages import MOVED
+from telegrad.wire.messages import MOVED, OVER
 
 
 def parted(peer: str, how: str) -> ShutDown:
@@ -15,6 +15,10 @@ def parted(peer: str, how: str) -> ShutDown:
             f"worker {peer!r} has gone on to the next generation of its group; {uncertain}. "
             "Call it again after rendezvous_again()"
         )
+    if how == OVER:
+        error = ShutDown(f"worker {peer!r} shut down, and its group with it; {uncertain}")
+        error._ends_group = True
+        return error
     if how:
         return LeftEarly(f"worker {peer!r} left without the others: {how}; {uncertain}")
     return ShutDown(f"worker {peer!r} shut down; {uncertain}")

@@ -44,6 +44,7 @@ HAS_REFERENCES = 4
 HAS_GRAPH = 8
 
 MOVED = "moved"  # what a BYE tells of one who is in the next generation of its group
+OVER = "over"  # what a BYE tells of one with whom its group ends
 
 PREFIX = struct.Struct("<BBHIIQQ")  # kind, flags, size of head, size of meta, blobs, size of body, id
 ENTRY = struct.Struct("<QQi")  # of the table: number of the lent block, or one of the two below, bytes, on which device
