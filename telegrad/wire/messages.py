@@ -92,9 +92,15 @@ def append(body: bytes, attachments: bytes) -> bytes:
 
 
 def split(body: bytes | memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
-    """The body, and what stands behind it."""
+    """Return the body, and what stands behind it.
+
+    Raises:
+        ProtocolViolation: it is too short for that.
+    """
     end = len(body) - _SIZE.size
-    start = end - _SIZE.unpack_from(body, end)[0]
+    start = end - _SIZE.unpack_from(body, end)[0] if end >= 0 else -1
+    if start < 0:
+        raise ProtocolViolation(f"a body of {len(body)} bytes is shorter than what it says to have behind it")
     return body[:start], body[start:end]
 
 
@@ -112,4 +118,11 @@ def pack_numbers(numbers: list[int]) -> bytes:
 
 
 def unpack_numbers(body: bytes | memoryview) -> tuple[int, ...]:
+    """Return the numbers of such a body.
+
+    Raises:
+        ProtocolViolation: it is not made of whole numbers.
+    """
+    if len(body) % 8:
+        raise ProtocolViolation(f"a body of {len(body)} bytes is no list of numbers of 8 bytes")
     return struct.unpack(f"<{len(body) // 8}Q", body)

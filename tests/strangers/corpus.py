@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import itertools
 import pathlib
+import pickle
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 
-from telegrad.errors import ProtocolViolation
+import torch
+import torch.distributed as dist
+
+from telegrad.errors import CannotDecode, ProtocolViolation, StoreUntrusted
+from telegrad.group.board import Board
+from telegrad.group.files import FileStore
+from telegrad.group.sealing import SealedStore, Sealer
 from telegrad.transport.noise import KEY, CipherState, DecryptionFailed
 from telegrad.transport.records import RecordReader, RecordWriter
+from telegrad.wire.messages import split, unpack_numbers
+from telegrad.wire.packing import pack
+from telegrad.wire.unpacking import unpack
+from tests.cluster import KEYS
 from tests.strangers.adversary import CUT, DELIVER, FLIP, JOIN, RAW, RENAME, Move, Network, honest
 from tests.strangers.streams import SMALL, agree, samples, scratch_of
 
+_SEALED_VALUE = "12"
+_FEW = 100_000  # elements
+_TENSORS = [
+    [torch.ones(3)],
+    [torch.ones(2, 3).t(), torch.zeros(2, dtype=torch.int8)],
+    [torch.ones(4)[1:3], torch.ones(())],
+    [torch.empty(0), torch.ones(2, requires_grad=True)],
+    [torch.ones(3).to_sparse()],
+    [torch.ones(1).expand(5), torch.ones(300)],
+    [torch.ones(2, dtype=torch.complex64).conj()],
+]
 _MOVE = struct.Struct("<BBBBH")
 
 
@@ -62,7 +87,53 @@ def decrypted(stream: bytes, cuts: list[int]) -> bytes:
     raise AssertionError("there are no cuts")
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"frames": frames, "handshake": handshake, "records": records}
+def store(data: bytes) -> None:
+    """The first byte says whether the rest is the content of a file, or of which place in a store."""
+    if not data:
+        return
+    kind, content = data[0], data[1:]
+    if kind % 4 == 0:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            with contextlib.suppress(StoreUntrusted):
+                found = FileStore(file.name)
+                found.add("n", 1)
+                found.compare_set("n", "", "1")
+        return
+    raw = dist.HashStore()
+    board = Board(SealedStore(raw, KEYS), "p", group="g")
+    raw.set("p/n", content.decode("utf-8", "replace"))
+    if kind % 4 == 1:
+        with contextlib.suppress(StoreUntrusted):
+            assert 0 < board.add_hint("n") <= board.hint("n")
+    else:
+        with contextlib.suppress(StoreUntrusted):
+            assert board.read("n") in ("", _SEALED_VALUE) if kind % 4 == 2 else board.number("n") >= 0
+
+
+def decoders(data: bytes) -> None:
+    """What a member says of tensors, as text; the rest of a frame's body is read as numbers."""
+    for read in (unpack_numbers, split):
+        with contextlib.suppress(ProtocolViolation):
+            read(data)
+    try:
+        described = ast.literal_eval(data.decode("utf-8", "replace").replace("\0", " "))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return
+    with contextlib.suppress(CannotDecode):
+        for tensor in unpack(pickle.dumps(described), [torch.zeros(64)]):
+            if tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel() < _FEW:
+                tensor.clone()  # reads all of its memory
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "frames": frames,
+    "handshake": handshake,
+    "records": records,
+    "store": store,
+    "decoders": decoders,
+}
 
 
 def beginnings(target: str) -> Iterator[bytes]:
@@ -72,6 +143,15 @@ def beginnings(target: str) -> Iterator[bytes]:
         return
     if target == "records":
         yield from (bytes([9, 99, 255, at, value, 0, 0, 0, 0]) + behind for at, value, behind in _TAMPERED)
+        return
+    if target == "store":
+        sealed = Sealer(KEYS, "life").seal("g", "p/n", _SEALED_VALUE, 1)
+        yield from (bytes([kind]) + text.encode() for kind in (1, 2, 3) for text in ("", "7", sealed, sealed[:-1]))
+        entry = b"\2\0\0\0/n\1\0\0\x001"
+        yield from (b"\0" + content for content in (b"", entry, entry * 3, entry[:-1], b"\2\0\0\0-/n\0\0\0\0"))
+        return
+    if target == "decoders":
+        yield from (repr(pickle.loads(pack(tensors)[0])).encode() for tensors in _TENSORS)
         return
     changed = [[*honest()[:6], Move(kind, 1, 5, 40, 1)] for kind in _CHANGES]
     for game in (honest(), honest() + honest(2, 0), honest(wanted=2), honest(key=1), *changed):

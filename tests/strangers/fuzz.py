@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of the frames, of the handshake and of records, with atheris.
+"""Coverage-guided fuzzing with atheris of all that others send: frames, handshake, records, values of stores, tensors.
 
-python -m tests.strangers.fuzz [--seconds 60] [frames | handshake | records]
+python -m tests.strangers.fuzz [--seconds 60] [frames | handshake | records | store | decoders]
 
 What is found is written to the folder given with --findings; with `--again FILE frames` it is run alone, which needs no
 atheris.
@@ -20,9 +20,12 @@ INSTRUMENTED = [
     "telegrad.wire.messages",
     "telegrad.transport.handshake",
     "telegrad.transport.records",
+    "telegrad.group.sealing",
+    "telegrad.group.files",
+    "telegrad.wire.unpacking",
 ]
 MEGABYTES = 512  # of memory: a target that needs more has failed
-NAMES = ["frames", "handshake", "records"]
+NAMES = ["frames", "handshake", "records", "store", "decoders"]
 
 
 def installed() -> bool:

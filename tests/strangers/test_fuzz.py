@@ -1,4 +1,4 @@
-"""The fuzzer's targets, from their beginnings in every run, and for a minute each at night."""
+"""The fuzzer's targets, from their beginnings in every run, and for ten minutes each at night."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.strangers import corpus, fuzz
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-SECONDS = 60
+SECONDS = 600
 
 
 @pytest.mark.parametrize("target", fuzz.NAMES)
@@ -38,7 +38,7 @@ def test_any_bytes_are_an_input(target: str) -> None:
 @pytest.mark.timeout(SECONDS + 120)
 @pytest.mark.skipif(not fuzz.installed(), reason="atheris is not installed: pip install atheris")
 @pytest.mark.parametrize("target", fuzz.NAMES)
-def test_a_minute_of_fuzzing_finds_nothing(target: str, tmp_path: pathlib.Path) -> None:
+def test_ten_minutes_of_fuzzing_find_nothing(target: str, tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "tests.strangers.fuzz", "--seconds", str(SECONDS), "--findings", str(tmp_path)]
     # By way of a shell that forks: what this process has used counts as used by a child that it starts itself.
     between = ["sh", "-c", '"$@"; exit $?', "sh"]

@@ -1,0 +1,192 @@
+"""Attackers that are another user, or on another host: what listens, and what they reach by the ports alone.
+
+The other host is a network namespace that a cable joins to this one. The attacks run there, or here, in
+a child process of the user nobody, and report what succeeded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import operator
+import os
+import pathlib
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import cloudpickle
+import pytest
+import torch.distributed as dist
+
+from telegrad import errors
+from telegrad.group.members import Member
+from telegrad.group.rendezvous import join_static
+from telegrad.keyring import Keyring, new_key
+from telegrad.rpc.worker import Worker
+from telegrad.transport.handshake import Claim, Initiator
+from tests.chaos.test_hosts import ip, why_not
+from tests.cluster import agents, sealed
+from tests.other_user import become_nobody, is_root
+from tests.strangers.door import wait_closed
+
+HERE, THERE = "10.213.77.1", "10.213.77.2"  # the ends of the cable
+SOON = 20.0  # seconds
+SECRET = "the key of the group, that is long"
+FEW = 30  # garbage
+CLONE_NEWNET = 0x40000000
+
+pytestmark = pytest.mark.skipif(not is_root(), reason="only root can be another user, or make a network namespace")
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[str]:
+    """The name of a network namespace, at the other end of a cable to this one."""
+    if why := why_not():
+        pytest.skip(why)
+    name = f"telegrad{os.getpid()}out"
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", f"tg{os.getpid()}", "type", "veth", "peer", "name", "wire", "netns", name)
+        ip("address", "add", f"{HERE}/30", "dev", f"tg{os.getpid()}")
+        ip("link", "set", f"tg{os.getpid()}", "up")
+        ip("-n", name, "address", "add", f"{THERE}/30", "dev", "wire")
+        ip("-n", name, "link", "set", "wire", "up")
+        yield name
+    finally:
+        ip("netns", "delete", name)
+        subprocess.run(["ip", "link", "delete", f"tg{os.getpid()}"], capture_output=True)
+
+
+def by_another_user(attack: Callable[[], list[str]], namespace: str = "") -> list[str]:
+    """Return what succeeded of an attack by the user nobody, in that network namespace."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        told = b""
+        try:
+            if namespace:
+                enter(namespace)
+            become_nobody()
+            told = cloudpickle.dumps(attack())
+        except BaseException as error:
+            told = cloudpickle.dumps([f"the attack failed: {error!r}"])
+        finally:
+            os.write(writing, told)
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(pid, 0)
+    found: list[str] = cloudpickle.loads(told)
+    return found
+
+
+def enter(namespace: str) -> None:
+    """Enter a network namespace, which Python can only do since 3.12."""
+    with open(f"/run/netns/{namespace}") as there:
+        if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def own_ports() -> set[int]:
+    """The ports at which this process listens, over IPv4 or IPv6."""
+    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if has_link(fd)}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in pathlib.Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
+
+
+def has_link(fd: str) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(os.readlink(f"/proc/self/fd/{fd}"))
+    return False
+
+
+def open_at(host: str, ports: set[int]) -> list[str]:
+    found = []
+    for port in sorted(ports):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 2):
+            found.append(f"{host}:{port}")
+    return found
+
+
+def test_nothing_listens_for_another_host(cable: str) -> None:
+    with agents(2, transport="tcp", key=SECRET) as workers:
+        check_ports(workers, cable)
+
+
+def check_ports(workers: list[Worker], cable: str) -> None:
+    ports = own_ports()
+    assert ports >= {worker.agent.me.tcp[1] for worker in workers}
+    with socket.create_server((HERE, 0)) as known:  # that the cable works is seen by what does listen
+        port = known.getsockname()[1]
+        assert by_another_user(lambda: open_at(HERE, {port}), cable) == [f"{HERE}:{port}"]
+    assert by_another_user(lambda: open_at(HERE, ports), cable) == []
+
+
+def attack_door(address: tuple[str, int], recorded: bytes) -> list[str]:
+    """Garbage, another key, and what a member has said before."""
+
+    def say(*said: bytes) -> None:
+        with socket.create_connection(address, SOON) as sock:
+            for data in said:
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            wait_closed(sock, SOON)
+
+    for _ in range(FEW):
+        say(os.urandom(200))
+    say(recorded, recorded)
+    me = Claim("w1", 1, "x", "")
+    with socket.create_connection(address, SOON) as sock:
+        end = Initiator(Keyring([new_key()]), me, me.incarnation)
+        with contextlib.suppress(errors.TelegradError, OSError):
+            sock.sendall(end.start())
+            sock.settimeout(SOON)
+            while not end.done and (heard := sock.recv(4096)):
+                sock.sendall(end.receive(heard))
+    return ["a handshake with another key"] if end.done else []
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["another user", "another host"])
+def test_the_door_lets_nobody_in(elsewhere: bool, cable: str) -> None:
+    with agents(2, transport="tcp", key=SECRET, address=HERE if elsewhere else "127.0.0.1") as (a, b):
+        worker = Claim("w0", 0, "x", "")
+        recorded = Initiator(Keyring([SECRET.encode()]), worker, b.agent.me.incarnation).start()
+        address, served = b.agent.me.tcp, b.agent.served
+        assert by_another_user(lambda: attack_door(address, recorded), cable if elsewhere else "") == []
+        assert b.agent.served == served
+        assert a.agent.call("w1", operator.add, (1, 2), None) == 3
+
+
+def attack_store(port: int) -> list[str]:
+    """Read all, and write what a member would have written with a key of one's own."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    found = [f"the key is at {key}" for key in store.list_keys() if SECRET.encode() in store.get(key)]
+    stranger = Member("w1", 1, "life of a stranger", "program", "host", "", ("127.0.0.1", 1))
+    with contextlib.suppress(errors.TelegradError):
+        join_static(sealed(store, Keyring([new_key()])), stranger, 2, 1.0)
+        found.append("it has joined")
+    for key in store.list_keys():
+        store.set(key, "forged")
+    return found
+
+
+def test_a_store_lets_nobody_in() -> None:
+    keys = Keyring([SECRET.encode()])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    me = Member("w0", 0, "life of w0", "program", "host", "", ("127.0.0.1", 1))
+    with contextlib.suppress(errors.GroupIncomplete):
+        join_static(sealed(store, keys), me, 2, 0.2)
+    assert by_another_user(lambda: attack_store(store.port)) == []
+    begun = time.monotonic()
+    with pytest.raises(errors.StoreUntrusted, match="'telegrad/"):
+        join_static(sealed(store, keys), me, 2, SOON)
+    assert time.monotonic() - begun < SOON
