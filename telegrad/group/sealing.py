@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from telegrad.errors import StoreUntrusted
 from telegrad.keyring import Keyring
 
-ABSENT = "absent"  # never the value of a key, so that it can be looked up by comparing with this
+# Never the value of a key, as nobody can guess it; so a key is looked up by comparing with this.
+ABSENT = secrets.token_hex(16)
 _FORMAT = "tg1"
 _LONGEST_NUMBER = 20  # digits
 _LONGEST_COUNT = 15  # digits: torch adds 64-bit integers, and one near their limit would become negative
