@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import array
+import pathlib
 import statistics
 import threading
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import numpy
 import torch
 
 from benchmarks.calls import nothing, take
+from benchmarks.groups import Group
 from benchmarks.limits import SIZES
-from benchmarks.measuring import MB, OTHER, Row, times
-from benchmarks.targets import OfPeer, OfRow, Target
+from benchmarks.measuring import MB, OTHER, TELEGRAD, Row, times
+from benchmarks.targets import Absolute, OfPeer, OfRow, Target
 
 ITEMS = 1_000_000
 
@@ -55,6 +60,72 @@ def call_beside(rpc: Any, kind: str) -> float:
     return sorted(taken)[int(0.99 * len(taken))] * 1e3
 
 
+KINDS: dict[str, Callable[[int], Any]] = {
+    "bytes": lambda size: b"x" * size,
+    "bytearray": lambda size: bytearray(b"x") * size,
+    "str": lambda size: "x" * size,
+    "array.array": lambda size: array.array("B", b"x") * size,
+    "numpy array": lambda size: numpy.ones(size, dtype=numpy.uint8),
+    "tensor": lambda size: torch.ones(size, dtype=torch.uint8),
+}
+MOST_RATIO = 1.5  # times a tensor's time and memory
+
+
+def warm_ratio(rpc: Any, kind: str) -> float:
+    """The time of a large value in that of a tensor as large, whose shared memory both workers have mapped before."""
+    value, tensor = (KINDS[each](256 * MB) for each in (kind, "tensor"))
+    taken: dict[str, list[float]] = {kind: [], "tensor": []}
+    for _ in range(6):
+        for name, each in ((kind, value), ("tensor", tensor)):
+            start = perf_counter()
+            rpc.rpc_sync(OTHER, take, (each,))
+            taken[name].append(perf_counter() - start)
+    return statistics.median(taken[kind][1:]) / statistics.median(taken["tensor"][1:])
+
+
+def cold_ratio(library: str, way: str, kind: str, of_memory: bool = False) -> float:
+    """The time, or the memory of both workers, of the first large value in that of the first tensor.
+
+    In a group of its own. The value is larger by a quarter, so that it does not find the tensor's memory.
+    """
+    group = Group(library, way, 2)
+    try:
+        measure = partial(first_of, of_memory=of_memory)
+        tensor, value = (group.measure(partial(measure, kind=k, size=s), 60) for k, s in (("tensor", 4), (kind, 5)))
+        return round((value / 5) / (tensor / 4), 2)
+    finally:
+        group.kill()
+
+
+def first_of(rpc: Any, kind: str, size: int, of_memory: bool) -> float:
+    """Seconds, or bytes, for the first value of a size, in units of 64 MB."""
+    rpc.rpc_sync(OTHER, take, (KINDS[kind](16 * MB),))
+    before = proportional() + rpc.rpc_sync(OTHER, proportional)
+    value = KINDS[kind](size * 64 * MB)
+    start = perf_counter()
+    there = rpc.rpc_sync(OTHER, proportional, (value,)) if of_memory else rpc.rpc_sync(OTHER, take, (value,))
+    taken = perf_counter() - start
+    return float(proportional() + there - before) if of_memory else taken
+
+
+def proportional(_: Any = None) -> int:
+    """Return the bytes of this process; those that it shares are counted for each sharer in part."""
+    lines = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def _warm(kind: str) -> Row:
+    name, targets = f"{kind} of 256 MB, in the time of a warm tensor", (Absolute(MOST_RATIO),)
+    return Row(name, "times", False, partial(warm_ratio, kind=kind), targets=targets, rounds=3, libraries=(TELEGRAD,))
+
+
+def _cold(kind: str, of_memory: bool = False) -> Row:
+    name = f"{kind} of 256 MB, in the {'memory' if of_memory else 'time'} of a first tensor"
+    measure = partial(cold_ratio, kind=kind, of_memory=of_memory)
+    targets, only = (Absolute(MOST_RATIO),), (TELEGRAD,)
+    return Row(name, "times", False, measure, targets=targets, rounds=3, alone=True, workers=2, libraries=only)
+
+
 def _transfer(name: str) -> Row:
     measure = partial(bandwidth, size=SIZES[name])
     return Row(f"bytes, {name} to", "GB/s", True, measure, targets=(OfPeer(1),), rounds=3)
@@ -74,4 +145,7 @@ VALUES = [
     _beside("tensor", "a tensor of 256 MB"),
     _beside("bytes", "256 MB of bytes"),
     _beside("list", "a list of 1,000,000 numbers"),
+    *(_warm(kind) for kind in KINDS if kind != "tensor"),
+    _cold("bytes"),
+    _cold("bytes", of_memory=True),
 ]

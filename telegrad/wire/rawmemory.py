@@ -105,10 +105,18 @@ def of_buffer(view: memoryview) -> Tensor:
     return at_address(address_of(view), view.nbytes, view)
 
 
+def fresh(size: int) -> Tensor:
+    """Return bytes that were not touched yet."""
+    with torch.inference_mode(False):
+        made = torch.empty(size, dtype=torch.uint8, device=CPU)
+    if not is_intercepted():
+        _advise_huge(made.data_ptr(), size)
+    return made
+
+
 def copied(view: memoryview) -> Tensor:
     """A copy of the memory of a contiguous buffer."""
-    with torch.inference_mode(False):
-        made = torch.empty(view.nbytes, dtype=torch.uint8, device=CPU)
+    made = fresh(view.nbytes)
     copy(made.data_ptr(), address_of(view), view.nbytes)
     return made
 
@@ -129,11 +137,16 @@ def copy(target: int, source: int, size: int) -> None:
 
 def fill_new(target: int, source: int, size: int) -> None:
     """Copy bytes into memory that was allocated and not touched yet."""
+    _advise_huge(target, size)
+    copy(target, source, size)
+
+
+def _advise_huge(target: int, size: int) -> None:
+    """Have memory that was not touched yet lie on huge pages, if there is much of it."""
     if _advise is not None and size >= HUGE_FROM:  # a kernel without huge pages serves small ones
         start = -(-target // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (target + size) // mmap.PAGESIZE * mmap.PAGESIZE
         _advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
-    copy(target, source, size)
 
 
 # Text

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from telegrad.wire.rawmemory import Turns, address_of, copied, copy, fill_new, is_intercepted, of_buffer, of_text
-from telegrad.wire.tensors import CPU, memory
+from telegrad.wire.rawmemory import Turns, address_of, copied, copy, fill_new, fresh, is_intercepted, of_buffer, of_text
+from telegrad.wire.tensors import memory
 
 OWN_FROM = 1 << 18  # bytes from which bytes, bytearrays and texts are a blob; a frame has less than 1 << 17
 LONGEST_RUN = 1 << 18  # bytes of frames that are part of a body
@@ -165,9 +164,7 @@ def _blob_of(data: bytes | Tensor) -> Tensor:
 
 
 def _joined(run: list[bytes | Tensor], size: int) -> Tensor:
-    with torch.inference_mode(False):
-        blob = torch.empty(size, dtype=torch.uint8, device=CPU)
-    turns, at = Turns(), 0
+    turns, blob, at = Turns(), fresh(size), 0
     run.reverse()
     while run:  # each segment is freed as soon as it was copied
         data = _blob_of(run.pop())

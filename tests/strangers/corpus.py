@@ -147,7 +147,9 @@ def beginnings(target: str) -> Iterator[bytes]:
         return
     if target == "store":
         sealed = Sealer(KEYS, "life").seal("g", "p/n", _SEALED_VALUE, 1)
-        yield from (bytes([kind]) + text.encode() for kind in (1, 2, 3) for text in ("", "7", "absent", sealed, sealed[:-1]))
+        yield from (
+            bytes([kind]) + text.encode() for kind in (1, 2, 3) for text in ("", "7", "absent", sealed, sealed[:-1])
+        )
         entry = b"\2\0\0\0/n\1\0\0\x001"
         yield from (b"\0" + content for content in (b"", entry, entry * 3, entry[:-1], b"\2\0\0\0-/n\0\0\0\0"))
         return
