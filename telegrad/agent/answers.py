@@ -51,6 +51,7 @@ class Answers:
         self._layers = layers
         self._streams = streams
         self._undelivered = undelivered
+        self._refusal = "", b""  # the text of the last refusal, and its description: many in a row are the same
         self.sent_memory: Callable[[Caller, Link | LoopEnd], None] = lambda *_: None  # called after each such answer
 
     def made_of(self, call: Incoming, result: Any, function: Any) -> Message:
@@ -97,11 +98,19 @@ class Answers:
 
     def refuse(self, call: Incoming, error: LimitReached) -> None:
         """Answer a call that shall not run; without a line in the log, since there may be many."""
-        self.send(call, self._failure(call, error, ""))
+        text, body = self._refusal
+        if text != str(error):
+            body = describe(error, self.name)
+            self._refusal = str(error), body
+        self.send(call, self._answer_with(call, body))
 
     def _failure(self, call: Incoming, error: BaseException, name: str) -> Message:
         self._streams.publish()
-        flags, body = 0, describe(error, self.name, name)
+        return self._answer_with(call, describe(error, self.name, name))
+
+    def _answer_with(self, call: Incoming, body: bytes) -> Message:
+        """Return the answer of a call that has failed; `body` describes the error."""
+        flags = 0
         if call.destination is not None:
             call.destination.fail(body)
             flags, body = HAS_REFERENCES, append(body, call.destination.receipt())

@@ -81,17 +81,17 @@ class Intake:
 
     def excess(self, caller: Caller) -> LimitReached | None:
         """Return why the latest call of a caller is to be refused, if it is."""
-        count = len(caller.calls) - 1
-        if count < 2 * self._most_calls:
+        most = 2 * self._most_calls
+        if len(caller.calls) <= most:
             return None
         return LimitReached(
-            f"a call of worker {caller.name!r} was refused: {count:,} of its calls are not answered yet, and no "
-            "more are kept for one worker. Wait for some of them before making more"
+            f"a call of worker {caller.name!r} was refused: {most:,} of its calls are not answered yet, and no more "
+            "are kept for one worker. Wait for some of them before making more"
         )
 
     def check(self, caller: Caller, link: Link | LoopEnd) -> None:
         """Stop reading the connection of a caller of which too much waits; after each read of it."""
-        waits = len(caller.queue.works)
+        waits = _waiting(caller)
         if waits <= AHEAD // 2:
             caller.slow = 0
         if (waits >= caller.slow + AHEAD or self._has_too_much(caller)) and isinstance(link, Link):
@@ -102,7 +102,7 @@ class Intake:
 
     def look(self, caller: Caller) -> bool:
         """Read the connection of a caller again if it has room; return True if it has."""
-        if len(caller.queue.works) > caller.slow + AHEAD // 2 or self._has_too_much(caller):
+        if _waiting(caller) > caller.slow + AHEAD // 2 or self._has_too_much(caller):
             return False
         stopped = self.stopped.pop(caller, None)
         if stopped is not None:
@@ -118,7 +118,7 @@ class Intake:
             if not self._has_too_much(caller):
                 due = stopped.since + (STALLED_AFTER if caller.queue.is_held_up else READ_ON)
                 if now >= due:
-                    caller.slow = 2 * len(caller.queue.works)
+                    caller.slow = 2 * _waiting(caller)
                     self.look(caller)
                 else:
                     upcoming = min(upcoming, due)
@@ -182,6 +182,11 @@ class Intake:
 
         for work in self._reactor.drop(caller.queue, is_unwanted):
             caller.calls.pop(work.argument.message.id, None)
+
+
+def _waiting(caller: Caller) -> int:
+    """Return how many of its calls, or of its messages and calls to be refused, have not begun."""
+    return max(len(caller.queue.works), len(caller.control.works))
 
 
 def _has_read(caller: Caller, link: Link) -> bool:

@@ -6,6 +6,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import monotonic, perf_counter
 from types import CoroutineType
 from typing import Any, NamedTuple
@@ -137,7 +138,9 @@ class Server:
             if (come.attachments is not None and (excess := come.attachments.refusal) is not None) or (
                 len(calls) > FEW and (excess := self.intake.excess(caller)) is not None
             ):
-                self._answers.refuse(come, excess)
+                # Not here: to describe an error takes longer than to read a call, and others wait for this thread.
+                refuse = partial(self._answers.refuse, error=excess)
+                self._reactor.submit(Work(refuse, come, INSTANT, size), caller.control)
                 continue
             head = message.head
             short = head and self._short.get(head)

@@ -1,0 +1,263 @@
+"""Calls to a worker while another caller floods it: `python -m benchmarks.floods [ways] [--seconds N] [--rounds N]`.
+
+Measures, for each way to flood, the p99 of two callers that make one call after the other, in rounds: while the third
+caller is idle, while it only uses a processor, and while it floods. The flood is written to the socket directly, past
+all limits of a sender. Prints what the callee has gained in memory and descriptors, too, and what docs/security.md
+says of it. `--check` ends with status 1 where a figure is above that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import operator
+import os
+import pickle
+import select
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from benchmarks.command import run
+from benchmarks.groups import join
+from benchmarks.measuring import MB, TELEGRAD
+from benchmarks.processes import Child, answer_all, children_killed, free_port
+from telegrad.rpc import current
+from telegrad.transport.link import Link
+from telegrad.transport.sockets import NOT_NOW
+from telegrad.wire.messages import CALL, HAS_REFERENCES, Message, append, encode
+
+CALLEE, FLOODER, CALLERS = 0, 1, (2, 3)
+PATIENCE = 120.0
+WARM = 0.3  # seconds before the callers are timed
+BATCH = 64  # frames of one write
+FIRST = 1 << 20  # numbers of calls, beyond those of the flooder's own
+RESULT = 10 * MB
+KEPT = MB // 8  # bytes of a result in memory that is lent
+RATIO = 3.0  # of the p99 beside a flood to that beside an idle caller
+
+Frames = Iterator[bytes]
+
+
+class Way(NamedTuple):
+    """A way to flood."""
+
+    about: str
+    frames: Callable[[], Frames]
+    memory: int  # MB that the callee may gain
+    descriptors: int = 64
+    reads: bool = True  # the answers
+
+
+def _calls(function: str, *args: Any) -> Frames:
+    head, body = function.encode(), pickle.dumps((args, {}), 5)
+    for number in itertools.count(FIRST):
+        yield encode(Message(CALL, number, head=head, body=body))
+
+
+def _references() -> Frames:
+    """Calls whose values stay at the callee, and that are never let go."""
+    me = current.agent()
+    key = f"{me.name}#{me.incarnation}"
+    body = pickle.dumps(((), {}), 5)
+    for number in itertools.count(FIRST, 2):
+        creation = pickle.dumps(((), (0, (key, number), (key, number + 1))), 5)
+        yield encode(Message(CALL, number, HAS_REFERENCES, b"os:getpid", body=append(body, creation)))
+
+
+WAYS = {
+    "quick": Way("calls that return at once", partial(_calls, "os:getpid"), 64),
+    "sleeping": Way("calls that sleep", partial(_calls, "time:sleep", 60), 128),
+    "unread": Way("results of 10 MB that are not read", partial(_calls, "builtins:bytes", RESULT), 640, reads=False),
+    "descriptors": Way("results that are not given back", partial(_calls, "builtins:bytes", KEPT), 640, 2 * 2048 + 64),
+    "references": Way("references that are not let go", _references, 192),
+}
+
+# What the workers run
+
+
+def gained(rpc: Any) -> tuple[float, int]:
+    """MB of memory, and descriptors."""
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / MB
+    return memory, len(os.listdir("/proc/self/fd"))
+
+
+def probe(rpc: Any, seconds: float) -> list[float]:
+    """Seconds of each call, one after the other."""
+    took = []
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        rpc.rpc_sync(f"worker{CALLEE}", operator.add, (1, 2))
+        took.append(time.perf_counter() - start)
+        time.sleep(1e-3)
+    return took
+
+
+def burn(seconds: float) -> int:
+    """Use a processor, and send nothing."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+    return 0
+
+
+class Flood:
+    """The connection of the flooder to the callee, which nobody else reads or writes."""
+
+    def __init__(self, rpc: Any, way: str) -> None:
+        rpc.rpc_sync(f"worker{CALLEE}", os.getpid)
+        link = current.agent()._connections.peer(f"worker{CALLEE}").link
+        assert isinstance(link, Link)
+        while not link.reading.take():
+            pass
+        self._sock, self._way = link._sock, WAYS[way]
+        self._frames = self._way.frames()
+        self._left = b""
+        self.sent = 0
+
+    def run(self, seconds: float) -> int:
+        """Send without end; return how many frames left. Memory that is lent is never given back."""
+        end, before = time.perf_counter() + seconds, self.sent
+        while (left := end - time.perf_counter()) > 0:
+            readable, writable, _ = select.select([self._sock] if self._way.reads else [], [self._sock], [], left)
+            try:
+                if readable:
+                    self._sock.recv(1 << 18)
+                if writable:
+                    if not self._left:
+                        self._left = b"".join(itertools.islice(self._frames, BATCH))
+                        self.sent += BATCH
+                    self._left = self._left[self._sock.send(self._left) :]
+            except NOT_NOW:
+                pass
+        return self.sent - before
+
+
+def work(pipe: Connection, rank: int, port: int) -> None:
+    """Be a worker that runs what it is told."""
+    try:
+        rpc = join(TELEGRAD, rank, CALLERS[-1] + 1, "host", port)
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+        return
+    pipe.send((True, None))
+    floods: list[Flood] = []
+
+    def do(told: tuple[str, Any]) -> Any:
+        what, given = told
+        if what == "prepare":
+            return floods.append(Flood(rpc, given))
+        if what == "flood":
+            return floods[0].run(given)
+        if what == "burn":
+            return burn(given)
+        return probe(rpc, given) if what == "probe" else gained(rpc)
+
+    answer_all(pipe, do)
+
+
+# The measurement
+
+
+class Found(NamedTuple):
+    """What was found of one way to flood."""
+
+    idle: float  # p99 in ms
+    busy: float
+    flooded: float
+    memory: float  # MB that the callee gained at most
+    descriptors: int
+    rate: float  # frames per second that left the flooder
+
+    @property
+    def ratio(self) -> float:
+        return self.flooded / self.idle
+
+    def above(self, way: Way) -> list[str]:
+        """Return the figures that are above what is documented."""
+        pairs = {
+            "p99": (self.ratio, RATIO),
+            "memory": (self.memory, way.memory),
+            "descriptors": (self.descriptors, way.descriptors),
+        }
+        return [f"{what} {found:.3g} > {most:g}" for what, (found, most) in pairs.items() if found > most]
+
+
+def p99(took: list[float]) -> float:
+    return sorted(took)[int(0.99 * (len(took) - 1))] * 1e3
+
+
+def measure(name: str, seconds: float, rounds: int) -> Found:
+    took: dict[str, list[float]] = {"idle": [], "burn": [], "flood": []}
+    sent = 0
+    with children_killed() as children:
+        port = free_port()
+        children.extend(Child(work, rank, port) for rank in range(CALLERS[-1] + 1))
+        for child in children:
+            child.wait_answer(PATIENCE, children)
+
+        def ask(rank: int, *told: Any) -> Any:
+            children[rank].tell(told)
+            return children[rank].wait_answer(PATIENCE, children)
+
+        for caller in CALLERS:
+            ask(caller, "probe", WARM)
+        before = most = ask(CALLEE, "gained", None)
+        for _ in range(rounds):
+            for state in ("idle", "burn"):
+                _probe(children, took[state], seconds, state)
+        # In one go: what the flood leaves behind would be there while its caller is idle.
+        ask(FLOODER, "prepare", name)
+        for _ in range(rounds):
+            sent += _probe(children, took["flood"], seconds, "flood")
+            most = tuple(map(max, most, ask(CALLEE, "gained", None)))
+    memory, descriptors = (now - then for now, then in zip(most, before, strict=True))
+    rate = sent / (rounds * (seconds + 2 * WARM))
+    idle, busy, flooded = (p99(each) for each in took.values())
+    return Found(idle, busy, flooded, memory, descriptors, rate)
+
+
+def _probe(children: list[Child], took: list[float], seconds: float, state: str) -> int:
+    """Have the callers call, and the flooder do something meanwhile; the frames that it sent."""
+    flooder = children[FLOODER]
+    if state != "idle":
+        flooder.tell((state, seconds + 2 * WARM))
+        time.sleep(WARM)
+    for caller in CALLERS:
+        children[caller].tell(("probe", seconds))
+    for caller in CALLERS:
+        took += children[caller].wait_answer(PATIENCE, children)
+    return int(flooder.wait_answer(PATIENCE, children)) if state != "idle" else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.floods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ways", nargs="*", help=f"of {', '.join(WAYS)}; all if none is given")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each round; 3 if not given")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--check", action="store_true", help="fail where a figure is above what is documented")
+    given = parser.parse_args()
+    if unknown := set(given.ways) - set(WAYS):
+        parser.error(f"there is no way {min(unknown)!r}")
+    titles = "idle", "busy", "flooded", "ratio", "memory", "(at most)", "descriptors", "(at most)", "frames/s"
+    print(f"{'p99 in ms, MB':<14}", *(f"{title:>11}" for title in titles))
+    failed = False
+    for name in given.ways or WAYS:
+        way, found = WAYS[name], measure(name, given.seconds, given.rounds)
+        figures = found.idle, found.busy, found.flooded, found.ratio, found.memory, way.memory
+        counts = found.descriptors, way.descriptors, found.rate
+        print(f"{name:<14}", *(f"{each:11.2f}" for each in figures), *(f"{each:11.0f}" for each in counts), flush=True)
+        for fault in found.above(way):
+            print(f"{name}: above what is documented: {fault}", flush=True)
+            failed = True
+    return int(failed and given.check)
+
+
+if __name__ == "__main__":
+    run(main)
