@@ -12,10 +12,10 @@ import sys
 from functools import partial
 
 import pytest
-from torch.distributed import FileStore
 
 from telegrad import errors
 from telegrad.group.board import DYNAMIC, Board
+from telegrad.group.files import FileStore
 from telegrad.group.sealing import SealedStore
 from telegrad.group.stores import open_store
 from telegrad.keyring import Keyring, read_keys
@@ -75,7 +75,7 @@ def test_the_key_is_replaced_while_a_group_runs(tmp_path: pathlib.Path) -> None:
 
 def are_sealed_anew(workers: list[Worker], folder: pathlib.Path, path: pathlib.Path) -> bool:
     """Whether what the workers have claimed is sealed with the key in this file."""
-    board = Board(SealedStore(FileStore(f"{folder}/store", -1), Keyring(read_keys(str(path)))), DYNAMIC)
+    board = Board(SealedStore(FileStore(f"{folder}/store"), Keyring(read_keys(str(path)))), DYNAMIC)
     board.group = workers[0].agent.keys.group
     try:
         return all(board.read(f"name/{each.me.name}") and board.read(f"rank/{each.me.id}") for each in workers)

@@ -1,11 +1,12 @@
 """A store that is a file, in the format of torch's FileStore, which reads for ever where a file is cut short.
 
 The file is a list of entries that only grows: a key and its value, each behind its length; the newest entry of a key
-holds. Keys of users begin with "/", and "-/KEY" removes KEY. Every operation opens the file, locks it, reads what is
-new, and writes at most one entry. So a file that was replaced, cut short or filled with garbage is seen at the next
-operation, before anything of it is believed, and the error names it.
+holds. Keys of users begin with "/", and "-/KEY" removes KEY. Every operation opens the file, reads what is new, and
+writes at most one entry, for which it locks the file. So a file that was replaced, cut short or filled with garbage is
+seen at the next operation, before anything of it is believed, and the error names it.
 
-torch's own FileStore can use the same file, such as that of `init_process_group`.
+torch's own FileStore can use the same file, such as that of `init_process_group`. It waits for the lock with the
+interpreter's as it is made; so the lock is held here for writes alone, and never by a look at the store.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class FileStore(dist.Store):
             pass
 
     def set(self, key: str, value: str | bytes) -> None:
-        with self._opened() as file:
+        with self._opened(writes=True) as file:
             self._append(file, key, _bytes(value))
 
     def add(self, key: str, more: int) -> int:
-        with self._opened() as file:
+        with self._opened(writes=True) as file:
             try:
                 total = int(self._values.get(key, b"") or 0) + more
             except ValueError:
@@ -67,15 +68,17 @@ class FileStore(dist.Store):
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
         expected, value = _bytes(expected), _bytes(value)
-        with self._opened() as file:
-            found = self._values.get(key)
-            if found == expected or (found is None and not expected):
-                self._append(file, key, value)
-                return value
-            return expected if found is None else found
+        for writes in (False, True):
+            with self._opened(writes) as file:
+                found = self._values.get(key)
+                if found != expected and (found is not None or expected):
+                    return expected if found is None else found
+                if writes:
+                    self._append(file, key, value)
+        return value
 
     def delete_key(self, key: str) -> bool:
-        with self._opened() as file:
+        with self._opened(writes=True) as file:
             was = key in self._values
             self._append(file, key, b"", "-/")
             return was
@@ -106,8 +109,8 @@ class FileStore(dist.Store):
     # The file
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        """Open and lock the file, and read what is new in it."""
+    def _opened(self, writes: bool = False) -> Iterator[int]:
+        """Open the file and read what is new in it; lock it where this process `writes`."""
         with self._lock:
             try:
                 file = os.open(self._path, _OPEN)
@@ -115,8 +118,14 @@ class FileStore(dist.Store):
                 raise StoreLost(f"the store {self._path!r} cannot be opened any more: {error.strerror}") from error
             try:
                 self._check(os.fstat(file))
-                self._take_lock(file)
-                self._read(file)
+                if not writes:
+                    try:
+                        self._read(file)
+                    except StoreUntrusted:  # the last entry may just be written: look again once it is
+                        writes = True
+                if writes:
+                    self._take_lock(file)
+                    self._read(file)
                 yield file
             finally:
                 os.close(file)  # which gives the lock back

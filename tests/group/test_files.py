@@ -149,6 +149,20 @@ def test_a_lock_that_is_held_for_long(tmp_path: Path, monkeypatch: pytest.Monkey
     store.set("a", "1")
 
 
+def test_a_look_needs_no_lock(tmp_path: Path) -> None:
+    """torch waits for the lock with that of the interpreter, which a thread that has the lock would need."""
+    import fcntl
+
+    path = tmp_path / "store"
+    store = files.FileStore(str(path))
+    store.set("a", "1")
+    with path.open() as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        assert store.get("a") == store.compare_set("a", "2", "2") == b"1"
+        assert store.compare_set("b", "2", "2") == b"2"
+        assert not store.check(["b"])
+
+
 def test_what_is_waited_for(tmp_path: Path) -> None:
     mine, theirs = (files.FileStore(str(tmp_path / "store")) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
