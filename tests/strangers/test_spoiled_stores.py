@@ -24,7 +24,7 @@ from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, free_port, processes, sealed
 
 SOON = 10.0  # seconds for what must end in bounded time, on a busy machine
-GARBAGE = ["stoll", "-5", "9" * 30, "9223372036854775807", "\x1b[31m", "7x", "\0"]
+GARBAGE = ["stoll", "absent", "-5", "9" * 30, "9223372036854775807", "\x1b[31m", "7x", "\0"]
 
 
 def member(name: str, rank: int) -> Member:
