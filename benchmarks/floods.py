@@ -71,7 +71,9 @@ def _references() -> Frames:
 WAYS = {
     "quick": Way("calls that return at once", partial(_calls, "os:getpid"), 64),
     "sleeping": Way("calls that sleep", partial(_calls, "time:sleep", 60), 128),
-    "unread": Way("results of 10 MB that are not read", partial(_calls, "builtins:bytes", RESULT), 640, 128, reads=False),
+    "unread": Way(
+        "results of 10 MB that are not read", partial(_calls, "builtins:bytes", RESULT), 640, 128, reads=False
+    ),
     "descriptors": Way("results that are not given back", partial(_calls, "builtins:bytes", KEPT), 640, 2 * 2048 + 64),
     "references": Way("references that are not let go", _references, 192),
 }

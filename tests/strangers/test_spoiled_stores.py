@@ -89,7 +89,7 @@ def test_a_fixed_group_forms_or_names_the_spoiled_counter(
     monkeypatch.setattr(rendezvous, "DOUBT", 0.05)
     store = Spoiled(f"/{key}", forged)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda rank: joined(store, rank, 2, 0.5), range(2)))
+        found = list(pool.map(lambda rank: joined(store, rank, 2, 3.0), range(2)))
     for outcome in found:
         if not isinstance(outcome, Roster):
             assert isinstance(outcome, errors.StoreUntrusted), repr(outcome)
