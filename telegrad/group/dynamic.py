@@ -175,6 +175,7 @@ class DynamicGroup:
             directory = self.directory
             try:
                 found = self._read_member(directory, to)
+                names = [] if found else [member.name for member in directory.members()]
             except StoreLost as error:
                 for member in self.known:
                     if to in (member.name, member.id):
@@ -188,7 +189,7 @@ class DynamicGroup:
                 if to in (member.name, member.id):
                     return member
             advice = "; with wait_for_worker=True, a call waits until it has"
-            raise unknown(to, [member.name for member in self.members()], advice)
+            raise unknown(to, names, advice)
 
     def _read_member(self, directory: Directory, to: str | int) -> str:
         if self.over:

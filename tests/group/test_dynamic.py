@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 
+from telegrad.errors import StoreLost, UnknownWorker
 from telegrad.group.directory import Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
@@ -51,3 +53,20 @@ def test_an_end_from_before_it_came_is_no_workers_own() -> None:
     group = DynamicGroup(store)
     group.join(member("server", 1))
     assert not group.ended()
+
+
+def test_a_store_that_is_lost_as_the_names_are_read_is_no_error_of_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = DynamicGroup(sealed(dist.HashStore()))
+    group.join(member("server", 1))
+    lost = group.directory
+    following = Directory(sealed(dist.HashStore()))
+    following.board.claim_terms(group.terms)
+
+    def lose() -> list[Member]:
+        monkeypatch.undo()
+        group.move(following, Seat(2, 0, "life of boss", "127.0.0.1", 2), False)
+        raise StoreLost("just now")
+
+    monkeypatch.setattr(lost, "members", lose)
+    with pytest.raises(UnknownWorker, match="'nobody'"):
+        group.find("nobody")
