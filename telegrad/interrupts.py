@@ -77,6 +77,7 @@ _JUMPS = {
     dis.opmap.get(name) for name in ("JUMP_ABSOLUTE", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE")
 }  # 3.10: either way
 _WAITING_LOOPS: set[CodeType] = set()
+_GIVING_BACK: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
 # Within these a blocked call is not interrupted either. From the start of a thread, none could tell whether that runs.
 _UNINTERRUPTED = {threading.Thread.start.__code__}
 
@@ -167,7 +168,8 @@ class _Handler:
         if signum == _drained:
             return None
         deferred = _deferred.get(signum)
-        if frame is not None and _is_ours(frame):
+        is_ours = frame is not None and _is_ours(frame)
+        if frame is not None and is_ours:
             if deferred is None:
                 deferred = _deferred[signum] = _Deferred()
                 _begin_to_kick()
@@ -183,10 +185,29 @@ class _Handler:
                 _look_for_signals()
             finally:
                 _drained = 0
-        return self.inner(signum, frame)
+        if frame is None or not is_ours or not _hands_over(frame):
+            return self.inner(signum, frame)
+        self.inner(signum, frame)
+        raise Resumed
 
     def __repr__(self) -> str:
         return f"<handler of {_PACKAGE} in front of {self.inner!r}>"
+
+
+class Resumed(BaseException):
+    """Raised in a function that `gives_back`, once a handler has run on top of it and has returned."""
+
+
+def _hands_over(at: FrameType) -> bool:
+    """Have a waiting function give back what it holds; return whether it held anything.
+
+    Only where it waits: at its own backward jump, or two calls further in, both named `wait_readable`.
+    """
+    frame: FrameType | None = at
+    while frame is not None and frame.f_code.co_name == "wait_readable":
+        frame = frame.f_back
+    give_back = _GIVING_BACK.get(frame.f_code) if frame is not None else None
+    return frame is not None and give_back is not None and give_back(frame.f_locals)
 
 
 def _look_for_signals() -> None:
@@ -278,6 +299,19 @@ def waiting_loop(function: F) -> F:
     """Mark a function of which each backward jump is as good a moment for an interrupt as a blocked call is."""
     _WAITING_LOOPS.add(function.__code__)
     return function
+
+
+def gives_back(give_back: Callable[[dict[str, Any]], bool]) -> Callable[[F], F]:
+    """Mark a function that waits and must give back something first, where a handler is to run on top of it.
+
+    `give_back` is called with its local variables. If it returns True, `Resumed` is raised in the function afterwards.
+    """
+
+    def mark(function: F) -> F:
+        _GIVING_BACK[function.__code__] = give_back
+        return function
+
+    return mark
 
 
 def uninterrupted(function: F) -> F:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from telegrad import forks
+from telegrad.errors import UsageError
+from telegrad.interrupts import uninterrupted
 
 LONGEST_WAIT = 3600.0  # seconds of one sleep: the platforms' timers do not take infinity
 
@@ -36,6 +38,30 @@ def run_beside(name: str, run: Callable[..., None], *args: Any) -> None:
         if not program_has_ended():
             raise
         run(*args)
+
+
+class Exclusive:
+    """A lock that is held while its thread waits, and refuses that thread: a handler of a signal may run meanwhile."""
+
+    def __init__(self, what: str) -> None:
+        """`what` the thread does that holds it, for the error."""
+        self._what = what
+        self._lock = threading.Lock()
+        self._owner = 0
+
+    @uninterrupted
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            raise UsageError(
+                f"a handler of a signal has interrupted {self._what}, and calls it again. Let the handler raise an "
+                "exception, or take a note that the program looks at"
+            )
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = 0
+        self._lock.release()
 
 
 class Background:

@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from telegrad.threads import Background
+from telegrad.errors import UsageError
+from telegrad.threads import Background, Exclusive
 from tests.cluster import PATIENCE, in_threads
 
 
@@ -28,6 +29,19 @@ def test_a_thread_that_many_want_is_started_once() -> None:
     gate.set()
     thread.join(PATIENCE)
     assert runs == ["wanted"]
+
+
+def test_a_lock_refuses_the_thread_that_holds_it_and_no_other() -> None:
+    lock = Exclusive("a look")
+    with lock:
+        with pytest.raises(UsageError, match="has interrupted a look"), lock:
+            pass
+
+    def take() -> None:
+        with lock:
+            pass
+
+    in_threads(*[take] * 4)
 
 
 def test_a_thread_that_could_not_be_started_is_started_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

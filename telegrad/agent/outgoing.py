@@ -15,6 +15,7 @@ from telegrad import instruments
 from telegrad.agent.attachments import Layers
 from telegrad.agent.calls import Calls, Instruction, State
 from telegrad.agent.futures import Future, wait_for
+from telegrad.agent.handing import hand_over, read_once
 from telegrad.agent.pending import Pending, advised
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.spinning import SOON, Spin
@@ -24,7 +25,7 @@ from telegrad.devices.routes import Places
 from telegrad.devices.streams import set_apart
 from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost, PeerUnreachable
 from telegrad.group.members import Identity
-from telegrad.interrupts import waiting_loop
+from telegrad.interrupts import Resumed, gives_back, waiting_loop
 from telegrad.threads import LONGEST_WAIT, run_beside
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
@@ -244,11 +245,7 @@ class OutgoingCalls:
         """Wait until less is in flight, and read answers meanwhile."""
         while self.crowded and self._closed is None:
             if not self._reactor.is_behind and isinstance(link := self._link, Link) and link.reading.take():
-                try:
-                    if not link.read():
-                        link.wait_readable(ROOM_LOOK)
-                finally:
-                    link.stop_reading()
+                read_once(link, ROOM_LOOK)
             else:
                 with self._lock:
                     if self.crowded:
@@ -278,17 +275,22 @@ class OutgoingCalls:
             if remaining <= 0:
                 return False
             if isinstance(link := self._link, Link) and link.reading.take():
+                held = [link]
                 try:
-                    self._read(link, pending)
+                    self._read(link, pending, held)
+                except Resumed:
+                    pass
                 finally:
-                    link.stop_reading()
+                    if held:  # else a handler of a signal has run
+                        link.stop_reading()
             else:
                 pending.wait_told(self._lock, min(remaining, LONGEST_WAIT))
         return True
 
+    @gives_back(hand_over)
     @waiting_loop
-    def _read(self, link: Link, pending: Pending) -> None:
-        """Read until it is done; by who has the right to."""
+    def _read(self, link: Link, pending: Pending, held: list[Link]) -> None:
+        """Read until it is done, with the right to read, as long as `held` has the connection."""
         pending.awaited = True
         start = perf_counter()
         spin = Spin(start) if self._prompt else None
@@ -296,8 +298,7 @@ class OutgoingCalls:
             while not (pending.done or link.reader.awaits_lanes) and link.closed is None:
                 if link.read() or (spin is not None and spin.again()):
                     continue
-                remaining = pending.deadline - monotonic()
-                if remaining <= 0:
+                if (remaining := pending.deadline - monotonic()) <= 0:
                     return
                 if pending.takes_waker():
                     continue

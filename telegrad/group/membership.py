@@ -39,7 +39,7 @@ from telegrad.group.succession import compared
 from telegrad.group.takeover import Takeover
 from telegrad.group.telling import Teller, found_lost
 from telegrad.progress import Wait
-from telegrad.threads import Background
+from telegrad.threads import Background, Exclusive
 
 LOOK = 0.25  # seconds between looks at the store
 AGAIN = 1.0  # seconds until the next try, where a look has failed
@@ -84,7 +84,7 @@ class Membership:
         self._silent: set[str] = set()  # the incarnations of those who were stopped; they may be listed still
         self._parted: set[str] = set()  # the incarnations of those who have said that they shut down
         self._closed = False
-        self._looking = threading.Lock()  # one look at the store at a time; guards what it has seen so far
+        self._looking = Exclusive("a look at the store")  # one at a time; guards what it has seen so far
         self._directory: Directory | None = None  # where it has looked
         self._seen_changes = self._seen_orphans = 0
         self._met: set[str] = set()  # who was listed there

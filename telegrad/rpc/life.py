@@ -6,7 +6,6 @@ import atexit
 import importlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -27,12 +26,13 @@ from telegrad.rpc.options import BackendType, RpcBackendOptions, TelegradOptions
 from telegrad.rpc.references import RRef
 from telegrad.rpc.targets import several
 from telegrad.rpc.worker import Worker
+from telegrad.threads import Exclusive
 
 MOST_WORKERS = 1 << 31  # a rank is sent as an int of 32 bits by some stores
 
 log = logging.getLogger("telegrad")
 
-_lock = threading.Lock()  # one init at a time: only that sets current.worker, and only where there is none
+_lock = Exclusive("init_rpc")  # one at a time: only that sets current.worker, and only where there is none
 
 
 @not_compiled
@@ -279,7 +279,7 @@ def _leave_at_exit() -> None:
 def _forget_after_fork() -> None:
     """A forked child is not the worker that its parent is."""
     global _lock
-    _lock = threading.Lock()
+    _lock = Exclusive("init_rpc")
     current.forget()
 
 

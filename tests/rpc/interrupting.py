@@ -482,6 +482,90 @@ def beside_another_thread(seed: int) -> int:
     return count
 
 
+def futures() -> None:
+    assert rpc.rpc_async(A, pause, (HELD,), timeout=LIMIT).wait() is None
+
+
+def held_reference() -> None:
+    assert rpc.remote(A, pause, (HELD,), timeout=LIMIT).to_here(timeout=LIMIT) is None
+
+
+def held_group() -> None:
+    assert rpc.group([A, B]).rpc_sync(pause, (HELD,)) == [None, None]
+
+
+def late_numbers() -> Any:
+    time.sleep(HELD)
+    yield 1
+
+
+def held_stream() -> None:
+    assert list(rpc.rpc_stream(A, late_numbers, timeout=LIMIT)) == [1]
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        time.sleep(HELD)
+        return gradients[0] * 2
+
+
+def held_backward() -> None:
+    with autograd.context() as context_id:
+        weight = torch.ones(3, requires_grad=True)
+        autograd.backward(context_id, [rpc.rpc_sync(A, Late.apply, (weight,), timeout=LIMIT).sum()])
+        assert autograd.get_gradients(context_id)[weight][0] == 2
+
+
+def held_call() -> None:
+    rpc.rpc_sync(A, pause, (HELD,), timeout=LIMIT)
+
+
+HELD = 0.05  # seconds that what is interrupted waits for
+WAITS = (held_call, futures, held_reference, held_group, held_stream, held_backward)
+
+
+def calls_in_handlers(seed: int) -> int:
+    """Each kind of call, by a handler that has interrupted each kind of wait; both give what they should."""
+    before = prepare()
+    handled: list[str] = []
+    wanted: list[Callable[[], None]] = []
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        wanted[0]()
+        handled.append(wanted[0].__name__)
+
+    signal.signal(signal.SIGALRM, handle)
+    for wait in WAITS:
+        for act in SCENES.values():
+            # asyncio has one loop per thread, and a thread is in one context at a time, or it raises at once.
+            if act is in_a_loop or (wait is held_backward and act in (backward, step, fused_step)):
+                continue
+            wanted[:] = [act]
+            began = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, HELD / 3)
+            wait()
+            while handled[-1:] != [act.__name__]:
+                assert time.monotonic() < began + LIMIT, (wait, act)
+            assert time.monotonic() < began + LIMIT, f"{act.__name__} in a handler hung within {wait.__name__}"
+    # At random places of short calls
+    chooser = random.Random(seed)
+    count = len(handled)
+    wanted[:] = [call]
+    until = time.monotonic() + 1
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, chooser.uniform(7e-4, 2e-3))
+    while time.monotonic() < until:
+        chooser.choice((call, call_with_tensors, calls_at_once, backward))()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    settle()
+    check_standing(before)
+    return len(handled) - count
+
+
 _meetings: Iterator[str]  # paths that nothing has
 
 

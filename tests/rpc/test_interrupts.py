@@ -42,6 +42,10 @@ def test_calls_of_other_threads_go_on(three: list[Process]) -> None:
     assert three[0].run(interrupting.beside_another_thread, SEED) > 0
 
 
+def test_handlers_that_make_calls(three: list[Process]) -> None:
+    assert three[0].run(interrupting.calls_in_handlers, SEED) > 50
+
+
 def test_interrupts_of_init_rpc_and_shutdown() -> None:
     with processes(1) as made:
         made[0].run(interrupting.lives, SEED, 6)
