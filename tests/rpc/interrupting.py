@@ -29,6 +29,7 @@ import torch
 
 import telegrad.autograd as autograd
 import telegrad.rpc as rpc
+import telegrad.weights as weights
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current
@@ -257,8 +258,11 @@ class Trained:
     def __init__(self) -> None:
         self.module = RemoteModule(A, torch.nn.Linear, (3, 1))
         self.optimizer = DistributedOptimizer(torch.optim.SGD, self.module.remote_parameters(), lr=0.01)
+        self.name = f"weights{next(_numbers)}"
+        self.publisher = weights.Publisher(self.name, {"x": torch.ones(3)})
 
 
+_numbers = itertools.count()
 _trained: list[Trained] = []
 
 
@@ -277,6 +281,38 @@ def fused_step() -> None:
     with autograd.context() as context_id:
         loss = _trained[0].module(torch.ones(2, 3)).sum()
         autograd.backward(context_id, [loss], step=_trained[0].optimizer)
+
+
+def dropped_reference() -> None:
+    rref = rpc.remote(A, double, (2,), timeout=LIMIT)
+    assert rpc.rpc_sync(B, take_scalar, (rref,), timeout=LIMIT) == 4
+    del rref
+    gc.collect()
+
+
+def take_scalar(rref: Any) -> int:
+    return int(rref.to_here(timeout=LIMIT))
+
+
+def module_made() -> None:
+    module = RemoteModule(A, torch.nn.Linear, (3, 1))
+    assert module(torch.ones(2, 3)).shape == (2, 1)
+    assert len(module.remote_parameters()) == 2
+
+
+def published() -> None:
+    trained = _trained[0]
+    number = trained.publisher.publish()
+    assert rpc.rpc_sync(A, read_version, ("worker0", trained.name, number), timeout=LIMIT) >= number
+
+
+_subscribers: dict[str, weights.Subscriber] = {}
+
+
+def read_version(publisher: str, name: str, number: int) -> int:
+    if name not in _subscribers:
+        _subscribers[name] = weights.Subscriber(publisher, name)
+    return int(_subscribers[name].at_least(number).number)
 
 
 SCENES: dict[str, Callable[[], None]] = {
@@ -300,6 +336,9 @@ SCENES: dict[str, Callable[[], None]] = {
         forward,
         step,
         fused_step,
+        dropped_reference,
+        module_made,
+        published,
     )
 }
 
@@ -525,7 +564,7 @@ def held_call() -> None:
     rpc.rpc_sync(A, pause, (HELD,), timeout=LIMIT)
 
 
-HELD = 0.05  # seconds that what is interrupted waits for
+HELD = 0.03  # seconds that what is interrupted waits for
 WAITS = (held_call, futures, held_reference, held_group, held_stream, held_backward)
 
 
@@ -556,7 +595,7 @@ def calls_in_handlers(seed: int) -> int:
     chooser = random.Random(seed)
     count = len(handled)
     wanted[:] = [call]
-    until = time.monotonic() + 1
+    until = time.monotonic() + 0.5
     signal.setitimer(signal.ITIMER_REAL, 1e-3, chooser.uniform(7e-4, 2e-3))
     while time.monotonic() < until:
         chooser.choice((call, call_with_tensors, calls_at_once, backward))()

@@ -1,0 +1,108 @@
+"""Handlers of others that raise within a call: for SIGTERM, of torch's DataLoader for SIGCHLD, of pytest-timeout."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster import PATIENCE
+
+pytestmark = [
+    pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals"),
+    pytest.mark.timeout(4 * PATIENCE),
+]
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+import telegrad
+import telegrad.rpc as rpc
+
+
+class Pids(Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, at):
+        return os.getpid()
+
+
+def call_until(error):
+    calls = 0
+    until = time.monotonic() + 20
+    try:
+        while time.monotonic() < until:
+            assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8
+            calls += 1
+    except error as raised:
+        assert rpc.rpc_sync("worker0", pow, (2, 5)) == 32
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing was raised"
+
+
+if __name__ == "__main__":
+    with telegrad.local(1):
+        for _ in range(5):
+            batches = iter(DataLoader(Pids(), num_workers=1))
+            os.kill(int(next(batches)), signal.SIGKILL)
+            print(call_until(RuntimeError).partition(" (")[0])
+            del batches
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
+        for _ in range(20):
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            print(call_until(SystemExit))
+"""
+
+
+def test_a_dead_process_of_a_dataloader_and_sigterm_end_calls_by_their_errors(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=3 * PATIENCE)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    lines = ran.stdout.splitlines()
+    assert lines == 5 * ["RuntimeError: DataLoader worker"] + 20 * ["SystemExit: asked to end"]
+
+
+TIMEOUTS = """
+import time
+import pytest
+import telegrad
+import telegrad.rpc as rpc
+
+
+@pytest.fixture(scope="module")
+def group():
+    with telegrad.local(1) as made:
+        yield made
+
+
+@pytest.mark.timeout(0.3, method="signal", func_only=True)
+@pytest.mark.parametrize("number", range(1))
+def test_late(group, number):
+    rpc.rpc_sync("worker0", time.sleep, (1,))
+
+
+@pytest.mark.timeout(0.3, method="signal", func_only=True)
+@pytest.mark.parametrize("number", range(1))
+def test_busy(group, number):
+    while True:
+        rpc.rpc_sync("worker0", pow, (2, 3))
+
+
+def test_in_time(group):
+    assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8
+"""
+
+
+def test_a_timeout_of_pytest_ends_its_test_alone(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_timeouts.py").write_text(TIMEOUTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE, cwd=tmp_path)
+    assert "2 failed, 1 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert ran.stdout.count("Timeout (>0.3s) from pytest-timeout") >= 2
+    assert "[worker0]" not in ran.stdout + ran.stderr
