@@ -2,7 +2,8 @@
 
 Pipelines are also measured beside torch.distributed.pipelining. Prints the tables. A whole run also writes
 `latest.json`, `latest.md` and `latest.png` to `benchmarks/results`; one of some rows, a quick one, or one with another
-number of threads writes them where `--results` says.
+number of threads writes them where `--results` says. `python -m benchmarks.floods` measures calls while another caller
+floods the callee.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import schedules, timeline, turns
 from benchmarks.command import RESULTS, choose, machine
+from benchmarks.floods import WAYS, Found
 from benchmarks.groups import Group
 from benchmarks.limits import LIMITS
 from benchmarks.measuring import PIPELINING, TELEGRAD, TORCH
@@ -313,3 +314,36 @@ def test_the_table_of_schedules_is_that_of_the_simulation(tmp_path: pathlib.Path
     assert schedules.table() in docs.read_text()
     schedules.draw(str(tmp_path / "schedules.png"))
     assert (tmp_path / "schedules.png").stat().st_size > 10_000
+
+
+def test_a_flood_is_judged_by_what_is_documented_and_by_what_it_has_taken() -> None:
+    for way in WAYS.values():
+        good = Found(1.0, 1.0, 2.9, way.memory, way.descriptors, 1e4)
+        assert not good.faults(way)
+        assert len(good._replace(flooded=3.1).faults(way)) == 1
+        assert not good._replace(flooded=3.1).faults(way, ratio=4)
+        assert len(good._replace(memory=way.memory + 1, descriptors=way.descriptors + 1).faults(way)) == 2
+    for name in ("descriptors", "unread"):
+        assert "no such flood" in good._replace(memory=0, descriptors=1).faults(WAYS[name])[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors and memory are read from /proc")
+def test_floods_cost_others_and_the_callee_little() -> None:
+    """The time by a bound that a busy machine keeps, the memory and the descriptors by those that are documented."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.floods",
+        "--seconds",
+        "1",
+        "--rounds",
+        "1",
+        "--ratio",
+        "100",
+        "--check",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for name in WAYS:
+        assert f"\n{name} " in ended.stdout

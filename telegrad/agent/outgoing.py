@@ -271,8 +271,7 @@ class OutgoingCalls:
     def _wait(self, pending: Pending) -> bool:
         self._reactor.send_unsent()
         while not pending.done:
-            remaining = pending.deadline - monotonic()
-            if remaining <= 0:
+            if (remaining := pending.deadline - monotonic()) <= 0:
                 return False
             if isinstance(link := self._link, Link) and link.reading.take():
                 held = [link]

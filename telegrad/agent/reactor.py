@@ -12,7 +12,7 @@ So no connection waits for user code, whatever it does, and short calls cross no
 `slots` of them run at once. A call that waits does not count, so nested calls cannot use up the threads.
 
 The works of each caller are in a queue of their own (`slots`). The leader takes one work of each queue in turn, and
-looks at all connections after every TURNS works, so that a caller that sends without end delays the others by no more.
+looks at all connections after every TURN seconds, so that a caller that sends without end delays the others by no more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from telegrad.transport.poller import READ, WRITE, Poller, Source
 
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 PUT_OFF = 64  # works at most that wait for an idle moment
-TURNS = 64  # works, or reads of one connection, until the leader looks at all connections again
+TURN = 5e-4  # seconds of works until the leader looks at all connections again; so long do 64 quick calls take
+READS = 64  # of one connection, until it does
 NO_MEMORY_PAUSE = 0.01  # seconds until a thread goes on that found no memory
 WORK_FAILED = "telegrad: work of the agent failed"
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
@@ -197,9 +198,8 @@ class Reactor:
         """End the threads; work that was not begun is dropped unless it is owed, work that runs is left to end."""
         with self._lock:
             self._closed = True
-            for worker in self._standby:
-                worker.wakeup.release()
-            self._standby.clear()
+            while self._standby:
+                self._standby.pop().wakeup.release()
             threads = list(self._threads.values())
         self.poller.wake()
         for thread in threads:
@@ -291,11 +291,10 @@ class Reactor:
 
     def _lead(self, worker: Runner) -> None:
         ready = self._ready
-        turns = 0
+        began = until = 0.0
         self.send_unsent()
         while self._leader is worker and not self._closed:
-            if not ready or turns >= TURNS:
-                turns = 0
+            if not ready or began > until:
                 if self._unsent:
                     self.send_unsent()
                 try:
@@ -303,8 +302,8 @@ class Reactor:
                 except OSError:
                     if not self._closed:  # closed under its hands
                         raise
+                until = perf_counter() + TURN
                 continue
-            turns += 1
             following = ready.popleft()
             if isinstance(following, WorkQueue):  # whose turn it is
                 with self._lock:
@@ -323,12 +322,12 @@ class Reactor:
                 self._pass_lead(worker)
                 self._run(worker, work)
             else:
-                self._run_leading(worker, work)
+                began = self._run_leading(worker, work)
             del work  # and what it holds, before waiting for more
 
-    def _run_leading(self, worker: Runner, work: Work) -> None:
-        """Run short work without giving the lead away, watched."""
-        worker.since = perf_counter()
+    def _run_leading(self, worker: Runner, work: Work) -> float:
+        """Run short work without giving the lead away, watched; when it began."""
+        worker.since = began = perf_counter()
         worker.waited = 0.0
         self.runs += 1
         if not self.watched:
@@ -347,6 +346,7 @@ class Reactor:
                     self._release_waiting()
         if not still:
             self._run_waiting(worker)
+        return began
 
     def _run(self, worker: Runner, work: Work) -> None:
         worker.waited = 0.0
@@ -428,7 +428,7 @@ class Reactor:
         """
         spin, recent = Spin(start, gives_way=True), self._recent
         while True:
-            if self._unlooked < TURNS and recent is not None and _read(recent):
+            if self._unlooked < READS and recent is not None and _read(recent):
                 self._unlooked += 1
                 return None
             if self._ready:

@@ -12,6 +12,7 @@ import pytest
 from telegrad.agent import intake as module
 from telegrad.agent.entrance import Caller
 from telegrad.agent.intake import AHEAD, LOOK_AGAIN, MOST_UNREAD, READ_ON, Intake
+from telegrad.agent.reactor import STUCK_AFTER, TURN
 from telegrad.agent.slots import STALLED_AFTER, Slots
 from telegrad.agent.works import QUICK, Work, WorkQueue
 from telegrad.group.members import Identity
@@ -86,10 +87,9 @@ class Simulation:
             self.most = max(self.most, len(caller.queue))
 
     def run(self, takes: float) -> None:
-        """As the leader: 64 works, one of each queue in turn, between two looks at the connections."""
-        for _ in range(64):
-            if not self.ready:
-                break
+        """As the leader: works, one of each queue in turn, between two looks at the connections."""
+        until = self.now + TURN
+        while self.ready and self.now <= until:
             queue = self.ready.popleft()
             work, has_more = self.slots.begin(queue)
             if has_more:
@@ -97,7 +97,7 @@ class Simulation:
             if work is None:
                 continue
             caller, number, since = work.argument
-            if takes > RUNS:  # by threads of their own
+            if takes > STUCK_AFTER:  # by threads of their own
                 self.running.append((self.now + takes, caller, number))
                 continue
             self.now += takes
@@ -140,6 +140,31 @@ def test_few_quick_calls_of_a_flood_wait_at_a_time(two: Simulation) -> None:
     assert two.most <= 2 * (AHEAD + READ)  # of which the garbage collector does not even hear
     assert max(two.took[other]) < 5e-3
     assert len(two.took[other]) > 100
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_who_does_not_flood_waits_for_a_turn_and_a_call_of_each_caller(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """However many flood, and however long their calls take."""
+    chance = random.Random(seed)
+    simulation = Simulation(monkeypatch, chance.randint(2, 6))
+    *flooders, other = simulation.callers
+    takes = chance.choice([5e-6, RUNS, 80e-6, 1e-3])
+    for flooder in flooders:
+        simulation.sends[flooder] = 2_000
+    took = simulation.took[other]
+    while all(simulation.sends[flooder] for flooder in flooders):
+        came = simulation.now
+        simulation.step(takes)  # it has come as a turn began
+        read, count = simulation.now, len(took)
+        simulation.sends[other] = 1
+        for _ in range(len(simulation.callers) + 2):  # a turn holds one call at least
+            if len(took) == count:
+                simulation.step(takes)
+        assert len(took) == count + 1
+        assert read + took[-1] - came < TURN + (1 + len(simulation.callers)) * takes + 1e-9
+    assert len(took) > 10
 
 
 def test_slow_calls_are_read_on(two: Simulation) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
 
-from telegrad.agent.reactor import Reactor
+from telegrad.agent import reactor as module
+from telegrad.agent.reactor import TURN, Reactor
+from telegrad.agent.works import QUICK, Work, WorkQueue
 from tests.cluster import PATIENCE
 
 
@@ -30,3 +33,40 @@ def test_it_may_be_closed_while_a_thread_of_it_is_about_to_start(monkeypatch: py
     for thread in [starting, *threads]:
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_leader_looks_at_all_connections_again_soon_however_long_works_take(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With a clock that goes on only as works run, so that no other thread counts."""
+    chance = random.Random(seed)
+    longest = chance.choice([5e-6, 80e-6, 1e-3])
+    now, looks, done = [0.0], [0.0], threading.Event()
+    monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+
+    def take(seconds: float) -> None:
+        now[0] += seconds
+
+    reactor = Reactor(4, 1, lambda: None, lambda: None)
+    look = reactor._poll
+
+    def poll() -> None:
+        looks.append(now[0])
+        look()
+
+    monkeypatch.setattr(reactor, "_poll", poll)
+    queues = [WorkQueue() for _ in range(3)]
+    for _ in range(500):
+        for queue in queues:  # before there is a thread
+            reactor.submit(Work(take, chance.uniform(0, longest), QUICK), queue)
+    reactor.submit(Work(lambda _: done.set(), None, QUICK), queues[0])
+    try:
+        reactor.start()
+        assert done.wait(PATIENCE)
+    finally:
+        reactor.close()
+    gaps = [later - earlier for earlier, later in zip(looks, looks[1:], strict=False)]
+    # One work begins at the last moment, and it is seen as the next one begins.
+    assert max(gaps) <= TURN + 2 * longest
+    assert now[0] > 3 * longest

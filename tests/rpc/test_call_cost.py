@@ -11,8 +11,10 @@ from telegrad.rpc import api, current
 from tests.cluster import agents
 from tests.rpc.test_calls import echo
 
-CALLS = 200
-MOST = 80  # of both workers, for one call: 66, and some more where a program uses actors
+BATCHES = 20
+CALLS = 20  # of one batch
+MOST = 80  # of both workers, for one call: 69, and some more where a program uses actors
+CLOCK = "telegrad-clock"  # the thread whose work depends on the time that passes, not on the calls
 # How often a thread looks whether something has come depends on the machine, and locks are checked in tests only.
 LOOKS = (
     "contracts.py",
@@ -30,15 +32,16 @@ LOOKING = frozenset(
 
 
 def test_a_call_goes_through_few_functions() -> None:
-    passed: Counter[str] = Counter()
-    counts = False
+    """Count in batches, of which the least counts: on a busy machine some calls are handed to other threads."""
+    batches: list[Counter[str]] = [Counter()]
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        if counts and event == "call":
-            code = frame.f_code
-            file = code.co_filename.replace("\\", "/")
-            if "/telegrad/" in file and not file.endswith(LOOKS) and code.co_name not in LOOKING:
-                passed[f"{file.rpartition('/telegrad/')[2]} {code.co_name}"] += 1
+        if event != "call" or threading.current_thread().name == CLOCK:
+            return
+        code = frame.f_code
+        file = code.co_filename.replace("\\", "/")
+        if "/telegrad/" in file and not file.endswith(LOOKS) and code.co_name not in LOOKING:
+            batches[-1][f"{file.rpartition('/telegrad/')[2]} {code.co_name}"] += 1
 
     before = threading.getprofile(), sys.getprofile()
     threading.setprofile(profile)
@@ -46,15 +49,15 @@ def test_a_call_goes_through_few_functions() -> None:
     try:
         with agents(2, transport="unix") as (worker, _):
             current.enter(worker)
-            for number in range(20):
-                api.rpc_sync("w1", echo, (number,))
-            counts = True
-            for number in range(CALLS):
-                api.rpc_sync("w1", echo, (number,))
-            counts = False
+            for _ in range(1 + BATCHES):
+                batches.append(Counter())
+                for number in range(CALLS):
+                    api.rpc_sync("w1", echo, (number,))
+            batches.append(Counter())  # of the end
             current.enter(None)
     finally:
         threading.setprofile(before[0])
         sys.setprofile(before[1])
-    found = sum(count for count in passed.values() if count > CALLS / 2) / CALLS
-    assert found <= MOST, "\n".join(f"{count / CALLS:.2f} {name}" for name, count in passed.most_common())
+    least = min(batches[2:-1], key=Counter.total)  # not the start, nor the first calls, which make what later ones use
+    found = least.total() / CALLS
+    assert found <= MOST, "\n".join(f"{count / CALLS:.2f} {name}" for name, count in least.most_common())
