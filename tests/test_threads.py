@@ -33,9 +33,8 @@ def test_a_thread_that_many_want_is_started_once() -> None:
 
 def test_a_lock_refuses_the_thread_that_holds_it_and_no_other() -> None:
     lock = Exclusive("a look")
-    with lock:
-        with pytest.raises(UsageError, match="has interrupted a look"), lock:
-            pass
+    with lock, pytest.raises(UsageError, match="has interrupted a look"), lock:
+        pass
 
     def take() -> None:
         with lock:

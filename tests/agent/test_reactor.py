@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 
@@ -66,7 +67,7 @@ def test_the_leader_looks_at_all_connections_again_soon_however_long_works_take(
         assert done.wait(PATIENCE)
     finally:
         reactor.close()
-    gaps = [later - earlier for earlier, later in zip(looks, looks[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(looks)]
     # One work begins at the last moment, and it is seen as the next one begins.
     assert max(gaps) <= TURN + 2 * longest
     assert now[0] > 3 * longest
