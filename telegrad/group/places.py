@@ -35,13 +35,27 @@ log = logging.getLogger("telegrad")
 _warned: set[int] = set()  # the users of whom that was said; any thread adds to it
 
 
+def split(url: str) -> SplitResult:
+    """Split a URL into its parts.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return urlsplit(url)
+    except ValueError as error:  # brackets that do not match, or a host that is no Unicode to be normalized
+        raise UsageError(
+            f"{url!r} is no URL ({error}): write tcp://HOST:PORT, an IPv6 address in brackets, file:///PATH or env://"
+        ) from error
+
+
 def spots(url: SplitResult) -> tuple[Spot, ...]:
     """The places that tcp://HOST:PORT,HOST:PORT names.
 
     Raises:
         UsageError: one of them is none.
     """
-    return tuple(_spot(urlsplit(f"//{part.strip()}"), url) for part in url.netloc.split(","))
+    return tuple(_spot(split(f"//{part.strip()}"), url) for part in url.netloc.split(","))
 
 
 def _spot(part: SplitResult, url: SplitResult) -> Spot:

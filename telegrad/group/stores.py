@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import torch.distributed as dist
 
@@ -50,7 +50,7 @@ from telegrad.group.board import (
     short,
 )
 from telegrad.group.files import FileStore
-from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, spots
+from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, split, spots
 from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept, place
 from telegrad.group.tcp import reach_tcp, serve_tcp
@@ -113,7 +113,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
         StorePortTaken: this worker should serve the store, but another program has its port.
         StoreUnreachable: nobody serves the store.
     """
-    url = urlsplit(init_method)
+    url = split(init_method)
     query = parse_qs(url.query)
     try:
         rank = int(query.get("rank", [rank])[0])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from telegrad.errors import UsageError
 from telegrad.group import places
-from telegrad.group.places import HAS_NAMES, somebody_stays_at, stay_at
+from telegrad.group.places import HAS_NAMES, somebody_stays_at, split, spots, stay_at
 from tests.other_user import NOBODY, become_nobody, is_root
 
 PLACE = ("127.0.0.1", 1)
@@ -63,3 +67,28 @@ def test_a_name_that_another_user_has_taken_is_not_believed(caplog: pytest.LogCa
         os.waitpid(holding, 0)
         os.close(reading)
         os.close(writing)
+
+
+URLS = st.lists(
+    st.one_of(
+        st.sampled_from(["tcp:", "env:", "file:", "//", "[", "]", "::1", ":", "@", ",", "?", "0", "\u2100", " "]),
+        st.text(max_size=3),
+    )
+).map("".join)
+
+
+@settings(max_examples=2_000, deadline=None)
+@given(URLS)
+def test_a_url_is_split_or_refused(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        for host, port in spots(split(f"tcp://{text}")):
+            assert host
+            assert 0 < port < 65536
+    with contextlib.suppress(UsageError):
+        split(text)
+
+
+@pytest.mark.parametrize("url", ["tcp://[::1", "tcp://a\u2100b:80", "tcp://[::1]:80,[::2:80"])
+def test_the_error_of_a_url_that_is_none_shows_it(url: str) -> None:
+    with pytest.raises(UsageError, match=r"is no URL .*write tcp://HOST:PORT"):
+        spots(split(url))

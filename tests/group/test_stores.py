@@ -146,6 +146,7 @@ def test_a_scheme_that_the_program_registered() -> None:
         "no://a",
         "",
         "tcp://h:1?rank=a",
+        "tcp://[::1",
     ],
 )
 def test_urls_that_say_nothing(url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import torch.distributed as dist
 
@@ -53,6 +53,7 @@ from telegrad.compat.rpc.server_process_global_profiler import _server_process_g
 from telegrad.errors import UsageError
 from telegrad.group.keys import find_keys
 from telegrad.group.members import check_name
+from telegrad.group.places import split
 from telegrad.group.stores import open_store
 from telegrad.rpc import (
     RpcBackendOptions,
@@ -154,7 +155,7 @@ def init_rpc(
 
 def _missing_rank(init_method: str) -> int:
     """The rank for a group without a size, where the call has none."""
-    url = urlsplit(init_method)
+    url = split(init_method)
     if url.scheme == "env":
         if "RANK" not in os.environ:
             raise ValueError("environment variable RANK expected, but not set: set it, or give rank=...")
