@@ -23,6 +23,7 @@ from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, 
 from telegrad.group.members import Identity
 
 MOST_OPEN = 1 << 14  # contexts of one other worker
+MOST_PASSES = 1 << 16  # backward passes, of all contexts of one worker
 REMEMBERED = 1 << 16  # contexts that have ended, for what comes late
 LOOK_EVERY = 1.0  # seconds between looks for contexts that stay
 ASK_AFTER, ASK_AT_MOST = 1.0, 10.0  # seconds: the first pause between questions, which doubles, and the longest
@@ -53,11 +54,12 @@ class Contexts:
         """`ended` is called for each context that ends."""
         self._agent = agent
         self._tell_ended = ended
-        # Guards changes of the next four, and looks at all of one. Each look that goes without it is one operation of
+        # Guards changes of the next five, and looks at all of one. Each look that goes without it is one operation of
         # a dict, and so atomic: `get`, `in`, `len`.
         self._lock = threading.Lock()
         self._contexts: dict[int, AutogradContext] = {}
         self._open: Counter[int] = Counter()  # of them, by the ranks of their owners; not of this worker's own
+        self._passes: Counter[int] = Counter()  # of contexts that have not ended, by the ranks of the owners
         self._ended: dict[int, bool] = {}  # the latest, for what comes too late; whether this worker forsook them
         self._asked: dict[int, tuple[float, float]] = {}  # of those that stay: the last pause, and when to ask next
         self._ids = itertools.count(secrets.randbits(OWNER_SHIFT - 1))  # `next` is atomic
@@ -128,6 +130,24 @@ class Contexts:
                 self._open[made.owner] += 1
             return self._contexts.setdefault(id_, made)
 
+    def count_passes(self, context: AutogradContext, messages: int = 1) -> None:
+        """Count what is kept until a context ends: the messages with which a pass began, or that came too early for it.
+
+        Raises:
+            LimitReached: as many are kept for the owner of the context as are kept for one worker.
+        """
+        owner = context.owner
+        with self._lock:
+            if self._passes[owner] >= MOST_PASSES:
+                raise LimitReached(
+                    f"worker {self._agent.name!r} has taken part in {MOST_PASSES:,} backward passes in autograd "
+                    f"contexts of the worker of rank {owner} that have not ended, and takes part in no more of that "
+                    "worker. Leave the `with` block of a context after some passes, and begin a new one"
+                )
+            if context.id in self._contexts:
+                self._passes[owner] += messages
+                context.passes += messages
+
     def check_kept(self, id_: int) -> None:
         """Raise ContextLost where this worker let go of a context whose owner may live and go on with it."""
         if self._ended.get(id_):
@@ -150,8 +170,9 @@ class Contexts:
     def _end(self, id_: int, word: Release | Doubt, sender: Identity | None, forsaken: bool) -> None:
         with self._lock:
             context = self._contexts.pop(id_, None)
-            if context is not None and context.owner != self._agent.me.id:
-                self._open[context.owner] -= 1
+            if context is not None:
+                self._passes[context.owner] -= context.passes
+                self._open[context.owner] -= context.owner != self._agent.me.id
             self._asked.pop(id_, None)
             self._ended[id_] = forsaken
             if len(self._ended) > REMEMBERED:

@@ -217,6 +217,7 @@ class LocalParts:
 
         What comes before waits for them: nodes that they lead to must not run without.
         """
+        self._contexts.count_passes(mailbox.context, len(tasks))
         roots: Sequence[Tensor] = ()
         if self._agent.name in spec.roots:
             early = mailbox.early.setdefault(spec, [])
@@ -272,8 +273,16 @@ class LocalParts:
     def abandon(self, spec: PassSpec) -> None:
         """A pass has failed, here or elsewhere: do no more for it."""
         context = self._contexts.get(spec.context)
-        if context is not None:
-            self._open(context).fail(spec)
+        if context is None:
+            return
+        mailbox = self._open(context)
+        if spec not in mailbox.parts:
+            try:
+                self._contexts.count_passes(context)
+            except LimitReached:  # what comes for it is refused as well, so that it failed need not be known
+                mailbox.early.pop(spec, None)
+                return
+        mailbox.fail(spec)
 
     def lost(self, who: Identity, error: PeerLost) -> None:
         """A worker is lost: passes in which something was sent to it cannot go on here."""

@@ -131,6 +131,7 @@ class AutogradContext:
         """`numbers` are given to the messages that it records, and never to two of this worker."""
         self.id = id_
         self.gradients = Gradients()
+        self.passes = 0  # in which this worker has taken part; `Contexts` counts them, and guards this
         self.running: Running | None = None  # set by whoever runs the graph, which one thread does at a time
         self._numbers = numbers
         # Guards changes of all below, and looks at all of one. Each look that goes without it is one operation of a

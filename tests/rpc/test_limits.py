@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import telegrad.rpc as rpc
+from telegrad import autograd
 from telegrad.autograd import contexts as contexts_module
+from telegrad.autograd.passes import Abandon, Mark, PassSpec
 from telegrad.errors import LimitReached, PeerError
 from telegrad.rpc import RRef, current
 from telegrad.rpc.worker import Worker
@@ -97,6 +99,54 @@ def test_one_worker_has_few_connections(three: tuple[Worker, Worker, Worker]) ->
     assert rpc.rpc_sync("w0", operator.neg, (1,)) == -1  # by a new connection
     for channel in channels:
         channel.sock.close()
+
+
+def test_one_worker_takes_part_in_few_passes(
+    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts_module, "MOST_PASSES", MOST)
+    callee, caller, other = three
+
+    def run(worker: Worker, passes: int) -> None:
+        current.enter(worker)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("w0", torch.neg, (torch.ones(1, requires_grad=True),)).sum()
+            for _ in range(passes):
+                autograd.backward(context_id, [loss], retain_graph=True)
+
+    def none_is_left() -> bool:
+        return not callee.conductor.contexts._passes.total() and not len(callee.conductor.contexts)
+
+    for _ in range(3):
+        run(caller, MOST)
+        wait_until(none_is_left)
+    with pytest.raises(LimitReached, match=r"'w\d' has taken part in 20 backward passes .*rank 1.*begin a new one"):
+        run(caller, MOST + 1)
+    run(other, MOST)
+    wait_until(none_is_left)
+    run(caller, MOST)
+
+
+def test_passes_that_never_begin_or_have_failed_are_counted(
+    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a worker says that means harm: shipments for passes whose roots never come, and failures of none."""
+    monkeypatch.setattr(contexts_module, "MOST_PASSES", MOST)
+    callee, caller, _ = three
+    current.enter(caller)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("w0", torch.neg, (torch.ones(1, requires_grad=True),)).sum()
+        parts = callee.conductor._parts
+        for number in range(3 * MOST):
+            spec = PassSpec(context_id, "w1", 1000 + number // 5, False, False, False, ("w0",))
+            caller.agent.notify("w0", Mark(spec, ("w1", number), ()))
+            caller.agent.notify("w0", Abandon(spec._replace(number=-number)))
+        with pytest.raises(LimitReached):
+            autograd.backward(context_id, [loss])
+        mailbox = parts._mailboxes[context_id]
+        assert len(mailbox.parts) + sum(map(len, mailbox.early.values())) <= MOST
+    rpc.rpc_sync("w0", int)
+    wait_until(lambda: not callee.conductor.contexts._passes.total())
 
 
 @pytest.mark.skipif(not SHARING, reason="memory is not shared here")
