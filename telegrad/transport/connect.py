@@ -13,7 +13,6 @@ from telegrad.errors import (
     HandshakeError,
     PeerSilent,
     PeerUnreachable,
-    ProtocolViolation,
     UsageError,
 )
 from telegrad.keyring import Keyring
@@ -178,7 +177,7 @@ def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int,
                 raise PeerSilent(stopped(pid)) from None
             continue
         if not data:
-            raise ProtocolViolation("the connection was closed during the handshake")
+            raise ConnectionResetError("it closed the connection")
         try:
             answer = end.receive(data)
         except (HandshakeError, PeerUnreachable):
