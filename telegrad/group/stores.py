@@ -348,7 +348,7 @@ def find_store(
         if site.store is not None and (mark not in (OVER, SETTLING) or lasting):
             return site.store
         until = min(until, site.until)
-        if monotonic() >= until:
+        if monotonic() >= until or (lasting and site.refused is not None):  # a lasting store is no earlier program's
             break
     if site.refused is not None:
         raise site.refused
