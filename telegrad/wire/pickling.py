@@ -169,9 +169,9 @@ def _types_of(values: Iterable[Any]) -> set[type]:
 
 
 def _pieces(container: Any) -> Iterator[list[Any]]:
-    """The elements of a container, some at a time, so that other threads can run in between."""
+    """The elements of a container, some at a time, so that other threads can run in between, which may change it."""
     for elements in (container, container.values()) if type(container) is dict else (container,):
-        rest = iter(elements)
+        rest = iter(elements if type(container) in (list, tuple) else list(elements))  # copied in one step
         while piece := list(islice(rest, MANY)):
             yield piece
 

@@ -7,6 +7,7 @@ import io
 import pickle
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from telegrad.errors import CannotDecode, CannotEncode
 from telegrad.wire import rawmemory, reducers, segments
 from telegrad.wire.packing import pack
-from telegrad.wire.pickling import decode, encode
+from telegrad.wire.pickling import MANY, _pieces, decode, encode
 from telegrad.wire.unpacking import unpack
 from tests.trees import DATA, LARGE, LEAVES, TREES, OwnText, Record, Slotted, alike
 
@@ -258,6 +259,16 @@ def test_a_container_that_others_change() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("kind", [dict.fromkeys, set])
+def test_a_container_that_changes_between_two_pieces(kind: Callable[..., Any]) -> None:
+    """As another thread does it, but each time."""
+    table = kind(range(3 * MANY))
+    pieces = _pieces(table)
+    assert next(pieces) == [*range(MANY)]
+    table.update({-1: None} if isinstance(table, dict) else {-1})
+    assert next(pieces) == [*range(MANY, 2 * MANY)]
 
 
 @pytest.mark.parametrize(
