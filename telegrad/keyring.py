@@ -38,7 +38,7 @@ def new_key() -> bytes:
 
 
 def check_key(key: object, source: str) -> bytes:
-    """Return the key as bytes; `source` says in errors where it was given.
+    """Return the key as bytes without white space around it, as in a file; `source` says in errors where it was given.
 
     Raises:
         UsageError: it is no str or bytes, or is shorter than 16 bytes.
@@ -50,6 +50,7 @@ def check_key(key: object, source: str) -> bytes:
             f"{source} must be a str or bytes of at least {SHORTEST} bytes, or False for a group without a key, "
             f"not {type(key).__name__}"
         )
+    key = key.strip()
     if len(key) < SHORTEST:
         raise UsageError(
             f"{source} has {len(key)} bytes: a group's key needs at least {SHORTEST}, so that it cannot be guessed. "

@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Start one worker of a group. It serves the calls of the others until the group ends.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", help="the worker's name in its group; else made of its role and a number")
     parser.add_argument("--role", default="", help="its role: workers of one role are a group of their own")

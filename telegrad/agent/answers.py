@@ -20,7 +20,7 @@ from telegrad.errors import CallCancelled, CannotEncode, LimitReached, PeerError
 from telegrad.group.members import Identity
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
-from telegrad.wire.failures import describe
+from telegrad.wire.failures import describe, readable
 from telegrad.wire.messages import FAILURE, HAS_GRAPH, HAS_REFERENCES, NO_GRAD, RESULT, Message, append
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import encode
@@ -86,6 +86,7 @@ class Answers:
 
     def fail(self, call: Incoming, error: BaseException, name: str) -> None:
         """Answer with an error; `name` is that of the function, or empty where it was not even found."""
+        error = readable(error)
         if call.cancelled:
             if call.destination is None:
                 self.send(call, Message(FAILURE, call.message.id))

@@ -33,6 +33,7 @@ from telegrad.group.members import Identity
 from telegrad.instruments import RAN
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
+from telegrad.wire.failures import readable
 from telegrad.wire.functions import resolve
 from telegrad.wire.messages import (
     CALL,
@@ -416,9 +417,9 @@ class Server:
         self._loop.close()
 
 
-def _note(call: Incoming, error: object = None) -> None:
+def _note(call: Incoming, error: Any = None) -> None:
     """Tell that a call that has come has ended."""
     if (note := instruments.note) is not None:
         number = call.message.id
-        failure = CANCELLED * call.cancelled or ("" if error is None else type(error).__name__)
+        failure = CANCELLED * call.cancelled or ("" if error is None else type(readable(error)).__name__)
         note((RAN, call.begun, perf_counter(), call.caller.name, number, call.name, failure))

@@ -65,7 +65,7 @@ def _spot(part: SplitResult, url: SplitResult) -> Spot:
         host = port = None
     if not host or not port:
         raise UsageError(
-            f"{url.geturl()!r} names no host and port: write tcp://HOST:PORT, or for a dynamic group "
+            f"{url.geturl()!r} names no host and port (1 to 65535): write tcp://HOST:PORT, or for a dynamic group "
             "tcp://HOST:PORT,HOST:PORT; an IPv6 address in brackets"
         )
     return host, port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import socket
 import sys
 from functools import partial
@@ -11,8 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from telegrad.addresses import family_of
-from telegrad.group.address import listening_address
+from telegrad.group.address import is_address, listening_address
 
+log = logging.getLogger("telegrad")
+
+ANYWHERE = ("0.0.0.0", "::")
 CROWD = 1024  # connections that wait to be accepted
 _store = partial(dist.TCPStore, wait_for_workers=False, use_libuv=sys.platform != "win32")  # torch has no libuv there
 
@@ -37,6 +41,12 @@ def serve_tcp(host: str, port: int, shared: bool = False) -> tuple[Any, int]:
         RuntimeError: torch cannot serve a store.
     """
     address = listening_address(host)
+    if address in ANYWHERE and is_address(host) and host not in ANYWHERE:
+        log.warning(
+            "telegrad: %s is no address of this host: the store of this group listens at all addresses of the host. If "
+            "nothing leads from there to here, as a NAT does, correct MASTER_ADDR or init_method",
+            host,
+        )
     try:
         listener = socket.create_server((address, port), family=family_of(address), backlog=CROWD)
     except OSError:

@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run workers on this host, and start them again when they fail. docs/supervision.md tells more.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(roles={}, last=DEFAULT)
     parser.add_argument("file", nargs="?", metavar="FILE", help="such as roles.toml")

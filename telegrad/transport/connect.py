@@ -98,7 +98,10 @@ def _reach(
         if sock is not None:
             return sock, UNIX
     elif transport == "unix":
-        raise PeerUnreachable(f'worker {target.name!r} lives on another host; transport="unix" does not reach it')
+        raise PeerUnreachable(
+            f"worker {target.name!r} has no Unix socket that this one reaches: it lives on another host, or was given "
+            'another transport or tls; transport="unix" does not reach it'
+        )
     try:
         sock = socket.create_connection(target.tcp, timeout)
     except OSError as error:

@@ -22,11 +22,34 @@ from telegrad.wire.stories import STORY, Text, cut, keep_lines, own_notes, tell,
 from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
+UNREADABLE = "an exception was raised whose attributes cannot be read: its own code raises"
+_ATTRIBUTES = ("__dict__", *dir(BaseException))
 LARGEST = 1 << 20  # bytes of an exception that is sent whole
 
 
 def describe(error: BaseException, worker: str, function: str = "") -> bytes:
     """Everything that `rebuild` needs; never raises. `function` is what was called, as users know it."""
+    try:
+        return _description(error, worker, function)
+    except BaseException:
+        return pickle.dumps((None, "An exception", f"On worker {worker!r}: {UNREADABLE}"), 5)
+
+
+def readable(error: BaseException) -> BaseException:
+    """Return the exception, or a RemoteError in place of one whose own code raises as it is looked at; never raises."""
+    try:
+        kind = type(error)
+        for name in ("__name__", "__qualname__", "__module__"):
+            getattr(kind, name)
+        for name in _ATTRIBUTES:
+            getattr(error, name)
+        getattr(error, "__notes__", None)
+    except BaseException:
+        return RemoteError(UNREADABLE)
+    return error
+
+
+def _description(error: BaseException, worker: str, function: str) -> bytes:
     story = tell(error, worker, function)
     kind = _original(type(error))
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
@@ -56,8 +79,10 @@ def rebuild(data: bytes | memoryview) -> BaseException:
         return RemoteError(f"an exception was raised whose description cannot be read: {error}")
     try:
         if sent is not None:
-            return _telling(_load(sent), story)
-    except Exception:
+            made = _telling(_load(sent), story)
+            if readable(made) is made:
+                return made
+    except BaseException:  # its own code may raise anything
         pass
     return RemoteError(f"{name} was raised and cannot be rebuilt on this worker\n{story}")
 

@@ -32,6 +32,7 @@ from telegrad.errors import TelegradError
 
 DEBUG_VARIABLE = "TELEGRAD_DEBUG"
 LONGEST_TEXT = 1 << 16
+LONGEST_LINE = 2_000  # characters of a line of a log
 STORY = "_telegrad_story"  # where a rebuilt exception keeps it
 TRACEBACK = "Traceback (most recent call last):\n"
 
@@ -80,7 +81,7 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
         return story_of(error)
     try:
         told = _told(error)
-    except Exception:
+    except BaseException:  # its own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be made)\n"
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
 
@@ -102,10 +103,10 @@ def _with_line(frame: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its text."""
+    """The first line of its text, which may be cut."""
     try:
-        return str(error).strip().partition("\n")[0]
-    except Exception:
+        return str(error).strip().partition("\n")[0][:LONGEST_LINE]
+    except BaseException:  # its own code may raise anything
         return "(its text could not be made)"
 
 

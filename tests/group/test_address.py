@@ -10,6 +10,7 @@ import pytest
 from telegrad import errors
 from telegrad.group import address
 from telegrad.group.address import ADDRESS_VARIABLE, ELSEWHERE, host_identity, local_address_towards, own_address
+from telegrad.group.tcp import serve_tcp
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +92,12 @@ def test_a_host_without_proc_has_an_identity(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(address, "open", missing, raising=False)
     assert host_identity() == host_identity()
     assert socket.gethostname() in host_identity()
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("192.0.2.1", True), ("127.0.0.1", False), ("localhost", False)])
+def test_a_store_that_listens_at_all_addresses_says_so(
+    caplog: pytest.LogCaptureFixture, host: str, is_told: bool
+) -> None:
+    store, _ = serve_tcp(host, 0)
+    assert ("is no address of this host" in caplog.text) == is_told
+    del store

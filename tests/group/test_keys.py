@@ -247,3 +247,20 @@ def test_a_key_file_that_is_empty_for_a_moment_changes_nothing(
     assert caplog.text.count("the keys stay as they were") == 1
     path.write_text(KEY + "!")
     assert proof(keys) == proof(Keyring([KEY.encode() + b"!"]))
+
+
+@pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t \n"])
+def test_white_space_around_a_key_is_no_part_of_it(tmp_path: pathlib.Path, space: str) -> None:
+    """As `key=open(path).read()` has it, where another worker is given the file."""
+    path = tmp_path / "key"
+    path.write_text(KEY_TEXT + space)
+    path.chmod(0o600)
+    of_file = find_keys(None, {"TELEGRAD_KEY_FILE": str(path)}).secrets()
+    for given in (KEY_TEXT, KEY_TEXT + space, (space + KEY_TEXT).encode()):
+        assert find_keys(given).secrets() == of_file
+    assert find_keys(None, {"TELEGRAD_KEY": KEY_TEXT + space}).secrets() == of_file
+    with pytest.raises(errors.UsageError, match="has 0 bytes"):
+        find_keys(20 * space)
+
+
+KEY_TEXT = "a key that is long enough"

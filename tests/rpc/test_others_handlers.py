@@ -32,10 +32,11 @@ class Pids(Dataset):
         return os.getpid()
 
 
-def call_until(error):
+def call_until(error, begin):
     calls = 0
     until = time.monotonic() + 20
     try:
+        begin()  # the handler may run at once
         while time.monotonic() < until:
             assert rpc.rpc_sync("worker0", pow, (2, 3)) == 8
             calls += 1
@@ -49,13 +50,12 @@ if __name__ == "__main__":
     with telegrad.local(1):
         for _ in range(5):
             batches = iter(DataLoader(Pids(), num_workers=1))
-            os.kill(int(next(batches)), signal.SIGKILL)
-            print(call_until(RuntimeError).partition(" (")[0])
+            worker = int(next(batches))
+            print(call_until(RuntimeError, lambda: os.kill(worker, signal.SIGKILL)).partition(" (")[0])
             del batches
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
         for _ in range(20):
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            print(call_until(SystemExit))
+            print(call_until(SystemExit, threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start))
 """
 
 

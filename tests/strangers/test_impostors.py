@@ -118,7 +118,7 @@ def claim_without_proof(sock: socket.socket, over: threading.Event) -> None:
     ("behave", "error"),
     [
         (say_nothing, PeerUnreachable),
-        (close, ProtocolViolation),
+        (close, PeerUnreachable),
         (reset, PeerUnreachable),
         (speak_http, ProtocolViolation),
         (mirror, AuthenticationFailed),

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from telegrad import errors
-from telegrad.wire.failures import LARGEST, describe, rebuild
-from telegrad.wire.stories import LONGEST_TEXT
+from telegrad.wire.failures import LARGEST, describe, fresh, readable, rebuild
+from telegrad.wire.stories import LONGEST_TEXT, first_line
 
 
 def journey(error: Any, worker: str = "w1") -> Any:
@@ -351,3 +351,52 @@ def test_an_exception_with_more_than_may_be_sent_is_told_of_without_it() -> None
         assert isinstance(back, ValueError)
         assert back.args[0] == "bad"
         assert len(repr(back)) < 100_000
+
+
+class Meta(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise KeyError("no name")
+
+
+class Nameless(Exception, metaclass=Meta):
+    pass
+
+
+def hides(name: str, raised: type[BaseException]) -> BaseException:
+    class Hiding(Exception):
+        def __getattribute__(self, asked: str) -> Any:
+            if asked == name:
+                raise raised(asked)
+            return super().__getattribute__(asked)
+
+    return Hiding("hidden")
+
+
+HIDDEN = ["__dict__", "__notes__", *dir(BaseException)]
+
+
+@pytest.mark.parametrize("raised", [KeyError, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("name", [*HIDDEN, "metaclass"])
+def test_an_exception_whose_attributes_cannot_be_read_is_told(name: str, raised: type[BaseException]) -> None:
+    error = Nameless("x") if name == "metaclass" else hides(name, raised)
+    there = readable(error)
+    assert first_line(there)
+    made = rebuild(describe(error, "w1", "f"))
+    assert "w1" in str(made)
+    raised_here = fresh(made)
+    with pytest.raises(Exception, match="w1"):
+        raise raised_here
+
+
+class Bomb(Exception):
+    def __reduce__(self) -> Any:
+        return (sys.exit, ("as it is rebuilt",))
+
+
+def test_an_exception_that_ends_who_rebuilds_it() -> None:
+    assert "w1" in str(rebuild(describe(Bomb("x"), "w1")))
+
+
+def test_a_line_of_a_log_is_cut() -> None:
+    assert len(first_line(ValueError("x" * 10**6))) < 10_000
