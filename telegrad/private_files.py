@@ -99,6 +99,7 @@ class Folder:
         """
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._name(name), PRIVATE_FOLDER, **self._in())
+            os.chmod(self._name(name), PRIVATE_FOLDER, **self._in())  # the umask may have taken bits away
         return opened(os.path.join(self.path, name), _check_private, self._descriptor)
 
     def _name(self, name: str) -> str:
@@ -186,6 +187,8 @@ def create_once(path: Path, data: bytes) -> bytes:
     temporary = _beside(path)
     try:
         with os.fdopen(os.open(temporary, _CREATE, PRIVATE_FILE), "wb") as file:
+            if _POSIX:
+                os.fchmod(file.fileno(), PRIVATE_FILE)  # the umask may have taken bits away
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # else its name may survive a power failure without its content
@@ -225,10 +228,20 @@ def _private_in(base: str, made: bool) -> Folder:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", base)
     base = resolved(base)
     if made:
-        with contextlib.suppress(FileExistsError):  # a file, of which `opened` says so
-            os.makedirs(base, PRIVATE_FOLDER, exist_ok=True)
+        _make_private(base)
     with opened(base, _check_base) as folder:
         return folder.private(_NAME)
+
+
+def _make_private(path: str) -> None:
+    """Make a folder, and those above it, where they are missing: for this user alone, whatever the umask."""
+    parent = os.path.dirname(path)
+    if os.path.isdir(path) or parent == path:
+        return
+    _make_private(parent)
+    with contextlib.suppress(FileExistsError):  # another process was faster, or a file is there, as `opened` will say
+        os.mkdir(path, PRIVATE_FOLDER)
+        os.chmod(path, PRIVATE_FOLDER)  # the umask may have taken bits away
 
 
 def _temporary() -> Folder:

@@ -218,7 +218,8 @@ def test_nothing_is_said_where_a_user_has_no_home(
     monkeypatch: pytest.MonkeyPatch, temporary: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HOME", "/nonexistent/home")
-    monkeypatch.setattr(os, "makedirs", refuse)
+    make = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, *a, **k: (refuse if "/none" in path else make)(path, *a, **k))
     with private_folder("dumps") as folder:
         assert folder.path.is_relative_to(temporary)
     assert not caplog.records
@@ -398,3 +399,23 @@ def test_a_file_is_created_only_where_nothing_is(tmp_path: pathlib.Path) -> None
         with pytest.raises(FileExistsError):
             create(tmp_path / name)
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077, 0o777], ids=oct)
+def test_the_umask_changes_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    """Folders above the state folder are made as it is, so that they are trusted afterwards."""
+    home = tmp_path / "none" / "yet"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    before = os.umask(umask)
+    try:
+        folder = state_folder()
+        create_once(folder / "key", b"secret")
+    finally:
+        os.umask(before)
+    assert create_once(state_folder() / "key", b"other") == b"secret"
+    assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
+    while folder != tmp_path:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder = folder.parent
