@@ -97,9 +97,7 @@ class Folder:
             UnsafePath: it is another user's, or others may write it, or it is a symlink.
             OSError: it cannot be made.
         """
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self._name(name), PRIVATE_FOLDER, **self._in())
-            os.chmod(self._name(name), PRIVATE_FOLDER, **self._in())  # the umask may have taken bits away
+        _new_folder(self._name(name), **self._in())
         return opened(os.path.join(self.path, name), _check_private, self._descriptor)
 
     def _name(self, name: str) -> str:
@@ -235,13 +233,15 @@ def _private_in(base: str, made: bool) -> Folder:
 
 def _make_private(path: str) -> None:
     """Make a folder, and those above it, where they are missing: for this user alone, whatever the umask."""
-    parent = os.path.dirname(path)
-    if os.path.isdir(path) or parent == path:
-        return
-    _make_private(parent)
+    if not os.path.isdir(path):
+        _make_private(os.path.dirname(path))
+        _new_folder(path)
+
+
+def _new_folder(path: str, **within: Any) -> None:
     with contextlib.suppress(FileExistsError):  # another process was faster, or a file is there, as `opened` will say
-        os.mkdir(path, PRIVATE_FOLDER)
-        os.chmod(path, PRIVATE_FOLDER)  # the umask may have taken bits away
+        os.mkdir(path, PRIVATE_FOLDER, **within)
+        os.chmod(path, PRIVATE_FOLDER, **within)  # the umask may have taken bits away
 
 
 def _temporary() -> Folder:
@@ -267,9 +267,7 @@ def _check_base(descriptor: int, path: str) -> None:
 def _check_private(descriptor: int, path: str) -> None:
     found = os.fstat(descriptor)
     refuse_foreign(found, path)
-    if (
-        found.st_mode & 0o077
-    ):  # others can read it, as they can what `mkdir` makes, but they cannot have put files there
+    if found.st_mode & 0o077:  # others can read it, as they can what `mkdir` makes, but cannot have put files there
         os.fchmod(descriptor, PRIVATE_FOLDER)
 
 

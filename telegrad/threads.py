@@ -44,7 +44,7 @@ class Exclusive:
     """A lock that is held while its thread waits, and refuses that thread: a handler of a signal may run meanwhile."""
 
     def __init__(self, what: str) -> None:
-        """`what` the thread does that holds it, for the error."""
+        """`what` names the operation that holds the lock, for errors."""
         self._what = what
         self._lock = threading.Lock()
         self._owner = 0

@@ -35,7 +35,7 @@ from telegrad.transport.poller import READ, WRITE, Poller, Source
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 PUT_OFF = 64  # works at most that wait for an idle moment
 TURN = 5e-4  # seconds of works until the leader looks at all connections again; so long do 64 quick calls take
-READS = 64  # of one connection, until it does
+READS = 64  # of one connection until the leader looks at all connections again
 NO_MEMORY_PAUSE = 0.01  # seconds until a thread goes on that found no memory
 WORK_FAILED = "telegrad: work of the agent failed"
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
@@ -326,7 +326,7 @@ class Reactor:
             del work  # and what it holds, before waiting for more
 
     def _run_leading(self, worker: Runner, work: Work) -> float:
-        """Run short work without giving the lead away, watched; when it began."""
+        """Run short work without giving the lead away, watched; return the time at which it began."""
         worker.since = began = perf_counter()
         worker.waited = 0.0
         self.runs += 1

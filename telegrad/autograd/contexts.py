@@ -131,7 +131,7 @@ class Contexts:
             return self._contexts.setdefault(id_, made)
 
     def count_passes(self, context: AutogradContext, messages: int = 1) -> None:
-        """Count what is kept until a context ends: the messages with which a pass began, or that came too early for it.
+        """Count messages with which a pass began, or that came too early for it: they are kept until its context ends.
 
         Raises:
             LimitReached: as many are kept for the owner of the context as are kept for one worker.

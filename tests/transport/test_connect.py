@@ -1,4 +1,4 @@
-"""Connecting to who ends the connection at some point of the handshake, as a worker that is killed does."""
+"""A connection that the other end closes at some point of the handshake, as when a worker is killed."""
 
 from __future__ import annotations
 
