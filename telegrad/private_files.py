@@ -233,8 +233,8 @@ def _private_in(base: str, made: bool) -> Folder:
 
 def _make_private(path: str) -> None:
     """Make a folder, and those above it, where they are missing: for this user alone, whatever the umask."""
-    if not os.path.isdir(path):
-        _make_private(os.path.dirname(path))
+    if not os.path.isdir(path) and (parent := os.path.dirname(path)) != path:
+        _make_private(parent)
         _new_folder(path)
 
 
