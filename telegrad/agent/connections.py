@@ -28,13 +28,13 @@ from telegrad.devices.maps import faults
 from telegrad.devices.routes import Places, for_calls, for_gradients
 from telegrad.devices.staging import Staging
 from telegrad.devices.streams import Streams
-from telegrad.errors import DeviceError, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
+from telegrad.errors import DeviceError, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown, UnknownWorker
 from telegrad.group.members import Identity, Member
 from telegrad.keyring import Keyring
 from telegrad.transport.blobs import SHARE_FROM, MemorySources
 from telegrad.transport.connect import Channel, Target, connect
 from telegrad.transport.encrypted import EncryptedLink
-from telegrad.transport.endings import lost
+from telegrad.transport.endings import lost, part
 from telegrad.transport.handshake import Claim, StreamId
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
@@ -42,7 +42,7 @@ from telegrad.transport.listener import MOST_CONNECTIONS, Listener
 from telegrad.transport.loopback import LoopEnd
 from telegrad.transport.memory import Arena, SharedPool
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import BYE, Message
+from telegrad.wire.messages import Message
 
 CONNECT_WITHIN = 10.0  # seconds, and as many for the handshake
 
@@ -104,7 +104,7 @@ class Connections:
         self._lock = threading.Lock()
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
-        self._warned: set[str] = set()  # the incarnations of those whose loss was told
+        self._warned: set[str] = set()  # the incarnations of those whose loss was told, or who left in order
         self._health = Health(
             settings.silence,
             settings.heartbeat,
@@ -342,7 +342,7 @@ class Connections:
         if len(same) >= MOST_CONNECTIONS:
             same[0].close(lost(who.name, f"it has made more than {MOST_CONNECTIONS} connections at a time"))
         if left is not None:
-            _part(link, *left)
+            part(link, *left)
         elif not closed:  # else it is about to be ended with the others
             link.feed(channel.leftover)
             link.reading.watch()
@@ -380,6 +380,9 @@ class Connections:
                 note((instruments.LOST, now := perf_counter(), now, who.name, str(reason)))
             if isinstance(reason, PeerLost):
                 self.warn_lost(who, str(reason))
+            elif isinstance(reason, ShutDown) and not isinstance(reason, LeftEarly):
+                with self._lock:
+                    self._warned.add(who.incarnation)  # it leaves in order: no other end of it is a loss
             for told in self.lost:
                 told(who, reason)
 
@@ -422,11 +425,11 @@ class Connections:
         with self._lock:
             self._left = reason, how
             peers, accepted = list(self._peers.values()), list(self._accepted)
-        self.listener.close()
         for peer in peers:
             peer.close(reason, how)
         for link in accepted:
-            _part(link, reason, how)
+            part(link, reason, how)
+        self.listener.close()  # only now: who connects anew before it has heard is told the same
 
     def release_memory(self) -> None:
         """Once nothing uses it any more."""
@@ -441,10 +444,3 @@ class Connections:
         self.listener.abandon()
         for peer in self._peers.values():  # which futures hold that wait for a call
             forks.disable(peer)
-
-
-def _part(link: Link, reason: PeerError, how: str) -> None:
-    """End a connection that another has made, who is told `how` this worker left."""
-    with contextlib.suppress(PeerError):
-        link.send(Message(BYE, body=how.encode()))
-    link.close(reason)

@@ -27,10 +27,11 @@ from telegrad.errors import CallCancelled, CallTimeout, PeerError, PeerLost, Pee
 from telegrad.group.members import Identity
 from telegrad.interrupts import Resumed, gives_back, waiting_loop
 from telegrad.threads import LONGEST_WAIT, run_beside
+from telegrad.transport.endings import part
 from telegrad.transport.link import Link
 from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import fresh
-from telegrad.wire.messages import ANSWERS, BYE, CANCEL, HAS_REFERENCES, Message, unexpected
+from telegrad.wire.messages import ANSWERS, CANCEL, HAS_REFERENCES, Message, unexpected
 
 ROOM_LOOK = 0.1  # seconds between looks for room, where nobody tells
 COMPANY_WAIT = 1e-3  # a call that was left to travel with others leaves about then, where no answer comes before
@@ -71,6 +72,7 @@ class OutgoingCalls:
         self._calls = guarded(calls, self._lock, ("begun", "crowded", "in_flight"))
         self._link: AnyLink | None = None  # while the calls are connected; peeked at by who waits, who looks again
         self._closed: PeerError | None = None  # never taken back; peeked at by who waits for room
+        self._how = ""  # as it was closed; stored before `_closed`
         self._room = threading.Condition(self._lock)  # there are fewer calls in flight
         self._queue = 0  # of threads that wait for that
         self._prompt = False  # whether the last answer came soon: a guess, and any thread's
@@ -395,7 +397,7 @@ class OutgoingCalls:
         if not self._drain(link):
             return
         if self._closed is not None:
-            link.close(self._closed)
+            part(link, self._closed, self._how)
         elif link.closed is not None:
             self.ended(number, link, link.closed)
         else:
@@ -436,14 +438,12 @@ class OutgoingCalls:
     def close(self, reason: PeerError, how: str = "") -> None:
         """End the connection and every call on it; the other is told `how` this worker left."""
         with self._lock:
-            self._closed = reason
+            self._how, self._closed = how, reason
             link, self._link = self._link, None
             failed = self._calls.close()
             self._room.notify_all()
         if link is not None:
-            with contextlib.suppress(PeerError):
-                link.send(Message(BYE, body=how.encode()))
-            link.close(reason)
+            part(link, reason, how)
         self._fail(failed, reason)
 
     def __repr__(self) -> str:

@@ -314,7 +314,8 @@ class Membership:
         if has_died is None:
             return False
         if has_died:
-            how = LEFT if doubt.who.incarnation in self._parted else LOST
+            parted = LEFT if doubt.who.incarnation in self._parted else LOST
+            how = self._gone.get(doubt.who.incarnation, parted)  # it may have said so since it was doubted
             if how == LOST:
                 said = f"worker {doubt.who.name!r} was lost: it does not answer any more"
                 self._post.warn_lost(doubt.who.identity, said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from math import inf
@@ -170,7 +171,9 @@ class Together(Parting):
     def __init__(self, post: Post, me: Member, members: Members) -> None:
         super().__init__(post, me)
         self._members = members
-        self._lock = threading.Lock()  # guards the farewell
+        self._lock = threading.Lock()  # guards the farewell, _letters and _is_sending
+        self._letters: deque[Letter] = deque()  # to be sent, in the order in which they were decided
+        self._is_sending = False  # a thread sends them
         self._farewell = Farewell(me.id, {member.id for member in members})
         self._stories: dict[int, str] = {}  # of those who left early or died; each entered once, by setdefault
         for message in (Entered, Ask, Quiet, Leave, Left, Who, Missing):
@@ -241,14 +244,31 @@ class Together(Parting):
     # What happens
 
     def _act(self, event: Callable[[], list[Letter]]) -> None:
-        """Feed the farewell, and send what it says."""
+        """Feed the farewell, and send what it says, unless another thread is at it, which sends this, too.
+
+        Letters leave in the order in which they were decided: one that a slow thread sent after the other worker has
+        left would make a connection to it, and the failure would look like its death.
+        """
         with self._lock:
-            letters = event()
-        for to, message in letters:
+            self._letters.extend(event())
+            letter = None if self._is_sending else self._next_letter()
+        while letter is not None:
+            to, message = letter
             try:
                 self._post.notify(to, message)
             except PeerError:
                 log.debug("telegrad: %r has gone already", to)
+            except BaseException:  # such as Ctrl-C
+                with self._lock:
+                    self._is_sending = False
+                raise
+            with self._lock:
+                letter = self._next_letter()
+
+    def _next_letter(self) -> Letter | None:
+        """With the lock held: what this thread is to send next; after None it sends no more."""
+        self._is_sending = bool(self._letters)
+        return self._letters.popleft() if self._is_sending else None
 
     def _on_message(self, sender: Identity, message: Message) -> None:
         self._act(lambda: self._farewell.receive(sender.id, message))

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Protocol
+
 from telegrad.descriptors import is_out, said
-from telegrad.errors import GenerationOver, LeftEarly, PeerLost, ShutDown
-from telegrad.wire.messages import MOVED, OVER
+from telegrad.errors import GenerationOver, LeftEarly, PeerError, PeerLost, ShutDown
+from telegrad.wire.messages import BYE, MOVED, OVER, Message
+
+
+class Ends(Protocol):
+    """A connection that can be ended."""
+
+    def send(self, message: Message) -> bool: ...
+
+    def close(self, reason: PeerError) -> None: ...
+
+
+def part(link: Ends, reason: PeerError, how: str) -> None:
+    """End a connection, and tell the other worker `how` this one left: without that it would take this one for lost."""
+    with contextlib.suppress(PeerError):
+        link.send(Message(BYE, body=how.encode()))
+    link.close(reason)
 
 
 def parted(peer: str, how: str) -> ShutDown:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import queue
 import threading
 from collections.abc import Iterator
+from time import monotonic
+from typing import Any
 
 import pytest
 
+from telegrad.errors import PeerError, PeerLost, PeerUnreachable, ShutDown
+from telegrad.group.doubts import Doubt
+from telegrad.group.farewell import Ask, Entered, Message
+from telegrad.group.membership import Greeting
+from telegrad.group.parting import Together
 from telegrad.progress import FIRST
 from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents
@@ -85,3 +93,70 @@ def test_a_worker_that_was_asked_too_early_looks_again(group: list[Worker]) -> N
     for each in both:
         assert_ends(each)
     call.wait()
+
+
+def test_letters_leave_in_the_order_in_which_they_were_decided(
+    group: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a slow thread greets a worker that has left, and its silence looks like a death."""
+    leader, other = group
+    sent: list[Message] = []
+    greets, goes_on = threading.Event(), threading.Event()
+
+    def notify(_: Any, message: Any) -> None:
+        if isinstance(message, Entered):
+            greets.set()
+            assert goes_on.wait(PATIENCE)
+        sent.append(message)
+
+    monkeypatch.setattr(leader.agent, "notify", notify)
+    slow = threading.Thread(target=leader.parting._begin)
+    slow.start()
+    assert greets.wait(PATIENCE)
+    assert isinstance(leader.parting, Together)
+    leader.parting._on_message(other.me.identity, Entered())
+    goes_on.set()
+    assert_ends(slow)
+    assert sent == [Entered(), Ask(1)]
+
+
+def test_a_connection_that_is_made_as_its_worker_leaves_tells_of_that(
+    group: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays, leaves = group
+    made, goes_on = threading.Event(), threading.Event()
+    heard: queue.SimpleQueue[PeerError] = queue.SimpleQueue()
+    reach = leaves.agent._connections._reach
+
+    def slow_reach(target: Any) -> Any:
+        channel = reach(target)
+        made.set()
+        assert goes_on.wait(PATIENCE)
+        return channel
+
+    monkeypatch.setattr(leaves.agent._connections, "_reach", slow_reach)
+    stays.agent.lost.append(lambda _, reason: heard.put(reason))
+    leaves.agent.notify("w0", Greeting())
+    assert made.wait(PATIENCE)
+    leaves.end("")
+    goes_on.set()
+    assert isinstance(heard.get(timeout=PATIENCE), ShutDown)
+
+
+def test_who_left_in_order_is_not_lost(
+    group: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "telegrad")
+    stays, leaves = group
+    who = leaves.me.identity
+    doubt = Doubt(leaves.me, 0, monotonic(), PeerUnreachable("it does not listen any more"))
+
+    def knock(*_: Any) -> bool:
+        stays.agent._connections.tell_lost(who, ShutDown("worker 'w1' shut down"))
+        return False
+
+    monkeypatch.setattr("telegrad.group.doubts.knock", knock)
+    assert stays.membership._settle(doubt)
+    stays.agent._connections.tell_lost(who, PeerLost("another connection to it ended"))
+    assert [worker.name for worker in stays.membership.present()] == ["w0"]
+    assert not caplog.records
