@@ -53,7 +53,7 @@ from telegrad.group.files import FileStore
 from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, split, spots
 from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept, place
-from telegrad.group.tcp import reach_tcp, serve_tcp
+from telegrad.group.tcp import check_is_store, reach_tcp, serve_tcp
 from telegrad.keyring import Keyring
 from telegrad.private_files import resolved
 from telegrad.progress import Wait, attended
@@ -426,8 +426,12 @@ def _listens(host: str, port: int, patience: float = 0) -> bool:
 
 
 def _meet(host: str, port: int, patience: float) -> Any:
-    """The store there, or the error. In a thread: where a stranger is silent torch waits without end or Ctrl-C."""
+    """The store there, or the error. In a thread: where a store is stopped torch waits without end or Ctrl-C."""
     found: list[Any] = []
+    try:
+        check_is_store(host, port, patience)
+    except OSError as error:
+        return error
 
     def meet() -> None:
         allowed = datetime.timedelta(seconds=patience)

@@ -5,20 +5,54 @@ from __future__ import annotations
 import datetime
 import logging
 import socket
+import struct
 import sys
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
 
 from telegrad.addresses import family_of
-from telegrad.group.address import is_address, listening_address
+from telegrad.group.address import is_address, listening_address, spelled
 
 log = logging.getLogger("telegrad")
 
 ANYWHERE = ("0.0.0.0", "::")
 CROWD = 1024  # connections that wait to be accepted
+LEAST = 1e-3  # seconds for a read; 0 would stand for one that does not wait
+# In torch's protocol, in the byte order of the host: VALIDATE with its magic number, with which each client begins, and
+# GETNUMKEYS, whose answer is an int64.
+_QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
+_ANSWER = struct.Struct("=q")
+_MOST_KEYS = 1 << 40  # text, such as the first 8 bytes of a greeting, is a larger number
 _store = partial(dist.TCPStore, wait_for_workers=False, use_libuv=sys.platform != "win32")  # torch has no libuv there
+
+
+def check_is_store(host: str, port: int, patience: float) -> None:
+    """Ask what listens at a place for the number of its keys, as clients of torch do.
+
+    torch's own client waits without an end where another program accepts its connection and is silent, and a process
+    that ends while a thread is in there is aborted. So it is used only where a store has answered.
+
+    Raises:
+        TimeoutError: it does not answer within `patience` seconds.
+        OSError: it is no store, or nobody listens there.
+    """
+    deadline = monotonic() + patience
+    data = b""
+    try:
+        with socket.create_connection((spelled(host), port), patience) as sock:
+            sock.sendall(_QUESTION)
+            while len(data) < _ANSWER.size:
+                sock.settimeout(max(deadline - monotonic(), LEAST))
+                if not (more := sock.recv(_ANSWER.size - len(data))):
+                    raise OSError("it closes the connection where a store would answer")
+                data += more
+    except TimeoutError:
+        raise TimeoutError("it does not answer") from None
+    if not 0 <= _ANSWER.unpack(data)[0] < _MOST_KEYS:
+        raise OSError(f"it answers {data!r}, which no store does")
 
 
 def reach_tcp(host: str, port: int, timeout: datetime.timedelta) -> Any:

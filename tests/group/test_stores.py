@@ -32,8 +32,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def stranger(answer: bytes | None) -> Iterator[int]:
-    """A program that is no store: it answers all who say something with `answer`, or is silent."""
+def stranger(answer: bytes | None, greets: bool = False) -> Iterator[int]:
+    """A program that is no store: it answers all who say something with `answer`, or is silent; or it speaks first."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         held = []
 
@@ -43,7 +43,8 @@ def stranger(answer: bytes | None) -> Iterator[int]:
                     connection, _ = listener.accept()
                     held.append(connection)
                     if answer is not None:
-                        connection.recv(1)
+                        if not greets:
+                            connection.recv(1)
                         connection.sendall(answer)
                         connection.close()
 
@@ -289,6 +290,17 @@ def test_a_stranger_in_the_stores_place(answer: bytes | None) -> None:
         with pytest.raises(errors.StoreUnreachable, match=f"127.0.0.1:{port} is not the group's store"):
             opened(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
         assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("greets", [False, True], ids=["answers", "speaks first"])
+@pytest.mark.parametrize("answer", [None, b"", b"220", b"SSH-2.0-OpenSSH_9.2\r\n", 8 * b"\xff"])
+def test_torchs_client_meets_no_stranger(answer: bytes | None, greets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can wait there without an end, and a process that ends meanwhile is aborted."""
+    met: list[object] = []
+    monkeypatch.setattr(stores, "reach_tcp", noted(reach_tcp, met))
+    with stranger(answer, greets) as port, pytest.raises(errors.StoreUnreachable, match="is not the group's store"):
+        opened(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
+    assert not met
 
 
 def test_whoever_serves_a_dynamic_group_is_listed_first() -> None:
