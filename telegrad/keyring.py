@@ -12,16 +12,19 @@ that `new_key` made have 256 random bits and need no stretching; their prefix te
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import hashlib
 import hmac
 import logging
 import os
+import pathlib
 import secrets
+import stat
 from collections.abc import Sequence
 
 from telegrad.errors import UsageError
-from telegrad.private_files import read_regular, reason
+from telegrad.private_files import UnsafePath, open_regular, reason, resolved
 
 log = logging.getLogger("telegrad")
 
@@ -116,7 +119,7 @@ def read_keys(path: str, setting: str = "") -> list[bytes]:
     """
     file = f"the key file {path!r}{f' that {setting} names' if setting else ''}"
     try:
-        status, data = read_regular(path, LONGEST_FILE)
+        status, data = _read_unchosen(path)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {reason(error)}") from None
     lines = [line.strip() for line in data.split(b"\n")]
@@ -134,6 +137,30 @@ def read_keys(path: str, setting: str = "") -> list[bytes]:
     if not keys:
         raise UsageError(f"{file} is empty: write a key of at least {SHORTEST} bytes into it")
     return keys
+
+
+def _read_unchosen(path: str) -> tuple[os.stat_result, bytes]:
+    """Return the status and the content of a file that is not another user's choice.
+
+    A name that another user has planted may lead to a file of this user whose content all can read, such as one in
+    /proc. So no other user may be able to put another file in the place of this one.
+
+    Raises:
+        UnsafePath: other users may change one of the folders above it, or as for `open_regular`.
+        OSError: it has more than `LONGEST_FILE` bytes, or cannot be read.
+    """
+    real = resolved(path)
+    for folder in pathlib.Path(real).parents:
+        mode = folder.stat().st_mode
+        if hasattr(os, "geteuid") and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UnsafePath(errno.EPERM, "other users may change it: chmod o-w it", str(folder))
+    if real.startswith(("/proc/", "/sys/")):
+        raise UnsafePath(errno.EPERM, "it is no regular file of a user", real)
+    with open_regular(real) as file:
+        found, data = os.fstat(file.fileno()), file.read(LONGEST_FILE + 1)
+    if len(data) > LONGEST_FILE:
+        raise OSError(errno.EFBIG, f"it has over {LONGEST_FILE} bytes", real)
+    return found, data
 
 
 @functools.lru_cache(maxsize=16)

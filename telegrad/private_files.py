@@ -42,6 +42,7 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | getattr(os, "O_BINARY", 0)
 _READ = os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO shall not block
 _LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_FOLLOW
+_IRREGULAR = "it is no regular file"
 _MOST_STEPS = 1000  # in the resolution of one path; symlinks that lead in a circle end there
 
 log = logging.getLogger("telegrad")
@@ -287,7 +288,7 @@ def _read_private(path: str) -> bytes:
             if found.st_mode & 0o077:
                 raise UnsafePath(errno.EPERM, "other users may read it: remove it, as they may know what it says", path)
             if not stat.S_ISREG(found.st_mode):
-                raise UnsafePath(errno.EPERM, "it is no regular file", path)
+                raise UnsafePath(errno.EPERM, _IRREGULAR, path)
         data = file.read(LARGEST_VALUE + 1)
     if len(data) > LARGEST_VALUE:
         raise OSError(errno.EFBIG, f"it has over {LARGEST_VALUE} bytes", path)
@@ -343,29 +344,20 @@ def resolved(path: Path) -> str:
     raise OSError(errno.ELOOP, "its symlinks lead in a circle", path)
 
 
-def read_regular(path: Path, limit: int) -> tuple[os.stat_result, bytes]:
-    """Return the status and the content of a file that must not be another user's choice, such as one with a key.
-
-    A name that another user has planted may lead to a file of this user whose content all can read, such as one in
-    /proc. So the file must be a regular one, and no other user may be able to put another in its place.
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading. A FIFO or a device is refused: its reader could wait for ever.
 
     Raises:
-        UnsafePath: other users may change one of the folders above it, or as for `resolved`.
-        OSError: it is no regular file, has more than `limit` bytes, or cannot be read.
+        UnsafePath: it is no regular file, or as for `resolved`.
+        OSError: it cannot be opened.
     """
     real = resolved(path)
-    for folder in pathlib.Path(real).parents:
-        mode = folder.stat().st_mode
-        if _POSIX and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise UnsafePath(errno.EPERM, "other users may change it: chmod o-w it", str(folder))
-    with os.fdopen(os.open(real, _READ), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or real.startswith(("/proc/", "/sys/")):
-            raise OSError(errno.EINVAL, "it is no regular file", real)
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"it has over {limit} bytes", real)
-    return found, data
+    if stat.S_ISREG(os.lstat(real).st_mode):  # else it is not even opened: a device may act on that
+        file = os.fdopen(os.open(real, _READ), "rb")
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()  # another has taken its place
+    raise UnsafePath(errno.EPERM, _IRREGULAR, real)
 
 
 def make_folder(path: Path) -> str:

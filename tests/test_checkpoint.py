@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import pickle
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -196,6 +198,27 @@ def test_what_is_no_state_is_refused_before_anything_is_touched(tmp_path: pathli
                 function(state, tmp_path)
         with pytest.raises(UsageError, match=r"give its path \(checkpoint_id\), not Linear"):
             function({}, nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: pathlib.Path) -> None:
+    with agents(2) as workers:
+        current.enter(workers[0])
+        state = {"layer": RemoteModule("w1", nn.Linear, (2, 2)), "step": 1}
+        for name in (".metadata", "*.distcp"):
+            path = tmp_path / f"of {name.strip('*.')}"
+            checkpoint.save(state, path)
+            for file in path.glob(name):
+                file.unlink()
+                os.mkfifo(file)
+            with pytest.raises(Exception, match=r"it is no regular file: '.*(\.metadata|\.distcp)'"):
+                checkpoint.load(state, path)
+        assert checkpoint.latest(tmp_path) == str(tmp_path / "of distcp")
+        (tmp_path / "other").mkdir()
+        for content in (b"", b"[settings]", pickle.dumps([1]), pickle.dumps(b"text")[:-4]):
+            (tmp_path / "other" / ".metadata").write_bytes(content)
+            with pytest.raises(UsageError, match=r"\.metadata in '.*other' is not that of a checkpoint, or is damaged"):
+                checkpoint.load(state, tmp_path / "other")
+        current.enter(None)
 
 
 def test_a_plain_value_that_the_checkpoint_does_not_have_is_no_empty_one(tmp_path: pathlib.Path) -> None:

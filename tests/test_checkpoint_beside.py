@@ -167,10 +167,19 @@ def test_versions(workers: list[Worker], tmp_path: pathlib.Path) -> None:
 
 
 def test_only_what_killed_saves_left_is_removed(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    data = f"{'0123abcd' * 2}__0_0.distcp"
+    foreign = {  # made by other programs: of torch; half of that; only half a checkpoint; of none
+        "torch": ["__0_0.distcp", ".metadata"],
+        "begun": ["__0_0.distcp", ".metadata.tmp"],
+        "over": ["__0_0.distcp", data, ".metadata"],
+        "table": [".metadata"],
+        "notes": ["notes.tmp"],
+    }
     for name, files in {
-        "killed": ["0123abcd__0_0.distcp", ".metadata.tmp"],
-        "mine": ["0123abcd__0_0.distcp", "notes.txt"],
+        "killed": [data, f".metadata.{'0123abcd' * 2}.tmp"],
+        "mine": [data, "notes.txt"],
         "empty": [],
+        **foreign,
     }.items():
         (tmp_path / name).mkdir()
         for file in files:
@@ -179,10 +188,15 @@ def test_only_what_killed_saves_left_is_removed(workers: list[Worker], tmp_path:
     time.sleep(0.02)  # times of files have a grain
     checkpoint.save({"step": 1}, tmp_path / "1")
     (tmp_path / "1" / "settings.toml").write_text("")
+    os.mkfifo(tmp_path / "1" / "pipe")
     checkpoint.save({"step": 2}, tmp_path / "2", keep=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "mine", "empty", "notes.txt"}
-    assert [path.name for path in (tmp_path / "1").iterdir()] == ["settings.toml"]
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "mine", "empty", "notes.txt", *foreign}
+    for name, files in foreign.items():
+        assert {path.name for path in (tmp_path / name).iterdir()} == set(files)
+    assert {path.name for path in (tmp_path / "1").iterdir()} == {"settings.toml", "pipe"}
     assert checkpoint.latest(tmp_path) == str(tmp_path / "2")
+    checkpoint.save({"step": 3}, tmp_path / "torch")
+    assert (tmp_path / "torch" / "__0_0.distcp").exists()
 
 
 def test_copies_share_what_is_shared_and_their_memory_is_used_again() -> None:

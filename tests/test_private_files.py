@@ -9,7 +9,11 @@ import logging
 import os
 import pathlib
 import re
+import shlex
+import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,17 +21,21 @@ import pytest
 
 from telegrad import private_files
 from telegrad.errors import UsageError
+from telegrad.insight.files import Written
+from telegrad.keyring import read_keys
 from telegrad.private_files import (
     UnsafePath,
     create,
     create_once,
     make_folder,
     open_folder,
+    open_regular,
     private_folder,
     replacing,
     resolved,
     state_folder,
 )
+from telegrad.transport.tls import TlsFiles, client_context
 from tests.other_user import plant, shared
 
 __all__ = ["plant", "shared"]
@@ -111,6 +119,59 @@ def test_no_other_file_of_the_package_makes_files() -> None:
             if name in MAKE_FILES or writes or ast.unparse(node.func) in ("os.open", "os.link", "os.mkdir"):
                 found.add((path.relative_to(root).as_posix(), name))
     assert {each for each in found if each[0] != "private_files.py"} == ELSEWHERE
+
+
+READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file that the command line names
+    *("group/address.py", "group/places.py", "insight/collect.py", "insight/outside.py", "insight/web.py"),
+    *("supervision/command.py", "transport/processes.py"),
+    *("witness/desk.py", "witness/observer.py", "witness/stacks.py"),
+}
+
+
+def test_no_other_file_of_the_package_opens_files_that_others_may_have_made() -> None:
+    root = pathlib.Path(private_files.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (
+                ast.unparse(node.func) in ("open", "io.open", "gzip.open", "FileSystem")
+                or getattr(node.func, "attr", "") in ("read_text", "read_bytes")
+            ):
+                found.add(path.relative_to(root).as_posix())
+    assert found - {"private_files.py"} == READ_ELSEWHERE
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "loop"])
+def test_only_regular_files_are_opened(kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket has a short path
+    path = pathlib.Path("odd")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    elif kind == "device":
+        path = pathlib.Path(os.devnull)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    (tmp_path / "link").symlink_to(path)
+    for name in (path, tmp_path / "link"):
+        for act in (
+            open_regular,
+            lambda name: read_keys(str(name)),
+            lambda name: Written([name]),
+            lambda name: client_context(TlsFiles(str(name), str(name), str(name))),
+        ):
+            with pytest.raises((OSError, UsageError), match=r"no regular file|circle"):
+                act(name)
+
+
+def test_a_main_program_that_came_through_a_pipe_is_not_waited_for() -> None:
+    program = "import telegrad.wire.functions as functions; print([functions.program()])"
+    command = f"exec {shlex.quote(sys.executable)} <(echo {shlex.quote(program)})"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['']\n"
 
 
 # Private folders

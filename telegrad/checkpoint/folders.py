@@ -5,8 +5,9 @@ folder is a complete checkpoint at any moment from its first one on: the older o
 on. What no table of contents names is a leftover. The table's time is later than that of all in the same place that
 were there before, whatever the clocks say.
 
-Others may write in the folder where checkpoints are. So each file is made new, under a name that nobody can guess, and
-nothing is removed through a symlink.
+Others may write in the folder where checkpoints are. So each file is made new, under a name that nobody can guess; only
+regular files are read; and only files are removed whose names are as this module makes them, none through a symlink. A
+folder of other programs may have a table of contents, too, such as a checkpoint of torch's own: it is not removed.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import secrets
+import stat
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from telegrad import checks
-from telegrad.private_files import create, make_folder, opened, resolved
+from telegrad.private_files import create, make_folder, open_regular, opened, resolved
 
 Path = str | os.PathLike[str]
 
 CONTENTS = ".metadata"  # the file that makes a folder a checkpoint
 DATA = ".distcp"  # how the names of all others end
 TEMPORARY = ".tmp"  # how the name of the former ends until it is complete
+_PART = re.compile(r"[0-9a-f]{16}__\d+_\d+\.distcp|\.metadata\.[0-9a-f]{16}\.tmp")  # besides the table of contents
 
 
 class Files(FileSystem):
-    """Those of torch's writers, but that a new table of contents takes the place of an older one in one step."""
+    """Those of torch's writers and readers: a new table of contents takes the place of an older one in one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +49,16 @@ class Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
+        if mode == "rb":
+            with open_regular(path) as stream:
+                yield stream
+            return
         actual = os.fspath(path)
         if actual.endswith(TEMPORARY):
             actual = f"{actual.removesuffix(TEMPORARY)}.{secrets.token_hex(8)}{TEMPORARY}"
             self._actual[os.fspath(path)] = actual
-        with create(actual) as stream:
-            yield stream
+        with create(actual) as created:
+            yield created
 
     def exists(self, path: Path) -> bool:  # else torch's writer warns of it, and removes it first
         return False
@@ -104,10 +112,10 @@ def discard(path: str, mark: str) -> None:
 def keep_newest(path: str, count: int) -> None:
     """Of the complete checkpoints beside this one, with it, keep so many; remove what others left that were killed.
 
-    Symlinks beside it, and where they lead to, stay.
+    Symlinks beside it, and where they lead to, stay; so do checkpoints that other programs have written.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    found = sorted(_dated(folder, links=False))
+    found = sorted(each for each in _dated(folder, links=False) if _is_own(each[1]))
     for _, old in found[:-count]:
         _remove(old)
     begun = min(
@@ -127,19 +135,26 @@ def _dated(folder: str, links: bool = True) -> list[tuple[int, str]]:
 def _completed(path: str) -> int:
     """When that was, in nanoseconds; 0 where it is no complete checkpoint."""
     try:
-        return os.stat(os.path.join(path, CONTENTS)).st_mtime_ns
+        found = os.stat(os.path.join(path, CONTENTS))
     except OSError:
         return 0
+    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else 0
+
+
+def _is_own(path: str) -> bool:
+    """Whether a complete checkpoint has data that `save` has written, and no other."""
+    try:
+        data = [name for name in os.listdir(path) if name.endswith(DATA)]
+    except OSError:
+        return False
+    return bool(data) and all(map(_is_part, data))
 
 
 def _is_leftover(path: str, begun: int) -> bool:
     """Whether a folder has nothing in it but what an incomplete save has written before `begun`."""
     try:
         with os.scandir(path) as entries:
-            found = [
-                (each.name.endswith((DATA, TEMPORARY)), each.stat(follow_symlinks=False).st_mtime_ns)
-                for each in entries
-            ]
+            found = [(_is_part(each.name), each.stat(follow_symlinks=False).st_mtime_ns) for each in entries]
     except OSError:
         return False
     return bool(found) and all(ours and moment < begun for ours, moment in found)
@@ -154,8 +169,8 @@ def _folders(folder: str, links: bool) -> list[str]:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file of that name is a part of a checkpoint, besides its table of contents."""
-    return name.endswith(DATA) or (name.startswith(CONTENTS) and name.endswith(TEMPORARY))
+    """Whether a file of that name is a part of a checkpoint of `save`, besides its table of contents."""
+    return _PART.fullmatch(name) is not None
 
 
 def _remove(path: str) -> None:

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from telegrad.checkpoint.folders import Path
+from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, shares_of
 from telegrad.errors import UsageError
 from telegrad.nn.remote_module import apart
 from telegrad.nn.tree import Branch, joined, state_of
 from telegrad.optim import DistributedOptimizer
 from telegrad.optim.local import LocalOptimizer
+from telegrad.private_files import UnsafePath, reason
 from telegrad.rpc import rpc_async
 from telegrad.rpc.together import together
 
@@ -123,11 +124,27 @@ def _with_lists(value: Any) -> Any:
     return parts
 
 
+def _reader(path: str) -> FileSystemReader:
+    reader = FileSystemReader(path)
+    reader.fs = Files()
+    return reader
+
+
 def _contents(path: str) -> Metadata:
     try:
-        return FileSystemReader(path).read_metadata()
+        found = _reader(path).read_metadata()
     except FileNotFoundError as error:
         raise UsageError(f"there is no complete checkpoint in {path!r}: {error}") from error
+    except UnsafePath as error:
+        raise UsageError(f"the checkpoint in {path!r} is not read: {reason(error)}") from None
+    except OSError:
+        raise
+    except Exception as error:  # a pickle that is none may raise anything
+        raise UsageError(
+            f"the file {CONTENTS} in {path!r} is not that of a checkpoint, or is damaged: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return found
 
 
 def _read(path: str, flat: dict[str, Any]) -> None:
@@ -140,7 +157,7 @@ def _read(path: str, flat: dict[str, Any]) -> None:
     missing = sorted(flat.keys() - metadata.state_dict_metadata.keys())
     if missing:
         raise UsageError(f"the checkpoint in {path!r} has no {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}")
-    reader = FileSystemReader(path)
+    reader = _reader(path)
     reader.set_up_storage_reader(metadata, True)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(flat, metadata, True)

@@ -9,6 +9,7 @@ from typing import Any
 from telegrad.errors import UsageError
 from telegrad.insight.source import Sight
 from telegrad.instruments import Event
+from telegrad.private_files import open_regular
 from telegrad.witness.account import Account
 from telegrad.witness.decoding import FILE, Malformed, decode
 
@@ -21,7 +22,8 @@ class Written:
         self._told: dict[str, dict[str, Any]] = {}
         for path in map(pathlib.Path, paths):
             try:
-                content = decode(FILE, path.read_bytes())
+                with open_regular(path) as file:
+                    content = decode(FILE, file.read())
                 account: Account = content["account"]
                 before = self._told.get(account["worker"])
                 if before is None or before["account"]["time"] < account["time"]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple, NoReturn
 
 from telegrad.errors import UsageError
+from telegrad.private_files import open_regular
 
 # The fatal alert `inappropriate_fallback`: the answer of a worker without TLS. These workers give it for nothing else.
 ALERT_NO_TLS = bytes.fromhex("15 03 01 00 02 02 56")
@@ -55,8 +56,8 @@ def own_digest(files: TlsFiles) -> bytes:
         UsageError: the file holds no certificate.
     """
     try:
-        with open(files.certificate, encoding="ascii", errors="replace") as file:
-            found = _CERTIFICATE.search(file.read())
+        with open_regular(files.certificate) as file:
+            found = _CERTIFICATE.search(file.read().decode("ascii", "replace"))
     except OSError as error:
         raise UsageError(f"the TLS certificate {files.certificate!r} cannot be read: {error}") from error
     if found is None:
@@ -80,12 +81,15 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     try:
+        for path in (files.certificate, files.private_key):
+            open_regular(path).close()  # OpenSSL would wait at a FIFO
         context.load_cert_chain(files.certificate, files.private_key, partial(_refuse_passphrase, files))
     except OSError as error:  # SSLError is one
         raise UsageError(
             f"the TLS certificate {files.certificate!r} with key {files.private_key!r} cannot be used: {error}"
         ) from error
     try:
+        open_regular(files.authority).close()
         context.load_verify_locations(files.authority)
     except OSError as error:
         raise UsageError(f"the TLS authority {files.authority!r} cannot be used: {error}") from error

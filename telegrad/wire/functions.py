@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from telegrad.errors import FunctionNotFound
+from telegrad.private_files import open_regular
 
 MAIN = "__main__"
 _SPAWNED_MAIN = "__mp_main__"  # what multiprocessing calls the main module of a spawned child
@@ -190,7 +191,7 @@ def program() -> str:
     if _program is None:
         path = getattr(sys.modules.get(MAIN), "__file__", None)
         try:
-            with open(path, "rb") as file:  # type: ignore[arg-type]
+            with open_regular(path) as file:  # type: ignore[arg-type]
                 content = file.read()
         except (OSError, TypeError):
             _program = ""
