@@ -7,6 +7,7 @@ from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from telegrad.wire.functions import name_of
+from telegrad.wire.stories import short
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,9 +39,9 @@ def user_name(function: Any, args: Sequence[Any] | None = None) -> str:
     """The name of a function, as a user knows it; never raises. The callee may look at the arguments, too."""
     try:
         known = _names.get(function) if type(function) in _PLAIN else None
-        return known or _name(function, args)
+        return known or short(_name(function, args))
     except Exception:
-        return type(function).__qualname__
+        return short(type(function).__qualname__)
 
 
 def noted_name(asked: Any) -> str:
@@ -66,7 +67,7 @@ def _name(function: Any, args: Sequence[Any] | None) -> str:
         return function.__qualname__
     name = name_of(function, True)
     if name is not None:
-        shown = name.replace(":", ".")
+        shown = short(name.replace(":", "."))
         if type(function) in _PLAIN and not hasattr(function, RUNS):
             if len(_names) >= _CACHED:
                 _names.clear()

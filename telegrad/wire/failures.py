@@ -18,7 +18,7 @@ from torch import Tensor
 from telegrad.errors import CannotEncode, RemoteError, VersionMismatch
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.stories import STORY, Text, cut, keep_lines, own_notes, tell, with_lines
+from telegrad.wire.stories import MOST_TOLD, STORY, Text, cut, keep_lines, own_notes, tell, with_lines
 from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
@@ -88,18 +88,27 @@ def rebuild(data: bytes | memoryview) -> BaseException:
 
 
 def fresh(error: BaseException) -> BaseException:
-    """The same error once more, without the frames in which it was raised.
+    """The same error once more with its causes, without the frames in which they were raised.
 
     Whoever keeps an error raises a fresh one: frames would keep alive what is in them.
     """
+    first = made = _fresh(error)
+    for _ in range(MOST_TOLD):  # causes may be many, or go round in a circle
+        if made is error or error.__cause__ is None:
+            break
+        error = error.__cause__
+        made.__cause__ = _fresh(error)
+        made = made.__cause__
+    return first
+
+
+def _fresh(error: BaseException) -> BaseException:
     try:
         made: BaseException = _copy(error, type(error))
     except Exception:
         return error.with_traceback(None)
     if STORY in vars(error):
         _set(made, STORY, vars(error)[STORY])
-    if error.__cause__ is not None:
-        made.__cause__ = fresh(error.__cause__)
     if hasattr(error, "__notes__"):
         made.__notes__ = list(error.__notes__)  # type: ignore[attr-defined]
     return made

@@ -16,6 +16,7 @@ import torch
 
 from telegrad.errors import FunctionNotFound
 from telegrad.private_files import open_regular
+from telegrad.wire.stories import first_line, short
 
 MAIN = "__main__"
 _SPAWNED_MAIN = "__mp_main__"  # what multiprocessing calls the main module of a spawned child
@@ -114,8 +115,9 @@ def not_found(module_name: str, path: str, error: BaseException) -> FunctionNotF
             "the caller. Start this worker anew with the same version"
         )
     return FunctionNotFound(
-        f"this worker has no {path!r} in module {module_name!r} ({error}); the RPC pickler does not serialize what can "
-        f"be imported by its name: {advice}, or send the function itself, as telegrad.rpc.functions.by_value(function)"
+        f"this worker has no {short(path)!r} in module {short(module_name)!r} ({first_line(error)}); "
+        f"the RPC pickler does not serialize what can be imported by its name: {advice}, "
+        "or send the function itself, as telegrad.rpc.functions.by_value(function)"
     )
 
 

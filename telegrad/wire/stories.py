@@ -23,8 +23,8 @@ import os
 import re
 import threading
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -32,7 +32,8 @@ from telegrad.errors import TelegradError
 
 DEBUG_VARIABLE = "TELEGRAD_DEBUG"
 LONGEST_TEXT = 1 << 16
-LONGEST_LINE = 2_000  # characters of a line of a log
+LONGEST_LINE = 2_000  # characters of a line of a log, and of a name
+MOST_TOLD = 100  # exceptions that followed from one another, and members of groups
 STORY = "_telegrad_story"  # where a rebuilt exception keeps it
 TRACEBACK = "Traceback (most recent call last):\n"
 
@@ -43,6 +44,7 @@ _INTERNALS = (
 )
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
+_LEFT_OUT = "[the exceptions before are left out]\n"
 _ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
 
 
@@ -80,7 +82,7 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
     if told_before(error, worker):
         return story_of(error)
     try:
-        told = _told(error)
+        told = _told(error, iter(range(MOST_TOLD)))
     except BaseException:  # its own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be made)\n"
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
@@ -105,7 +107,7 @@ def _with_line(frame: re.Match[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of its text, which may be cut."""
     try:
-        return str(error).strip().partition("\n")[0][:LONGEST_LINE]
+        return short(str(error).strip().partition("\n")[0])
     except BaseException:  # its own code may raise anything
         return "(its text could not be made)"
 
@@ -131,24 +133,31 @@ def own_notes(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", ()) if type(note) is not Lines]
 
 
+def short(name: str) -> str:
+    """Return a name, or a line, cut where it is too long for a message."""
+    return name if len(name) <= LONGEST_LINE else f"{name[:LONGEST_LINE]}..."
+
+
 def cut(text: str) -> str:
     if len(text) <= LONGEST_TEXT:
         return text
     return f"{text[: LONGEST_TEXT // 2]}\n[...]\n{text[-LONGEST_TEXT // 2 :]}"
 
 
-def _told(error: BaseException, seen: frozenset[int] = frozenset()) -> str:
-    """An exception as Python prints it: first what it followed from."""
+def _told(error: BaseException, room: Iterator[int], seen: frozenset[int] = frozenset()) -> str:
+    """An exception as Python prints it: first what it followed from. There is `room` for so many."""
+    if next(room, None) is None:
+        return _LEFT_OUT
     seen |= {id(error)}
     lines, story = _all_lines(error), story_of(error)
-    own = (TRACEBACK + lines if lines else "") + (story or _summary(error, bool(lines)))
+    own = (TRACEBACK + lines if lines else "") + (story or cut(_summary(error, bool(lines), room)))
     before, link = _before(error)
     if before is None or id(before) in seen:
         return own
     came = story_of(before)
     if (came and came in str(error)) or (story and story in str(before)):  # one has the other's text in its own
         return own
-    return _told(before, seen) + link + own
+    return _told(before, room, seen) + link + own
 
 
 def _before(error: BaseException) -> tuple[BaseException | None, str]:
@@ -169,18 +178,20 @@ def _same(one: BaseException, other: BaseException) -> bool:
         return False
 
 
-def _summary(error: BaseException, has_lines: bool) -> str:
+def _summary(error: BaseException, has_lines: bool, room: Iterator[int]) -> str:
     """Its type and text, and the members of a group."""
-    telling = traceback.TracebackException(type(error), error, None)
+    # With `_seen`, Python does not collect what it followed from, which takes quadratic time along a chain.
+    telling = traceback.TracebackException(type(error), error, None, _seen=set())
     telling.__notes__ = None  # type: ignore[attr-defined]  # they travel by themselves
     text = "".join(telling.format_exception_only())
     text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # what else it tells stands above the story
     left_out = error.__traceback__ is not None and not has_lines and not isinstance(error, TelegradError)
-    return text + (_ALL_OURS if left_out else "") + "".join(map(_member, getattr(error, "exceptions", ())))
-
-
-def _member(error: Any) -> str:
-    return "".join(f"  | {line}\n" for line in _told(error).splitlines())
+    members = []
+    for each in getattr(error, "exceptions", ()):
+        members.append(told := _told(each, room))
+        if told == _LEFT_OUT:
+            break
+    return text + (_ALL_OURS if left_out else "") + "".join(f"  | {line}\n" for line in "".join(members).splitlines())
 
 
 def _all_lines(error: BaseException) -> str:

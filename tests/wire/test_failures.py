@@ -6,20 +6,24 @@ import builtins
 import copy
 import dataclasses
 import errno
+import functools
 import linecache
 import pickle
 import sys
 import threading
 import traceback
 import types
+from time import process_time
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from telegrad import errors
-from telegrad.wire.failures import LARGEST, describe, fresh, readable, rebuild
-from telegrad.wire.stories import LONGEST_TEXT, first_line
+from telegrad.agent.naming import user_name
+from telegrad.wire.failures import LARGEST, describe, fresh, kept, readable, rebuild
+from telegrad.wire.functions import resolve
+from telegrad.wire.stories import LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line
 
 
 def journey(error: Any, worker: str = "w1") -> Any:
@@ -311,6 +315,62 @@ def test_causes_are_told() -> None:
         error = ValueError("second")
         error.__cause__ = cause
     assert "first" in str(journey(error))
+
+
+def chained(how: str, count: int) -> BaseException:
+    """The last of many exceptions, each of which has to do with the one before."""
+    last: Any = ValueError("number 0")
+    first = last
+    for number in range(1, count):
+        before = last
+        if how == "nested" and sys.version_info >= (3, 11):
+            last = ExceptionGroup(f"number {number}", [before])  # noqa: F821
+            continue
+        last = ValueError(f"number {number}")
+        if how == "context":
+            last.__context__ = before
+        else:
+            last.__cause__ = before
+    if how == "circle":
+        first.__cause__ = last
+    if how == "group" and sys.version_info >= (3, 11):
+        last = ExceptionGroup("group", [ValueError(f"number {number}") for number in range(count)])  # noqa: F821
+    made: BaseException = last
+    return made
+
+
+@pytest.mark.parametrize("how", ["cause", "context", "circle", "nested", "group"])
+@pytest.mark.parametrize("count", [150, 20_000])
+def test_of_many_exceptions_that_followed_from_one_another_the_last_are_told(how: str, count: int) -> None:
+    if how in ("nested", "group") and sys.version_info < (3, 11):
+        pytest.skip("there are no groups of exceptions")
+    last = chained(how, 900 if how == "nested" and count > 900 else count)
+    before = process_time()
+    made = rebuild(describe(last, "w1"))
+    for _ in range(2):
+        last = kept(fresh(last))
+        made = fresh(made)
+    assert process_time() - before < 2
+    assert str(made).count("number") in range(60, 3 * MOST_TOLD)
+    assert "are left out]" in str(made) or (how == "circle" and count < 100)
+    assert len(str(made)) <= LONGEST_TEXT + 100
+
+
+def test_long_names_are_cut_in_messages() -> None:
+    name = "f" * 100_000
+
+    def function() -> None:
+        pass
+
+    function.__qualname__ = function.__name__ = name
+    kind = type(name, (), {"__call__": lambda self: None})
+    named: list[Any] = [function, kind(), name, torch.futures.Future().then, functools.partial(function)]
+    for each in named:
+        assert len(user_name(each)) <= LONGEST_LINE + 3
+    for wanted in (f"os:{name}", f"{name}:f", f"os.{name}:f"):
+        with pytest.raises(errors.FunctionNotFound) as caught:
+            resolve(wanted)
+        assert len(str(caught.value)) < 4 * LONGEST_LINE
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
