@@ -240,7 +240,10 @@ def _open_any(
     """The store at one of these places; None where this worker should serve it."""
     text = f"nobody serves the store at {said(places)}"
     sites = [_Site(place, keys) for place in places]
-    with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], said(places))) as wait:
+    other = "; what is there was not written with this worker's key"
+    with attended(
+        Wait("init_rpc", lambda: text + other * any(site.refused for site in sites), lambda: ["rank 0"], said(places))
+    ) as wait:
         for left in looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
             wait.look()
             for site in sites:
@@ -249,6 +252,8 @@ def _open_any(
                     return site.store, site.place
             if mine is not None and not somebody_stays_at(mine):
                 return None
+            if all(site.refused and monotonic() >= site.until for site in sites):
+                break
     for refused in filter(None, (site.refused for site in sites)):
         raise refused
     if mine is not None:

@@ -56,7 +56,8 @@ _REASONS: dict[str, tuple[type[HandshakeError | PeerUnreachable], str]] = {
     ),
     UNKNOWN_KEY: (
         AuthenticationFailed,
-        "the keys differ: give all workers the same key (TELEGRAD_KEY, or key=... in the options)",
+        "the keys differ, or the handshake was altered on the way: give all workers the same key (TELEGRAD_KEY, or "
+        "key=... in the options)",
     ),
     "altered": (AuthenticationFailed, "the handshake was altered on the way"),
     OTHER_USER: (

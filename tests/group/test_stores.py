@@ -406,9 +406,14 @@ def test_a_board(kind: str, tmp_path: Path) -> None:
 
 def test_a_worker_of_a_dynamic_group_with_another_key_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STRANGE", 0.2)
+    monkeypatch.setattr(stores, "RETURN", 40.0)
     url = f"tcp://127.0.0.1:{free_port()}"
     served = opened(url, 0, None, 30)
     served.open_up()
-    for rank in (-1, 1):
-        with pytest.raises(errors.StoreUntrusted, match="TELEGRAD_KEY"):
-            opened(url, rank, None, 5, Keyring([new_key()]))
+    begun = time.monotonic()
+    for rank in (-1, 0, 1):
+        for stays in (False, True):
+            monkeypatch.setattr(stores, "somebody_stays_at", lambda _, stays=stays: stays)
+            with pytest.raises(errors.StoreUntrusted, match="TELEGRAD_KEY"):
+                opened(url, rank, None, 40, Keyring([new_key()]))
+    assert time.monotonic() - begun < 30

@@ -270,6 +270,17 @@ def test_an_acceptor_with_fresh_keys_believes_no_recorded_claim() -> None:
     assert not b.done
 
 
+def test_one_bit_that_was_altered_is_not_put_down_to_the_keys_alone() -> None:
+    said = exchange(*ends())
+    for bit in range(8 * 3, 8 * len(said[2])):  # behind its length and kind
+        altered = bytearray(said[2])
+        altered[bit // 8] ^= 1 << bit % 8
+        b = Acceptor(KEY, B)
+        b.receive(said[0])
+        with pytest.raises(AuthenticationFailed, match="altered on the way"):
+            b.receive(bytes(altered))
+
+
 def test_a_reflection_is_worthless() -> None:
     a = Initiator(KEY, A, B.incarnation)
     with pytest.raises(ProtocolViolation):
