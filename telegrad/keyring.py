@@ -11,6 +11,7 @@ that `new_key` made have 256 random bits and need no stretching; their prefix te
 
 from __future__ import annotations
 
+import codecs
 import copy
 import errno
 import functools
@@ -29,9 +30,10 @@ from telegrad.private_files import UnsafePath, open_regular, reason, resolved
 log = logging.getLogger("telegrad")
 
 SHORTEST = 16  # bytes of a key
-LONGEST_FILE, MOST_KEYS = 1 << 16, 8  # bytes and keys of a key file
+LONGEST_FILE, MOST_KEYS = 1 << 16, 2  # bytes and keys of a key file
 _MADE = b"tgk1-"  # the prefix of keys that `new_key` made
 _MADE_SIZE = len(_MADE) + 43  # 32 random bytes, as base64 for URLs
+_MARKED = "begins with a byte order mark, as some editors write it: save it without one (UTF-8, no BOM)"
 _OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()
 
 
@@ -44,9 +46,11 @@ def check_key(key: object, source: str) -> bytes:
     """Return the key as bytes without white space around it, as in a file; `source` says in errors where it was given.
 
     Raises:
-        UsageError: it is no str or bytes, or is shorter than 16 bytes.
+        UsageError: it is no str or bytes, begins with a byte order mark, or is shorter than 16 bytes.
     """
     if isinstance(key, str):
+        if key.startswith("\ufeff"):
+            raise UsageError(f"{source} {_MARKED}")
         key = key.encode("utf-8", "surrogateescape")
     if not isinstance(key, bytes):
         raise UsageError(
@@ -115,13 +119,15 @@ def read_keys(path: str, setting: str = "") -> list[bytes]:
     """Return the keys in a file, one a line; `setting` says in errors where its path was given.
 
     Raises:
-        UsageError: the file cannot be read, others may read or write it, or a key in it is too short.
+        UsageError: the file cannot be read, others may read or write it, it has over two keys, or one cannot be used.
     """
     file = f"the key file {path!r}{f' that {setting} names' if setting else ''}"
     try:
         status, data = _read_unchosen(path)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {reason(error)}") from None
+    if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UsageError(f"{file} {_MARKED}")
     lines = [line.strip() for line in data.split(b"\n")]
     if hasattr(os, "getuid"):
         if status.st_uid not in (os.getuid(), 0):
@@ -132,7 +138,10 @@ def read_keys(path: str, setting: str = "") -> list[bytes]:
                 f"chmod 600 {path} (in Kubernetes: defaultMode: 0440)"
             )
     if sum(map(bool, lines)) > MOST_KEYS:
-        raise UsageError(f"{file} has more than {MOST_KEYS} lines: a key, and the one that follows it")
+        raise UsageError(
+            f"{file} has more than {MOST_KEYS} keys: one, and on the next line another while the key is replaced. "
+            "Remove the others"
+        )
     keys = [check_key(line, f"{file}, line {number},") for number, line in enumerate(lines, 1) if line]
     if not keys:
         raise UsageError(f"{file} is empty: write a key of at least {SHORTEST} bytes into it")

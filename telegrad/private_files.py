@@ -281,14 +281,12 @@ def refuse_foreign(found: os.stat_result, path: str) -> None:
 
 
 def _read_private(path: str) -> bytes:
-    with os.fdopen(os.open(path, _READ), "rb") as file:
+    with _open_regular(path) as file:
         found = os.fstat(file.fileno())
         if _POSIX:
             refuse_foreign(found, path)
             if found.st_mode & 0o077:
                 raise UnsafePath(errno.EPERM, "other users may read it: remove it, as they may know what it says", path)
-            if not stat.S_ISREG(found.st_mode):
-                raise UnsafePath(errno.EPERM, _IRREGULAR, path)
         data = file.read(LARGEST_VALUE + 1)
     if len(data) > LARGEST_VALUE:
         raise OSError(errno.EFBIG, f"it has over {LARGEST_VALUE} bytes", path)
@@ -351,13 +349,16 @@ def open_regular(path: Path) -> io.BufferedReader:
         UnsafePath: it is no regular file, or as for `resolved`.
         OSError: it cannot be opened.
     """
-    real = resolved(path)
-    if stat.S_ISREG(os.lstat(real).st_mode):  # else it is not even opened: a device may act on that
-        file = os.fdopen(os.open(real, _READ), "rb")
+    return _open_regular(resolved(path))
+
+
+def _open_regular(path: str) -> io.BufferedReader:
+    if stat.S_ISREG(os.lstat(path).st_mode):  # else it is not even opened: a device may act on that
+        file = os.fdopen(os.open(path, _READ), "rb")
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()  # another has taken its place
-    raise UnsafePath(errno.EPERM, _IRREGULAR, real)
+    raise UnsafePath(errno.EPERM, _IRREGULAR, path)
 
 
 def make_folder(path: Path) -> str:

@@ -228,10 +228,31 @@ def test_a_folder_that_others_may_change_is_refused(tmp_path: pathlib.Path, monk
 
 def test_too_many_keys(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
-    path.write_text(f"{KEY}\n" * 9)
-    path.chmod(0o600)
-    with pytest.raises(errors.UsageError, match="more than 8 lines"):
+    path.touch(0o600)
+    path.write_text(f"{KEY}\n\n{KEY}!\n")
+    assert len(read_keys(str(path))) == 2
+    path.write_text(f"{KEY}\n{KEY}!\n{KEY}?\n")
+    with pytest.raises(errors.UsageError, match="more than 2 keys"):
         read_keys(str(path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_named(tmp_path: pathlib.Path, encoding: str) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_text(KEY, encoding=encoding)
+    with pytest.raises(errors.UsageError, match=r"key' begins with a byte order mark.* save it without"):
+        read_keys(str(path))
+    with pytest.raises(errors.UsageError, match="byte order mark"):
+        find_keys("\ufeff" + KEY)
+    assert find_keys(b"\xff\xfe" + KEY.encode())  # random bytes may begin so
+
+
+def test_a_folder_is_no_key_file(home: pathlib.Path) -> None:
+    (home / "telegrad" / "key").mkdir(parents=True)
+    for act in (find_keys, lambda: read_keys(str(home / "telegrad" / "key"))):
+        with pytest.raises(errors.UsageError, match=r"it is no regular file: '.*telegrad/key'"):
+            act()
 
 
 def test_a_key_file_that_is_empty_for_a_moment_changes_nothing(
