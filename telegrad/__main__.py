@@ -81,7 +81,6 @@ def _serve_torchs_name() -> None:
 
     _let_operators_sleep()
     compat.install()
-    print(f"telegrad {VERSION} serves torch.distributed.rpc", file=sys.stderr)
 
 
 def _let_operators_sleep() -> None:
