@@ -8,6 +8,7 @@ import secrets
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
@@ -30,13 +31,15 @@ from telegrad.transport.handshake import (
     refusal,
 )
 from telegrad.transport.poller import Poller
-from telegrad.transport.processes import stranger_at
+from telegrad.transport.processes import process_at, stranger_at
 from telegrad.transport.refusals import Refusals, host_of, to_give_way
 from telegrad.transport.sockets import HAS_UNIX, NOT_NOW, tune_tcp, tune_unix, unix_address
 from telegrad.transport.tls import TlsFiles, own_digest, peer_digest, server_context
 
 PATIENCE = 5.0  # seconds that a handshake may take
 MOST_STRANGERS = 256  # connections in their handshake at once; above, the oldest of the host with the most goes
+MOST_FOREIGN = 256  # processes of other users that are told apart
+HERE = "this host"
 BACKLOG = 512
 MOST_CONNECTIONS = 4  # of one worker, which needs one, beyond its lanes; above, its oldest goes
 
@@ -73,7 +76,8 @@ class Listener:
         self.digest = own_digest(tls) if tls is not None else b""  # of this worker's certificate
         self._lock = threading.Lock()  # guards _strangers and that the poller watches these
         self._strangers: dict[_Stranger, None] = {}  # oldest first
-        self._refusals = Refusals()  # guarded by _lock
+        self._refusals = Refusals()  # guarded by _lock, as is _foreign
+        self._foreign: deque[int] = deque(maxlen=MOST_FOREIGN)  # processes of other users that were refused
         self.patience = patience
         self.most_strangers = most_strangers
         self._serves: tuple[Keyring, Claim] | None = None  # the group's keys, and what this worker says of itself
@@ -105,7 +109,7 @@ class Listener:
         if shared:
             other_user = stranger_at(sock)
             if other_user:
-                refuse_user(sock, other_user)
+                self._refuse_user(sock, other_user)
                 return
             tune_unix(sock)
         else:
@@ -122,6 +126,25 @@ class Listener:
             self._poller.watch(stranger, read=True)
         if oldest is not None:  # a member is through in milliseconds: it is seldom the oldest
             self.turn_away(oldest, ProtocolViolation("it has not introduced itself, and many wait"))
+
+    def _refuse_user(self, sock: socket.socket, user: str) -> None:
+        """Close a Unix socket that another user of this host has connected to; warn once of each of its processes."""
+        process = process_at(sock)
+        with self._lock:
+            is_new = process not in self._foreign
+            if is_new:
+                self._foreign.append(process)
+            is_told = is_new and self._refusals.is_told(HERE, monotonic())
+        if is_told:
+            log.warning(
+                "telegrad: connections from process %d of this host are refused: it is that of %s; workers of other "
+                "users connect by TCP",
+                process,
+                user,
+            )
+        with contextlib.suppress(OSError):
+            sock.send(refusal(OTHER_USER))
+        sock.close()
 
     def known(self, stranger: _Stranger) -> None:
         """It has proved who it is."""
@@ -189,17 +212,6 @@ class Listener:
             sock.close()
 
 
-def refuse_user(sock: socket.socket, user: str) -> None:
-    """Close a Unix socket that another user of this host has connected to."""
-    log.warning(
-        "telegrad: a connection from this host was refused: it comes from %s; workers of other users connect by TCP",
-        user,
-    )
-    with contextlib.suppress(OSError):
-        sock.send(refusal(OTHER_USER))
-    sock.close()
-
-
 class _Looked(ProtocolViolation):
     """Somebody looked whether this worker is there, as other workers do who wait for it, and load balancers."""
 
@@ -231,7 +243,7 @@ class _Door:
                 self._listener.shut()  # as a rule no descriptor is left: trying again at once would fail again
             return False
         try:
-            self._listener.greet(sock, "this host" if self._shared else f"{address[0]}:{address[1]}", self._shared)
+            self._listener.greet(sock, HERE if self._shared else f"{address[0]}:{address[1]}", self._shared)
         except OSError:
             sock.close()  # it has gone again
         return True
