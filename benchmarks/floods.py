@@ -28,6 +28,7 @@ from benchmarks.measuring import MB, TELEGRAD
 from benchmarks.processes import Child, answer_all, children_killed, free_port
 from telegrad import descriptors
 from telegrad.rpc import current
+from telegrad.rpc.yielding import Streamed
 from telegrad.transport.link import Link
 from telegrad.transport.sockets import NOT_NOW
 from telegrad.wire.messages import CALL, HAS_REFERENCES, Message, append, encode
@@ -72,6 +73,21 @@ def _references() -> Frames:
         yield encode(Message(CALL, number, HAS_REFERENCES, b"os:getpid", body=append(body, creation)))
 
 
+def _streams() -> Frames:
+    """Streams that are not read, opened as `rpc_stream` does: a reference, the function, and two pulls."""
+    me = current.agent()
+    key = f"{me.name}#{me.incarnation}"
+    held = pickle.dumps(((me.name, 256), {}), 5)
+    for number in itertools.count(FIRST, 4):
+        creation = pickle.dumps(((), (0, (key, number), (key, number + 1))), 5)
+        yield encode(Message(CALL, number, HAS_REFERENCES, b"telegrad.rpc.feeding:hold", body=append(held, creation)))
+        function = Streamed(iter, (key, number), same_program=False)
+        yield encode(Message(CALL, number + 1, body=pickle.dumps((function, (partial(bytes, MB), None), {}), 5)))
+        for index in range(2):
+            body = pickle.dumps(((key, number, index, 0), {}), 5)
+            yield encode(Message(CALL, number + 2 + index, head=b"telegrad.rpc.feeding:pull", body=body))
+
+
 WAYS = {
     "quick": Way("calls that return at once", partial(_calls, "os:getpid"), 64),
     "sleeping": Way("calls that sleep", partial(_calls, "time:sleep", 60), 128),
@@ -80,6 +96,7 @@ WAYS = {
     ),
     "descriptors": Way("results that are not given back", partial(_calls, "torch:zeros", KEPT), 640, LENT + 64, LENT),
     "references": Way("references that are not let go", _references, 192),
+    "streams": Way("streams of 1 MB items that are not read", _streams, 896, LENT + 64),
 }
 
 # What the workers run

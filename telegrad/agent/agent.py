@@ -33,7 +33,7 @@ from telegrad.agent.server import Server
 from telegrad.agent.settings import Settings
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
-from telegrad.agent.works import LONG, OWED, QUICK, Work
+from telegrad.agent.works import LONG, OWED, QUICK, Work, WorkQueue
 from telegrad.devices.streams import Streams
 from telegrad.errors import PeerError, ShutDown
 from telegrad.group.members import Identity, Member
@@ -364,9 +364,9 @@ class Agent:
         """Have those in `ticking` called at that time, or if `rough` some milliseconds later, at no cost."""
         self._clock.before(when, rough)
 
-    def later(self, act: Callable[[Any], None], argument: Any) -> None:
-        """Have `act(argument)` run soon on a thread that may run anybody's code, even if this worker is closing."""
-        self._reactor.submit(Work(act, argument, OWED))
+    def later(self, act: Callable[[Any], None], argument: Any, queue: WorkQueue | None = None) -> None:
+        """Have `act(argument)` run soon, or in a queue's turn, by a thread for anybody's code, even if this closes."""
+        self._reactor.submit(Work(act, argument, OWED), queue)
 
     def wait_for(self, future: Future[Any] | Signal, timeout: float = -1, senders: Iterable[str] = ()) -> bool:
         """Wait until `future` is done; whether it is. A thread of the reactor lets others run calls meanwhile.

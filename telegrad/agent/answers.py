@@ -118,8 +118,8 @@ class Answers:
         return Message(FAILURE, call.message.id, flags, body=body)
 
     def _note_failure(self, call: Incoming, error: BaseException, name: str) -> None:
-        if told_before(error, self.name):
-            return  # it was raised here by an earlier call, which has noted it
+        if isinstance(error, LimitReached) or told_before(error, self.name):
+            return  # there may be many, as in `refuse`; or it was raised here by an earlier call, which has noted it
         if isinstance(error, ShutDown) and isinstance(call.link.closed, ShutDown):
             return  # the call has failed since this worker, or the caller, has left
         log.warning(

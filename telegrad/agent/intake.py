@@ -168,8 +168,9 @@ class Intake:
     def lost(self, caller: Caller) -> None:
         """A caller has gone, and its calls were cancelled."""
         self.stopped.pop(caller, None)
-        self._unread.pop(caller, None)
         self._drop_cancelled(caller)
+        if self._unread.pop(caller, None) is not None:
+            self._reactor.hold_up(caller.queue, False)
 
     def _drop_cancelled(self, caller: Caller) -> None:
         caller.cancelled = 0

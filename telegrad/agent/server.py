@@ -149,7 +149,7 @@ class Server:
                 caller.entrance.put(come)
                 work = Work(self._run_in_order, caller, self._cost_in_order(come), size)
                 self._reactor.submit(work, caller.queue)
-            elif head in self.at_once:
+            elif head in self.at_once and not caller.queue.is_held_up:
                 self._reactor.submit(Work(self._runs, come, INSTANT, size), caller.control)
             else:
                 self._reactor.submit(Work(self._runs, come, QUICK if short else LONG, size), caller.queue)

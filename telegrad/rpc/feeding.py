@@ -2,19 +2,30 @@
 
 The feed of a stream is the value of a reference that its reader holds. So the stream is closed when that reference
 ends: the reader has closed or dropped it, or has died.
+
+What is kept for one worker that reads streams has limits, in all of its streams together (`Reader`). Above MOST_KEPT
+bytes that it has not asked for, its functions wait, but for one whose item a pull waits for: that item leaves at once.
+Such a pull that came over a connection which the reader does not read waits in the queue of that connection, as its
+calls do, and so does the function. Each function that waits holds a thread, so no more than MOST_STREAMS begin.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from telegrad.agent.agent import Agent
+from telegrad.agent.cancelling import serving
+from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.futures import Signal
 from telegrad.agent.naming import known_as
 from telegrad.agent.server import Later
-from telegrad.errors import RRefError
+from telegrad.agent.works import WorkQueue
+from telegrad.errors import LimitReached, RRefError
+from telegrad.group.members import Identity
 from telegrad.rpc import current
 from telegrad.rpc.flow import Answer, Supply
 from telegrad.rpc.values import opened
@@ -23,6 +34,8 @@ from telegrad.rref.letters import Id
 from telegrad.rref.table import ReferenceTable
 
 MOST_BYTES = 64 << 20  # that a function may be ahead of its reader; one item may have more
+MOST_KEPT = 128 << 20  # bytes of one reader that have not left, in all of its streams
+MOST_STREAMS = 256  # of one reader whose functions have begun and not ended
 
 
 class Taken(NamedTuple):
@@ -43,11 +56,12 @@ class Unfed(NamedTuple):
 class Pull(Signal):
     """One that waits, or has been answered."""
 
-    __slots__ = ("answer",)
+    __slots__ = ("answer", "queue")
 
-    def __init__(self) -> None:
+    def __init__(self, queue: WorkQueue) -> None:
         super().__init__()
         self.answer: list[Any] = []  # stored before it happens
+        self.queue = queue  # of the caller that pulls
 
     def wait(self) -> list[Any]:
         super().wait()
@@ -64,35 +78,142 @@ class Room(Signal):
         self.about = f"{reader}, which reads its stream, to take what it has yielded"
 
 
+class Reader:
+    """What is kept here for one worker, in all of its streams."""
+
+    def __init__(self, agent: Agent, name: str) -> None:
+        self.agent = agent
+        self.name = name
+        # Guards all below, and what the feeds of this reader say that it does. Reentrant, since the garbage collector
+        # may free a `Held` at any line, and so close another feed.
+        self.lock = threading.RLock()
+        self.kept = 0  # bytes that have not left
+        self.waiting: dict[Feed, None] = {}  # whose functions wait for less to be kept, in order
+        self._running = 0  # functions
+
+    def begin(self) -> None:
+        """A function begins.
+
+        Raises:
+            LimitReached: too many have not ended.
+        """
+        with self.lock:
+            if self._running < MOST_STREAMS:
+                self._running += 1
+                return
+        raise LimitReached(
+            f"a stream from worker {self.agent.name!r} was refused: {MOST_STREAMS} streams of worker {self.name!r} are "
+            "open there, and no more are kept for one worker. Read some to the end, or close them, before opening more"
+        )
+
+    def end(self) -> None:
+        """A function has ended."""
+        with self.lock:
+            self._running -= 1
+
+
+class Readers:
+    """Of one worker: those for which something is kept."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()  # guards that each is made once
+        self._readers: WeakValueDictionary[Identity, Reader] = WeakValueDictionary()
+
+    def of(self, who: Identity) -> Reader:
+        with self._lock:
+            reader = self._readers.get(who)
+            if reader is None:
+                reader = self._readers[who] = Reader(self._agent, who.name)
+            return reader
+
+
+def _caller() -> Caller:
+    """Return the caller of the call that this thread serves."""
+    call = serving.get()
+    assert isinstance(call, Incoming)
+    return call.caller
+
+
+def reader() -> Reader:
+    """Return what is kept for the caller of the call that this thread serves."""
+    return current.here().attached(Readers).of(_caller().identity)
+
+
 class Feed:
     """Of one stream."""
 
-    def __init__(self, reader: str, window: int) -> None:
-        self.fed = False  # a call runs the function, or has run it
+    def __init__(self, reader: Reader, window: int) -> None:
+        self._fed = False  # a call runs the function, or has run it
         self._reader = reader
-        self._lock = threading.Lock()  # guards the supply, whose `may_go_on` and `closed` are peeked at; and _room
+        self._lock = reader.lock  # guards the supply and all below; some of the supply is peeked at
         self._supply: Supply[Pull] = Supply(window, MOST_BYTES)
         self._room: Room | None = None  # for which the function waits
+        self._is_queued = False  # it will look again when a connection is read that was not
 
     @property
     def closed(self) -> bool:
         return self._supply.closed
 
+    def begin(self) -> bool:
+        """Whether a function may feed it: one, and not where the reader has gone. Two would wait for one room."""
+        with self._lock:
+            first, self._fed = not self._fed, True
+        return first and not self.closed
+
     def room(self) -> Room | None:
         """What happens when the function may go on; None where it may."""
-        if self._supply.may_go_on:
+        if self._may_go_on():
             return None
         with self._lock:
-            if self._supply.may_go_on:
-                return None
-            self._room = Room(self._reader)
-            return self._room
+            self._room = room = Room(self._reader.name)
+            act = self._go_on()
+        act()
+        return room
+
+    def _may_go_on(self) -> bool:
+        supply = self._supply
+        if not supply.may_go_on:
+            return False
+        pull = supply.awaited
+        if pull is None:
+            return self._reader.kept < MOST_KEPT or supply.closed
+        return not pull.queue.is_held_up or supply.closed
+
+    def _go_on(self) -> Callable[[], Any]:
+        """With the lock held: what is to be called without it, so that the function goes on now or when it may."""
+        room, supply, waiting = self._room, self._supply, self._reader.waiting
+        waiting.pop(self, None)
+        if room is None or not supply.may_go_on:
+            return _nothing
+        if self._may_go_on():
+            self._room = None
+            return room.set_result
+        pull = supply.awaited
+        if pull is None:
+            waiting[self] = None
+        elif not self._is_queued:
+            self._is_queued = True
+            return partial(self._reader.agent.later, self._look, None, pull.queue)
+        return _nothing
+
+    def _look(self, _: Any) -> None:
+        """A connection is read again."""
+        with self._lock:
+            self._is_queued = False
+            act = self._go_on()
+        act()
+
+    def unfed(self) -> None:
+        """The call that should run the function has failed; as `end`, unless it has begun."""
+        if not self._fed:
+            self.end()
 
     def put(self, item: Any, weight: int) -> None:
         self._act(self._supply.put, item, weight)
 
-    def pull(self, number: int, taken: int) -> Pull:
-        pull = Pull()
+    def pull(self, number: int, taken: int, queue: WorkQueue) -> Pull:
+        pull = Pull(queue)
         self._act(self._supply.pull, number, taken, pull)
         return pull
 
@@ -106,19 +227,30 @@ class Feed:
         self._act(self._supply.close)
 
     def _act(self, event: Callable[..., list[Answer]], *args: Any) -> None:
-        room = None
+        acts = []
+        supply, reader = self._supply, self._reader
         with self._lock:
+            before = supply.kept
             answers = event(*args)
-            if self._room is not None and self._supply.may_go_on:
-                room, self._room = self._room, None
+            change = supply.kept - before
+            reader.kept += change
+            if self._room is not None:
+                acts.append(self._go_on())
+            if reader.waiting and reader.kept < MOST_KEPT:
+                # One, which lets the next go on with its item: all at once would each yield one.
+                acts.append(next(iter(reader.waiting))._go_on())
         for to, items, over in answers:
             to.answer = [over, *items]
             to.set_result()
-        if room is not None:
-            room.set_result()
+        for act in acts:
+            act()
 
     def __repr__(self) -> str:
-        return f"<Feed for {self._reader!r}: {self._supply!r}>"
+        return f"<Feed for {self._reader.name!r}: {self._supply!r}>"
+
+
+def _nothing() -> None:
+    pass
 
 
 class Held:
@@ -132,25 +264,25 @@ class Held:
 
 
 @known_as("the beginning of a stream")
-def hold(reader: str, window: int) -> Held:
-    return Held(Feed(reader, window))
+def hold(_: str, window: int) -> Held:
+    return Held(Feed(reader(), window))
 
 
 @known_as("the next items of a stream")
 def pull(maker: str, number: int, index: int, taken: int) -> Any:
     """All there is, as soon as anything is there: whether it is the end, and the items."""
-    box = current.references().box((maker, number))
+    box, queue = current.references().box((maker, number)), _caller().queue
     if box.full:
-        found = _feed_in(box).pull(index, taken)
+        found = _feed_in(box).pull(index, taken, queue)
         return found.answer if found.done() else Later(found, pull)
-    coming = Pull()
+    coming = Pull(queue)
     box.opening().add_done_callback(lambda _: _pull_later(box, index, taken, coming))
     return Later(coming, pull)
 
 
 def _pull_later(box: Box, index: int, taken: int, coming: Pull) -> None:
     try:
-        found = _feed_in(box).pull(index, taken)
+        found = _feed_in(box).pull(index, taken, coming.queue)
     except Exception as error:
         coming.set_exception(error)
         return
@@ -187,8 +319,8 @@ def serve(agent: Agent, references: ReferenceTable) -> None:
 
     def on_unfed(_: Any, unfed: Unfed) -> None:
         feed = known(unfed.maker, unfed.number)
-        if feed is not None and not feed.fed:
-            feed.end()
+        if feed is not None:
+            feed.unfed()
 
     def known(maker: str, number: int) -> Feed | None:
         box = references.known((maker, number))

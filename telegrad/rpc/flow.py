@@ -7,6 +7,9 @@ The function goes on while less than `window` of its items, and less than `most`
 as the callee knows, not taken. A pull asks for all that is there. Pulls have numbers and are answered in their order,
 however they arrive, so what the reader gets in that order is in the order of yielding.
 
+An item for which a pull waits leaves at once. The callee keeps the others, and limits how many bytes it keeps for one
+reader (`feeding`). So a reader that waits for an item gets it, however much of its other streams it does not read.
+
 The reader tells how much it has taken with each pull, and besides whenever it has taken half of what the callee may be
 ahead. So a callee that cannot go on always has more for the reader, or will hear of it.
 """
@@ -16,7 +19,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from telegrad.errors import ProtocolViolation
+
 W = TypeVar("W")
+ITEM = 256  # bytes that an item takes at the callee beside those that it has
 
 
 class Answer(NamedTuple):
@@ -40,6 +46,7 @@ class Supply(Generic[W]):
         self._taken = 0
         self._pulls: dict[int, W] = {}  # that wait, by their numbers
         self._next = 0  # the pull to be answered next
+        self.kept = 0  # bytes of the items that have not left
         self._over = False
         self.closed = False  # the reader wants nothing more
 
@@ -48,6 +55,11 @@ class Supply(Generic[W]):
         """Whether the function may be asked for its next item, or be closed; loaded by who feeds without a lock."""
         ahead = self._yielded - self._taken
         return self.closed or (ahead < self._window and self._bytes < self._most)
+
+    @property
+    def awaited(self) -> W | None:
+        """Return the pull that the next item will answer, if one waits."""
+        return self._pulls.get(self._next)
 
     # Each of these gives the answers that are due
 
@@ -59,6 +71,7 @@ class Supply(Generic[W]):
         self._items.append(item)
         self._weights.append(weight)
         self._bytes += weight
+        self.kept += weight + ITEM
         return self._due()
 
     def end(self) -> list[Answer]:
@@ -73,7 +86,8 @@ class Supply(Generic[W]):
         return self._due()
 
     def take(self, taken: int) -> list[Answer]:
-        """The reader has taken so many by now."""
+        """The reader has taken so many by now, whatever it says no more than have left."""
+        taken = min(taken, self._yielded - len(self._items))
         while self._taken < taken and not self.closed:
             self._bytes -= self._weights.popleft()
             self._taken += 1
@@ -84,6 +98,7 @@ class Supply(Generic[W]):
         self.closed = self._over = True
         self._items.clear()
         self._weights.clear()
+        self.kept = 0
         return self._due()
 
     def _due(self) -> list[Answer]:
@@ -91,6 +106,7 @@ class Supply(Generic[W]):
         while (self._items or self._over) and self._next in self._pulls:
             due.append(Answer(self._pulls.pop(self._next), list(self._items), self._over))
             self._items.clear()
+            self.kept = 0
             self._next += 1
         return due
 
@@ -112,8 +128,14 @@ class Intake:
         self.over = False  # nothing more will come
 
     def came(self, items: list[Any], weights: list[int], over: bool) -> None:
-        """The answer to the next pull."""
+        """The answer to the next pull.
+
+        Raises:
+            ProtocolViolation: it has more items than the callee may be ahead.
+        """
         if not self.over:
+            if len(self._items) + len(items) > self._window:
+                raise ProtocolViolation(f"{len(items):,} items came, of which at most {self._window:,} may be unread")
             self._items.extend(zip(items, weights, strict=True))
             self.over = over
 

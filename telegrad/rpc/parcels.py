@@ -76,7 +76,10 @@ def weight_of(item: Any) -> int:
     """About how many bytes it has."""
     if type(item) is Parcel:
         return item.weight
-    return len(item) if isinstance(item, str | bytes) else 0
+    kind = type(item)
+    if kind is int:
+        return item.bit_length() >> 3  # type: ignore[no-any-return]
+    return len(item) if kind is str or kind is bytes else 0
 
 
 REDUCERS[Handle] = reduce_reference

@@ -205,11 +205,10 @@ class Stream(Generic[T]):
         """With the lock held."""
         try:
             answered.wait()
-        except Exception as error:
-            self._broken, self._hold, self._intake.over = error, None, True
-        else:
             over, *items = answered.answer
             self._intake.came(items, [*map(weight_of, items)], over)
+        except Exception as error:
+            self._broken, self._hold, self._intake.over = error, None, True
 
     def _pull(self, made: _Pull, index: int, taken: int) -> None:
         asked = f"the next items of {self._name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator
 from types import CoroutineType
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -15,7 +16,7 @@ from telegrad.agent.server import Later
 from telegrad.errors import UsageError
 from telegrad.rpc import current
 from telegrad.rpc.actors import Step, steps_of
-from telegrad.rpc.feeding import Feed, feed_of
+from telegrad.rpc.feeding import Feed, feed_of, reader
 from telegrad.rpc.parcels import NOTHING_TO_CHECK, Counts, packed
 from telegrad.rpc.values import Method, opened
 from telegrad.rref.letters import Id
@@ -39,23 +40,31 @@ class Streamed:
         return user_name(self._function, args)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        feed = feed_of(self._stream)
-        if feed is None or feed.closed:
-            return None
-        feed.fed = True
-        agent, name = current.agent(), user_name(self._function, args)
+        of_caller = reader()
+        of_caller.begin()
+        driven: Any = None
         try:
-            steps = self._steps(agent, args)
-            made = _in_turn(steps, agent, self._function, *args, **kwargs)
-            iterator = None if isinstance(made, AsyncIterable | CoroutineType) else _iterator(made, name)
-        except BaseException:
-            feed.end()
-            raise
-        if iterator is not None:
-            return self._run(agent, feed, steps, iterator)
-        driven: Any = self._drive(agent, feed, steps, made, name)
-        driven.__qualname__ = name
-        return driven
+            feed = feed_of(self._stream)
+            if feed is None or not feed.begin():
+                return None
+            agent, name = current.agent(), user_name(self._function, args)
+            try:
+                steps = self._steps(agent, args)
+                made = _in_turn(steps, agent, self._function, *args, **kwargs)
+                iterator = None if isinstance(made, AsyncIterable | CoroutineType) else _iterator(made, name)
+            except BaseException:
+                feed.end()
+                raise
+            if iterator is not None:
+                return self._run(agent, feed, steps, iterator)
+            driven = self._drive(agent, feed, steps, made, name)
+            driven.__qualname__ = name
+            # Not at the end of the coroutine: one that is cancelled before it has begun runs no line.
+            finalize(driven, of_caller.end).atexit = False
+            return driven
+        finally:
+            if driven is None:
+                of_caller.end()
 
     def _steps(self, agent: Agent, args: Any) -> Steps:
         if not isinstance(self._function, Method):

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from telegrad.rpc.flow import Answer, Intake, Supply
+from telegrad.errors import ProtocolViolation
+from telegrad.rpc.flow import ITEM, Answer, Intake, Supply
 
 
 def fed(window: int = 4, most: int = 100) -> Supply[str]:
@@ -55,6 +56,7 @@ def test_bytes_count_as_well_but_one_item_may_have_more() -> None:
     supply = fed(most=100)
     supply.put(1, 1000)
     assert not supply.may_go_on
+    supply.pull(0, 0, "a")
     supply.take(1)
     assert supply.may_go_on
     supply.put(2, 99)
@@ -65,10 +67,40 @@ def test_word_that_comes_late_takes_nothing_back() -> None:
     supply = fed(window=2)
     supply.put(1, 0)
     supply.put(2, 0)
+    supply.pull(0, 0, "a")
     supply.take(2)
-    supply.pull(0, 1, "a")
+    supply.pull(1, 1, "b")
     supply.put(3, 0)
     assert supply.may_go_on
+
+
+def test_what_has_not_left_was_not_taken_whatever_the_reader_says() -> None:
+    supply = fed(window=2)
+    supply.put(1, 30)
+    supply.put(2, 30)
+    supply.take(10**9)
+    assert not supply.may_go_on
+    assert supply.pull(0, 10**9, "a") == [Answer("a", [1, 2], False)]
+    assert not supply.may_go_on
+    supply.take(10**9)
+    assert supply.may_go_on
+
+
+def test_what_has_not_left_is_kept() -> None:
+    supply = fed()
+    supply.pull(0, 0, "a")
+    awaited = supply.awaited
+    supply.put(1, 10)
+    assert supply.kept == 0
+    assert (awaited, supply.awaited) == ("a", None)
+    supply.put(2, 10)
+    supply.put(3, 0)
+    assert supply.kept == 10 + 2 * ITEM
+    supply.pull(1, 0, "b")
+    assert supply.kept == 0
+    supply.put(4, 10)
+    supply.close()
+    assert supply.kept == 0
 
 
 def test_the_end_comes_with_the_last_items() -> None:
@@ -156,6 +188,13 @@ def test_a_closed_intake_has_nothing() -> None:
     intake.came([2], [0], False)
     assert intake.empty
     assert intake.over
+
+
+def test_more_items_than_may_be_unread_are_refused() -> None:
+    intake = Intake(3, 100)
+    intake.came([1, 2], [0, 0], False)
+    with pytest.raises(ProtocolViolation, match="2 items came, of which at most 3 may be unread"):
+        intake.came([3, 4], [0, 0], False)
 
 
 # Both, over a network that keeps no order

@@ -1,0 +1,329 @@
+"""What one worker may have another keep for the streams that it reads, or does not read."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import operator
+import pickle
+import random
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from telegrad.agent.works import WorkQueue
+from telegrad.errors import LimitReached, PeerError, ProtocolViolation
+from telegrad.rpc import Stream, current, feeding, rpc_stream, rpc_sync
+from telegrad.rpc.feeding import Feed, Reader, Readers
+from telegrad.rpc.flow import ITEM, Supply
+from telegrad.rpc.worker import Worker
+from telegrad.rpc.yielding import Streamed
+from telegrad.transport import writer
+from telegrad.transport.blobs import Chunk
+from telegrad.transport.link import Link
+from telegrad.wire.messages import CALL, Message
+from tests.cluster import agents, wait_until
+
+MOST = 5  # streams
+KIB = 1 << 10
+KEPT = 1 << 20  # bytes
+SIZE = 100 * KIB
+LARGEST = KEPT // 4
+
+yielded: Counter[str] = Counter()
+closed: list[str] = []
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, Worker, Worker]]:
+    """The callee, who has little room, and two callers."""
+    monkeypatch.setattr(feeding, "MOST_STREAMS", MOST)
+    monkeypatch.setattr(feeding, "MOST_KEPT", KEPT)
+    yielded.clear()
+    closed.clear()
+    with agents(3) as (callee, caller, other):
+        current.enter(caller)
+        yield callee, caller, other
+        current.enter(None)
+
+
+def endless(name: str, item: Any = 0) -> Iterator[Any]:
+    try:
+        while True:
+            yielded[name] += 1
+            yield bytes(item) if item else item
+    finally:
+        closed.append(name)
+
+
+async def endless_async(name: str, item: Any = 0) -> AsyncIterator[Any]:
+    try:
+        while True:
+            yielded[name] += 1
+            yield bytes(item) if item else item
+    finally:
+        closed.append(name)
+
+
+def numbered(count: int) -> Iterator[bytes]:
+    for number in range(count):
+        yield number.to_bytes(2, "big") + bytes(SIZE)
+
+
+def reader_of(callee: Worker, caller: Worker) -> Reader | None:
+    return callee.attached(Readers)._readers.get(caller.me.identity)
+
+
+def waits_for_others(callee: Worker, caller: Worker) -> bool:
+    reader = reader_of(callee, caller)
+    return reader is not None and reader.kept >= KEPT and bool(reader.waiting)
+
+
+def is_forgotten(callee: Worker, caller: Worker) -> bool:
+    gc.collect()
+    return reader_of(callee, caller) is None
+
+
+@pytest.mark.parametrize("function", [endless, endless_async])
+def test_no_more_streams_begin_for_one_worker(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+    callee, caller, other = three
+    kept = [rpc_stream("w0", function, (str(number),)) for number in range(MOST)]
+    assert [next(each) for each in kept] == MOST * [0]
+    refused: Stream[int] = rpc_stream("w0", function, ("refused",))
+    with pytest.raises(LimitReached, match=r"from worker 'w0' was refused: 5 streams of worker 'w1' .*or close them"):
+        next(refused)
+    current.enter(other)
+    with rpc_stream("w0", function, ("other",)) as stream:
+        assert next(stream) == 0
+    current.enter(caller)
+    kept.pop().close()
+    wait_until(lambda: "4" in closed)
+    wait_until(lambda: (reader := reader_of(callee, caller)) is not None and reader._running < MOST)
+    kept.append(rpc_stream("w0", function, ("again",)))
+    assert next(kept[-1]) == 0
+    assert "refused" not in yielded
+    for each in kept:
+        each.close()
+    wait_until(lambda: is_forgotten(callee, caller))
+
+
+def test_a_stream_has_one_function(three: tuple[Worker, Worker, Worker]) -> None:
+    """What a worker says that means harm: several would wait for one thing, and all but one of them for ever."""
+    callee, caller, _ = three
+    with rpc_stream("w0", endless, ("first",), window=1) as stream:
+        assert next(stream) == 0
+        streamed = Streamed(endless, stream._id, False)
+        calls = [caller.agent.call_async("w0", streamed, (str(number),), None) for number in range(2 * MOST)]
+        assert [call.wait() for call in calls] == 2 * MOST * [None]
+    wait_until(lambda: is_forgotten(callee, caller))
+    assert set(yielded) == {"first"}
+
+
+@pytest.mark.parametrize("function", [endless, endless_async])
+def test_the_bytes_of_all_streams_of_a_worker_count(function: Any, three: tuple[Worker, Worker, Worker]) -> None:
+    callee, caller, other = three
+    streams = [rpc_stream("w0", function, (str(number), SIZE)) for number in range(MOST)]
+    wait_until(lambda: waits_for_others(callee, caller))
+    reader = reader_of(callee, caller)
+    assert reader is not None
+    assert reader.kept <= KEPT + (MOST + 1) * (SIZE + ITEM)  # an item of each that ran
+    del reader
+    current.enter(other)
+    assert rpc_sync("w0", operator.neg, (1,)) == -1
+    with rpc_stream("w0", function, ("other", SIZE)) as stream:
+        assert len(next(stream)) == SIZE
+    current.enter(caller)
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: is_forgotten(callee, caller))
+    assert set(closed) == set(yielded)
+
+
+def test_a_reader_gets_its_items_however_much_it_leaves_unread(three: tuple[Worker, Worker, Worker]) -> None:
+    """One stream after the other, each of more than all may keep: the others must not hold it up."""
+    callee, caller, _ = three
+    streams = [rpc_stream("w0", numbered, (20,)) for _ in range(MOST)]
+    wait_until(lambda: waits_for_others(callee, caller))
+    for stream in reversed(streams):
+        assert [int.from_bytes(item[:2], "big") for item in stream] == [*range(20)]
+    wait_until(lambda: is_forgotten(callee, caller))
+
+
+def test_small_items_count_in_any_window(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, caller, _ = three
+    with rpc_stream("w0", endless, ("small",), window=1 << 31):
+        wait_until(lambda: waits_for_others(callee, caller))
+        assert yielded["small"] < 4 * KEPT / ITEM  # two answers left before
+    wait_until(lambda: is_forgotten(callee, caller))
+
+
+def test_what_a_worker_had_open_is_dropped_when_it_has_gone(three: tuple[Worker, Worker, Worker]) -> None:
+    callee, caller, _ = three
+    before = threading.active_count()
+    kept = [rpc_stream("w0", endless, (str(number), SIZE)) for number in range(MOST)]
+    wait_until(lambda: waits_for_others(callee, caller))
+    caller.agent.close(PeerError("the end"))
+    callee.references._on_death(f"w1#{caller.agent.incarnation}")
+    wait_until(lambda: is_forgotten(callee, caller))
+    assert set(closed) == set(yielded)
+    del kept
+    wait_until(lambda: threading.active_count() <= before + MOST)  # those of the reactor stand by
+    wait_until(lambda: callee.agent.idle)
+
+
+def test_no_items_are_made_for_a_connection_that_is_not_read(
+    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callee, caller, other = three
+    monkeypatch.setattr(writer, "MOST_BYTES", KEPT)
+    stream: Stream[bytes] = rpc_stream("w0", endless, ("unread", SIZE), window=1 << 16)
+    assert len(next(stream)) == SIZE
+    link = caller.agent._connections.peer("w0").link
+    assert isinstance(link, Link)
+    accepted = next(link for link in callee.agent._connections._accepted if link.peer == "w1")
+    queue: WorkQueue = accepted._on_messages.args[0].queue  # type: ignore[attr-defined]
+    count = 2000
+    with unread(link):
+        for number in range(count):  # all of them say that all was read
+            body = pickle.dumps(((*stream._id, 10 + number, 10**9), {}), 5)
+            link.send(Message(CALL, 1_000_000 + number, head=b"telegrad.rpc.feeding:pull", body=body))
+        for number in range(10):
+            body = pickle.dumps(((*stream._id, number, 10**9), {}), 5)
+            link.send(Message(CALL, 2_000_000 + number, head=b"telegrad.rpc.feeding:pull", body=body))
+        wait_until(lambda: queue.is_held_up)
+        current.enter(other)
+        assert rpc_sync("w0", operator.neg, (1,)) == -1
+        current.enter(caller)
+        wait_until(lambda: is_at_rest(callee, caller))
+        waiting = sum(len(chunk.data) for chunk in accepted._writer.outbox.copy() if isinstance(chunk, Chunk))
+        assert waiting < 3 * KEPT
+        assert yielded["unread"] < count / 2  # the others are in the buffers of the socket
+    before = yielded["unread"]
+    link.reading.watch()
+    caller.agent.expect("w0")
+    wait_until(lambda: yielded["unread"] > before + 100)
+    stream.close()
+    wait_until(lambda: "unread" in closed)
+
+
+def is_at_rest(callee: Worker, caller: Worker) -> bool:
+    """The only function of a reader waits."""
+    reader = reader_of(callee, caller)
+    feeds = [each for each in gc.get_objects() if type(each) is Feed and each._reader is reader]
+    return bool(feeds) and all(each._room is not None for each in feeds)
+
+
+@contextlib.contextmanager
+def unread(link: Link) -> Iterator[None]:
+    """Nobody reads what comes over a link."""
+    wait_until(link.reading.take)
+    try:
+        yield
+    finally:
+        link.reading.give_back()
+
+
+def test_a_callee_that_sends_more_than_was_asked_for_is_refused(
+    three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Feed, "room", lambda feed: None)  # its functions never wait
+    stream: Stream[int] = rpc_stream("w0", range, (10**6,), window=4)
+    with pytest.raises(ProtocolViolation, match=r"at most 4 may be unread"):
+        for _ in stream:
+            pass
+
+
+# The account alone, in random orders of events
+
+
+class Turns:
+    """In the place of an agent: what waits in the turn of a caller."""
+
+    name = "w0"
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[[Any], None], WorkQueue]] = []
+
+    def later(self, act: Callable[[Any], None], _: Any, queue: WorkQueue) -> None:
+        self.waiting.append((act, queue))
+
+    def run(self) -> None:
+        for each in [each for each in self.waiting if not each[1].is_held_up]:
+            self.waiting.remove(each)
+            each[0](None)
+
+
+def lawfully_waits(feed: Feed, reader: Reader) -> bool:
+    supply: Supply[Any] = feed._supply
+    if not supply.may_go_on:
+        return True
+    pull = supply.awaited
+    return reader.kept >= KEPT if pull is None else pull.queue.is_held_up
+
+
+class Account:
+    """Streams of one reader over two connections, and functions that yield as `Streamed` does."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.turns = Turns()
+        self.reader = Reader(self.turns, "w1")  # type: ignore[arg-type]
+        self.queues = [WorkQueue(), WorkQueue()]
+        self.feeds = [Feed(self.reader, rng.randint(1, 9)) for _ in range(6)]
+        self.rooms: dict[Feed, Any] = {}
+        self.pulls: Counter[Feed] = Counter()
+        self.events = [self.produce] * 4 + [self.pull, self.take, self.hold_up, self.close]
+
+    def produce(self, feed: Feed) -> None:
+        """One item at most, unless the function waits."""
+        room = self.rooms.get(feed)
+        if feed.closed or (room is not None and not room.done()):
+            return
+        room = self.rooms[feed] = feed.room()
+        if room is None:
+            feed.put(None, self.rng.randint(0, LARGEST))
+
+    def pull(self, feed: Feed) -> None:
+        feed.pull(self.pulls[feed], self.rng.randint(0, 1000), self.rng.choice(self.queues))
+        self.pulls[feed] += 1
+
+    def take(self, feed: Feed) -> None:
+        feed.take(self.rng.randint(0, 1000))
+
+    def hold_up(self, _: Feed) -> None:
+        self.rng.choice(self.queues).is_held_up = self.rng.random() < 0.5
+        self.turns.run()
+
+    def close(self, feed: Feed) -> None:
+        if self.rng.random() < 0.1:
+            feed.close()
+
+    def run(self) -> None:
+        for _ in range(200):
+            self.rng.choice(self.events)(self.rng.choice(self.feeds))
+            assert self.reader.kept == sum(each._supply.kept for each in self.feeds)
+            assert self.reader.kept < KEPT + LARGEST + ITEM
+        for _ in range(300):  # all go on as far as they may
+            self.turns.run()
+            for feed in self.feeds:
+                self.produce(feed)
+        for feed in self.feeds:
+            assert feed.closed or lawfully_waits(feed, self.reader)
+        for feed in self.feeds:
+            feed.close()
+            assert self.rooms.get(feed) is None or self.rooms[feed].done()
+        assert not self.reader.kept
+        assert not self.reader.waiting
+
+
+def test_any_order_of_events_keeps_no_more_than_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "MOST_KEPT", KEPT)
+    for seed in range(300):
+        try:
+            Account(random.Random(seed)).run()
+        except BaseException:
+            print(f"SEED={seed}")
+            raise
