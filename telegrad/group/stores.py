@@ -11,13 +11,10 @@ another until the members have listed themselves again.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import os
-import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic, sleep
@@ -34,7 +31,7 @@ from telegrad.errors import (
     TelegradError,
     UsageError,
 )
-from telegrad.group.address import await_name, spelled
+from telegrad.group.address import await_name
 from telegrad.group.board import (
     DYNAMIC,
     GONE,
@@ -53,13 +50,12 @@ from telegrad.group.files import FileStore
 from telegrad.group.places import Spot, own_place, resolving, somebody_stays_at, split, spots
 from telegrad.group.sealing import SealedStore
 from telegrad.group.supervised import is_kept, place
-from telegrad.group.tcp import check_is_store, reach_tcp, serve_tcp
+from telegrad.group.tcp import PROBE, listens, meet_tcp, serve_tcp
 from telegrad.keyring import Keyring
 from telegrad.private_files import resolved
 from telegrad.progress import Wait, attended
 
 LONGEST = 1800.0  # seconds, where a caller sets no limit
-PROBE = 0.25  # seconds for a connection to be accepted
 FAR_PROBE = 5.0  # the same, where there is time
 TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store, where others may be looked at
 GOING = 4.0  # seconds for the store of a group that is over to go, and for one on a busy host to answer
@@ -357,7 +353,7 @@ def find_store(
             break
     if site.refused is not None:
         raise site.refused
-    if _listens(host, port):
+    if listens(host, port):
         raise StoreUnreachable(
             f"what listens at {host}:{port} is not the group's store ({site.why}): "
             "another program may have that port; choose another one on all workers"
@@ -391,8 +387,8 @@ class _Site:
 
     def look(self, probe: float, patience: float) -> str:
         """The store's mark."""
-        if self.store is None and _listens(*self.place, probe):  # else torch would look again after half a second
-            found = _meet(*self.place, max(patience, PROBE))
+        if self.store is None and listens(*self.place, probe):  # else torch would look again after half a second
+            found = meet_tcp(*self.place, max(patience, PROBE))
             if not isinstance(found, Exception):
                 self.store = SealedStore(found, self._keys)
             else:
@@ -420,35 +416,3 @@ class _Site:
 
     def __repr__(self) -> str:
         return f"<_Site at {spot(*self.place)}: {self.why if self.store is None else 'a store'}>"
-
-
-def _listens(host: str, port: int, patience: float = 0) -> bool:
-    try:
-        with socket.create_connection((spelled(host), port), max(patience, PROBE)) as probe:
-            return bool(probe.getsockname() != probe.getpeername())  # a free port may be given to its own seeker
-    except OSError:
-        return False
-
-
-def _meet(host: str, port: int, patience: float) -> Any:
-    """The store there, or the error. In a thread: where a store is stopped torch waits without end or Ctrl-C."""
-    found: list[Any] = []
-    try:
-        check_is_store(host, port, patience)
-    except OSError as error:
-        return error
-
-    def meet() -> None:
-        allowed = datetime.timedelta(seconds=patience)
-        try:
-            found.append(reach_tcp(host, port, allowed))
-        except RuntimeError as error:
-            found.append(TimeoutError("it does not answer") if "timed out" in str(error) else error)
-
-    meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
-    meeting.start()
-    meeting.join(patience)
-    if not found:
-        atexit.register(meeting.join, PROBE)  # a thread that leaves torch while the interpreter ends aborts it
-        return TimeoutError("it does not answer")
-    return found[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import socket
 import struct
 import sys
+import threading
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -20,6 +22,7 @@ log = logging.getLogger("telegrad")
 
 ANYWHERE = ("0.0.0.0", "::")
 CROWD = 1024  # connections that wait to be accepted
+PROBE = 0.25  # for a connection to be accepted
 LEAST = 1e-3  # seconds for a read; 0 would stand for one that does not wait
 # In torch's protocol, in the byte order of the host: VALIDATE with its magic number, with which each client begins, and
 # GETNUMKEYS, whose answer is an int64.
@@ -53,6 +56,38 @@ def check_is_store(host: str, port: int, patience: float) -> None:
         raise TimeoutError("it does not answer") from None
     if not 0 <= _ANSWER.unpack(data)[0] < _MOST_KEYS:
         raise OSError(f"it answers {data!r}, which no store does")
+
+
+def listens(host: str, port: int, patience: float = 0) -> bool:
+    try:
+        with socket.create_connection((spelled(host), port), max(patience, PROBE)) as probe:
+            return bool(probe.getsockname() != probe.getpeername())  # a free port may be given to its own seeker
+    except OSError:
+        return False
+
+
+def meet_tcp(host: str, port: int, patience: float) -> Any:
+    """The store there, or the error. In a thread: where a store is stopped torch waits without end or Ctrl-C."""
+    found: list[Any] = []
+    try:
+        check_is_store(host, port, patience)
+    except OSError as error:
+        return error
+
+    def meet() -> None:
+        allowed = datetime.timedelta(seconds=patience)
+        try:
+            found.append(reach_tcp(host, port, allowed))
+        except RuntimeError as error:
+            found.append(TimeoutError("it does not answer") if "timed out" in str(error) else error)
+
+    meeting = threading.Thread(target=meet, name="telegrad-store", daemon=True)
+    meeting.start()
+    meeting.join(patience)
+    if not found:
+        atexit.register(meeting.join, PROBE)  # a thread that leaves torch while the interpreter ends aborts it
+        return TimeoutError("it does not answer")
+    return found[0]
 
 
 def reach_tcp(host: str, port: int, timeout: datetime.timedelta) -> Any:

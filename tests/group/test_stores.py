@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import errors
-from telegrad.group import stores
+from telegrad.group import stores, tcp
 from telegrad.group.board import DYNAMIC, OPEN, OVER, SERVED, Board, mark_of
 from telegrad.group.stores import Meeting
 from telegrad.group.tcp import reach_tcp
@@ -278,7 +278,7 @@ def test_nobody_serves() -> None:
 
 
 def test_torch_is_not_asked_before_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_meet", None)  # it would sleep for half a second between its tries
+    monkeypatch.setattr(stores, "meet_tcp", None)  # it would sleep for half a second between its tries
     with pytest.raises(errors.StoreUnreachable):
         opened(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.05)
 
@@ -297,7 +297,7 @@ def test_a_stranger_in_the_stores_place(answer: bytes | None) -> None:
 def test_torchs_client_meets_no_stranger(answer: bytes | None, greets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can wait there without an end, and a process that ends meanwhile is aborted."""
     met: list[object] = []
-    monkeypatch.setattr(stores, "reach_tcp", noted(reach_tcp, met))
+    monkeypatch.setattr(tcp, "reach_tcp", noted(reach_tcp, met))
     with stranger(answer, greets) as port, pytest.raises(errors.StoreUnreachable, match="is not the group's store"):
         opened(f"tcp://127.0.0.1:{port}", 1, 2, 0.1)
     assert not met
@@ -323,7 +323,7 @@ def noted(function: Callable[..., Any], calls: list[object]) -> Callable[..., An
 def test_a_store_that_is_not_open_yet_is_connected_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[object] = []
     looked: list[object] = []
-    monkeypatch.setattr(stores, "_meet", noted(stores._meet, met))
+    monkeypatch.setattr(stores, "meet_tcp", noted(tcp.meet_tcp, met))
     monkeypatch.setattr(stores, "mark_of", noted(mark_of, looked))
     url = f"tcp://127.0.0.1:{free_port()}"
     served = opened(url, 0, None, 30)
@@ -350,7 +350,7 @@ def test_a_store_that_is_slow_to_connect_to_is_tried_again(monkeypatch: pytest.M
     served = opened(url, 0, 2, 30)
     monkeypatch.setattr(stores, "TAKEN", 0.05)
     monkeypatch.setattr(stores, "PROBE", 0.05)
-    monkeypatch.setattr(stores, "reach_tcp", connect)
+    monkeypatch.setattr(tcp, "reach_tcp", connect)
     assert meets(served, opened(url, 1, 2, 30))
     stuck.set()
     assert len(tries) == 2
