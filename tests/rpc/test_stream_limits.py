@@ -7,7 +7,6 @@ import gc
 import operator
 import pickle
 import random
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -162,15 +161,13 @@ def test_small_items_count_in_any_window(three: tuple[Worker, Worker, Worker]) -
 
 def test_what_a_worker_had_open_is_dropped_when_it_has_gone(three: tuple[Worker, Worker, Worker]) -> None:
     callee, caller, _ = three
-    before = threading.active_count()
     kept = [rpc_stream("w0", endless, (str(number), SIZE)) for number in range(MOST)]
-    wait_until(lambda: waits_for_others(callee, caller))
+    wait_until(lambda: waits_for_others(callee, caller) and len(yielded) == MOST)
     caller.agent.close(PeerError("the end"))
     callee.references._on_death(f"w1#{caller.agent.incarnation}")
     wait_until(lambda: is_forgotten(callee, caller))
     assert set(closed) == set(yielded)
     del kept
-    wait_until(lambda: threading.active_count() <= before + MOST)  # those of the reactor stand by
     wait_until(lambda: callee.agent.idle)
 
 
