@@ -3,7 +3,7 @@
 From the first of these that says anything:
 
     key=... in the options     a key, or False for a group without one
-    TELEGRAD_KEY               a key; programs that start workers hand theirs over in this way
+    TELEGRAD_KEY               a key
     TELEGRAD_KEY_FILE          a file with a key; with a second line while the key is being replaced
     the user's own key file    `key` in the user's state folder, made by the first process that needs it
 

@@ -1,13 +1,15 @@
 """The program that keeps a group's store for `telegrad run`, and ends what that has started where it is killed.
 
 It reads words from its standard input: `+PID` and `-PID` for groups of processes that begin and end, `over` when the
-group has ended. When that input ends, so does the supervisor, in whatever way.
+group has ended, and `key FOLDER` for a folder to be removed at the end. When that input ends, so does the supervisor, in
+whatever way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -27,11 +29,14 @@ def main(arguments: list[str]) -> None:
     else:
         _say_ready()
     started: set[int] = set()
+    key_folder = ""
     for word in sys.stdin:
         if word.startswith("+"):
             started.add(int(word))
         elif word.startswith("-"):
             started.discard(-int(word))
+        elif word.startswith("key "):
+            key_folder = word[len("key ") :].rstrip("\n")
         elif _stores:
             from telegrad.group.directory import Directory
 
@@ -41,6 +46,8 @@ def main(arguments: list[str]) -> None:
     for group in started:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
+    if key_folder:
+        shutil.rmtree(key_folder, ignore_errors=True)
     os._exit(0)
 
 

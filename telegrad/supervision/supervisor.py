@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,8 +25,9 @@ from telegrad.addresses import family_of
 from telegrad.errors import UsageError
 from telegrad.group import supervised
 from telegrad.group.address import is_address, listening_address
-from telegrad.group.keys import VARIABLE, given_keys, user_keys
+from telegrad.group.keys import FILE, FILE_VARIABLE, given_keys, user_keys
 from telegrad.keyring import new_key
+from telegrad.private_files import create_once
 from telegrad.processes import named, own_session, shared_cores
 from telegrad.progress import spelled
 from telegrad.supervision import children
@@ -64,19 +67,26 @@ class Supervisor:
         self._host = host
         self._listener = _listen(host, port) if node == 0 else None
         self._port = self._listener.getsockname()[1] if self._listener is not None else port
-        self._key = _key_for_children(is_alone=not port)
+        self._key_folder = _key_for_children(is_alone=not port)
+        self._key = {FILE_VARIABLE: os.path.join(self._key_folder, FILE)} if self._key_folder else {}
         self._ready = False
         self._storekeeper: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Until all is over; the exit code."""
-        with self._hears_signals():
-            self._storekeeper = self._start_storekeeper()
-            self._introduce()
-            self._policy.begin(monotonic())
-            while (code := self._policy.code) is None:
-                self._turn()
-        self._part_from_storekeeper()
+        try:
+            with self._hears_signals():
+                self._storekeeper = self._start_storekeeper()
+                if self._key_folder:
+                    self._tell_storekeeper(f"key {self._key_folder}")
+                self._introduce()
+                self._policy.begin(monotonic())
+                while (code := self._policy.code) is None:
+                    self._turn()
+            self._part_from_storekeeper()
+        finally:
+            if self._key_folder:
+                shutil.rmtree(self._key_folder, ignore_errors=True)
         if failed := self._policy.failed:
             path, last = self._output.path(failed), self._output.last_lines(failed)
             self._output.say(f"{failed} has ended the group; {path} has all that it printed. Its last lines:{last}")
@@ -288,18 +298,24 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family_of(address), backlog=CROWD)
 
 
-def _key_for_children(is_alone: bool) -> dict[str, str]:
-    """Return the variable that hands a new key over; nothing where each process finds the group's key by itself.
+def _key_for_children(is_alone: bool) -> str:
+    """Return a private folder with a new key for all that this starts; "" where each finds the group's key by itself.
+
+    A file and no variable, since programs print their environment; and no pipe, since what a worker starts, in turn,
+    needs the key as well.
 
     Raises:
         UsageError: there is no key, and this host is not alone; or the one that is given cannot be used.
+        OSError: there is no folder for temporary files.
     """
     if given_keys() is not None:
-        return {}
+        return ""
     try:
         user_keys()
     except UsageError:
         if not is_alone:
             raise
-        return {VARIABLE: new_key().decode()}
-    return {}
+        folder = tempfile.mkdtemp(prefix="telegrad-")  # of mode 0700
+        create_once(os.path.join(folder, FILE), new_key() + b"\n")
+        return folder
+    return ""

@@ -250,6 +250,33 @@ def test_a_store_that_cannot_be_served_ends_the_group(launch: Launch, tmp_path: 
     assert "the group's store could not be served (exit code 1): the group ends" in said
 
 
+PRINTS = """
+import os, subprocess, sys
+path = os.environ["TELEGRAD_KEY_FILE"]
+read = "import os; print(len(open(os.environ['TELEGRAD_KEY_FILE']).read().strip()))"
+length = subprocess.check_output([sys.executable, "-c", read], text=True).strip()  # as the process of a launcher would
+print("the key in", path, "has", length, "bytes", "tgk1-" in str(os.environ), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+def test_a_key_of_its_own_is_in_no_environment(launch: Launch, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    for name in ("TELEGRAD_KEY", "TELEGRAD_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    program = PRINTS if how == "ends" else PRINTS + "import time; time.sleep(1000)"
+    run = launch("--", sys.executable, "-c", program, XDG_STATE_HOME="/proc/none", HOME="/proc/none")
+    line = run.wait_for("the key in")
+    assert line.split("has ")[1] == "48 bytes False\n"
+    folder = pathlib.Path(line.split()[4]).parent
+    if how == "ends":
+        assert run.end()[0] == 0
+        assert not folder.exists()
+    else:
+        run.send(signal.SIGKILL)
+        run.end()
+        wait_until(lambda: not folder.exists())
+
+
 def test_names_have_colours_on_a_terminal(tmp_path: pathlib.Path) -> None:
     ours, theirs = os.openpty()
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
