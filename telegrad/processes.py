@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+_AT_PARENTS_END = 1  # PR_SET_PDEATHSIG
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def signal_at_parents_end(number: int) -> None:
+    """Have the kernel of Linux send a signal to this process once the thread that started it has ended."""
+    if _prctl is not None:
+        _prctl(_AT_PARENTS_END, number)
 
 
 def shared_cores(workers: int) -> dict[str, str]:

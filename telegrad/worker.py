@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import threading
 import time
 
 from telegrad.group import supervised
+from telegrad.processes import signal_at_parents_end
 
 ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
@@ -39,6 +41,10 @@ def main(arguments: list[str]) -> int:
         parser.error("give the worker's name, or its --role")
     key = _key_from_parent() if given.key_from_parent else None
     if given.with_parent:
+        if hasattr(
+            signal, "SIGCONT"
+        ):  # or one that is stopped would stay. Not SIGKILL: the parent's thread may end first
+            signal_at_parents_end(signal.SIGCONT)
         threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()
     from telegrad import errors, rpc  # here, since `--help` needs no torch
 

@@ -15,7 +15,8 @@ import pytest
 
 import telegrad
 from telegrad import errors, worker
-from tests.cluster import PATIENCE, free_port
+from telegrad.transport.processes import state_of
+from tests.cluster import PATIENCE, free_port, wait_until
 
 PATIENT = 4 * PATIENCE  # several interpreters that import torch, on a machine that may be busy
 
@@ -236,6 +237,23 @@ def command(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=PATIENT)
     return process.returncode, out, err
+
+
+STOPPED = """
+import os, signal, telegrad
+if __name__ == "__main__":
+    group = telegrad.local(1)
+    print(group._workers[0].pid, flush=True)
+    os.kill(group._workers[0].pid, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there the kernel wakes it")
+def test_a_stopped_worker_ends_with_its_killed_program(tmp_path: pathlib.Path) -> None:
+    ran = run(STOPPED, tmp_path)
+    assert ran.returncode == -signal.SIGKILL
+    wait_until(lambda: (state_of(int(ran.stdout)) or "Z")[0] == "Z")
 
 
 @pytest.mark.timeout(2 * PATIENT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -11,11 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from telegrad.processes import own_session
+from telegrad.processes import own_session, signal_at_parents_end
 
 PIECE = 1 << 16  # bytes
-_ENDS_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -91,9 +88,8 @@ def _before(parent: int) -> Callable[[], None]:
         for number in _RESET:
             signal.signal(number, signal.SIG_DFL)  # where this was started in the background, SIGINT is ignored
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        if _prctl is not None:
-            _prctl(_ENDS_WITH_PARENT, signal.SIGKILL)
-            if os.getppid() != parent:  # it has ended before that
-                os._exit(1)
+        signal_at_parents_end(signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before that
+            os._exit(1)
 
     return prepare
