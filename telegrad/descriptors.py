@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from errno import EMFILE, ENFILE
@@ -18,6 +19,8 @@ TO_JOIN = 16  # descriptors that a worker opens to join, and for its first call 
 PER_WORKER = 2  # and at least so many for each other worker that it calls and is called by
 MOST_LENT = 4096  # memory files of one worker at most
 FOLDER = "/proc/self/fd"
+
+log = logging.getLogger("telegrad")
 
 
 def is_out(error: BaseException | None) -> bool:
@@ -37,6 +40,17 @@ def said(error: BaseException) -> str:
         f"its program, {PER_WORKER} for each other worker on its host and 8 for each on another one: allow more by "
         "`ulimit -n 4096` before the program starts"
     )
+
+
+def report_closed(error: OSError) -> bool:
+    """Log that descriptors of a worker were closed, but not by this package; return True."""
+    log.critical(
+        "telegrad: something in this process has closed descriptors that belong to its worker (%s): the worker reads "
+        "no connection any more. Functions may close only what they have opened (os.closerange closes all): start the "
+        "worker anew",
+        error,
+    )
+    return True
 
 
 @contextlib.contextmanager

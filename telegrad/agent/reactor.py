@@ -29,6 +29,7 @@ from telegrad.agent.slots import Slots
 from telegrad.agent.spinning import SOON, Spin
 from telegrad.agent.works import IDLE, LONG, OWED, QUICK, Runner, Work, WorkQueue
 from telegrad.contracts import guarded, new_lock
+from telegrad.descriptors import report_closed
 from telegrad.threads import processor_time, program_has_ended
 from telegrad.transport.poller import READ, WRITE, Poller, Source
 
@@ -299,9 +300,8 @@ class Reactor:
                     self.send_unsent()
                 try:
                     self._poll()
-                except OSError:
-                    if not self._closed:  # closed under its hands
-                        raise
+                except OSError as error:
+                    self._closed = self._closed or report_closed(error)
                 until = perf_counter() + TURN
                 continue
             following = ready.popleft()

@@ -445,4 +445,5 @@ class Link:
         with self._lock:
             self._maps.close()
             self._poller.forget(self)  # where who closes it has not come to that yet
-            self._sock.close()
+            with contextlib.suppress(OSError):  # the program has closed its descriptor
+                self._sock.close()

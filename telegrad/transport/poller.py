@@ -158,6 +158,6 @@ class Poller:
 
     def abandon(self) -> None:
         """Close the descriptors, and change nothing about what they stand for."""
-        self._selector.close()
-        self._waker.close()
-        self._woken.close()
+        for each in (self._selector, self._waker, self._woken):
+            with contextlib.suppress(OSError):  # the program has closed its descriptor
+                each.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
 import threading
+from typing import NoReturn
 
 import pytest
 
@@ -34,6 +37,27 @@ def test_it_may_be_closed_while_a_thread_of_it_is_about_to_start(monkeypatch: py
     for thread in [starting, *threads]:
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def test_a_program_that_closes_descriptors_of_its_worker_is_told_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    reactor = Reactor(1, 1, lambda: None, lambda: None)
+
+    def poll(_: float | None) -> NoReturn:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(reactor.poller, "poll", poll)
+    os.close(reactor.poller._waker.fileno())
+    reactor.start()
+    for thread in list(reactor._threads.values()):
+        thread.join(PATIENCE)
+    reactor.close()
+    assert raised == []
+    assert caplog.text.count("has closed descriptors that belong to its worker") == 1
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(20))
