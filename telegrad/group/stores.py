@@ -61,8 +61,9 @@ TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store, whe
 GOING = 4.0  # seconds for the store of a group that is over to go, and for one on a busy host to answer
 MARKED = 1.0  # seconds for a store that answers to be marked as that of a group, which is done once it is served
 STRANGE = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
+MOST_WORKERS = 1 << 16  # looking for those who did not come takes longer than most time limits beyond that
+OTHER = "; what is there was not written with this worker's key"
 RETURN = 10.0  # seconds for a store to be served anew by members who are on this host
-
 
 Place = tuple[str | None, int | None]  # the host that serves a store, and the port; unknown where it is no such store
 
@@ -133,9 +134,9 @@ def open_store(init_method: str, rank: int, world_size: int | None, keys: Keyrin
 
 def check_rank(rank: int, size: int | None) -> None:
     """Raise UsageError where no group can have that size, or no worker of it that rank."""
-    if size is not None and size < 1:
+    if size is not None and not 1 <= size <= MOST_WORKERS:
         raise UsageError(
-            f"world_size must be the number of the group's workers, at least 1, not {size}; "
+            f"world_size must be the number of the group's workers, 1 to {MOST_WORKERS}, not {size}; "
             "without world_size the group is dynamic"
         )
     if size is not None and not 0 <= rank < size:
@@ -234,12 +235,11 @@ def _open_any(
     places: tuple[Spot, ...], mine: Spot | None, keys: Keyring, timeout: float
 ) -> tuple[SealedStore, Spot] | None:
     """The store at one of these places; None where this worker should serve it."""
-    text = f"nobody serves the store at {said(places)}"
+    where = said(places)
+    text = f"nobody serves the store at {where}"
     sites = [_Site(place, keys) for place in places]
-    other = "; what is there was not written with this worker's key"
-    with attended(
-        Wait("init_rpc", lambda: text + other * any(site.refused for site in sites), lambda: ["rank 0"], said(places))
-    ) as wait:
+    wait = Wait("init_rpc", lambda: text + OTHER * any(each.refused for each in sites), lambda: ["rank 0"], where)
+    with attended(wait):
         for left in looks(monotonic() + min(timeout, RETURN if mine is not None else timeout)):
             wait.look()
             for site in sites:

@@ -174,6 +174,7 @@ def test_a_variable_that_is_missing_or_wrong_is_named(
         (2, 2, "rank 2 is not within a group of 2: ranks go from 0 to 1"),
         (-2, 2, "rank -2 is not within a group of 2"),
         (0, 0, "world_size must be the number of the group's workers"),
+        (0, 10**9, "world_size must be the number of the group's workers, 1 to 65536"),
         (0, -1, "world_size must be"),
     ],
 )
