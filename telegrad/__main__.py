@@ -23,6 +23,9 @@ INSIGHT = "why", "top", "dashboard", "trace", "dump"
 COMMANDS = "worker", "run", *INSIGHT
 
 
+INTERRUPTED = 130  # as shells have it
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     first = arguments[0] if arguments else ""
@@ -31,24 +34,11 @@ def main() -> None:
         sys.exit(0 if first else 2)
     if first in ("-V", "--version"):
         print(f"telegrad {VERSION}")
-    elif first == "worker":
-        from telegrad import worker
-
-        _let_operators_sleep()
-        sys.exit(worker.main(arguments[1:]))
-    elif first == "run":
-        if not hasattr(os, "killpg"):
-            sys.exit(
-                "telegrad run: it runs on Linux and macOS; here start workers by telegrad.local, or telegrad worker"
-            )
-        from telegrad.supervision import command as run
-
-        _let_operators_sleep()
-        sys.exit(run.main(arguments[1:]))
-    elif first in INSIGHT and not os.path.exists(first):
-        from telegrad.insight import command
-
-        sys.exit(command.main(arguments))
+    elif first in ("worker", "run") or (first in INSIGHT and not os.path.exists(first)):
+        try:
+            sys.exit(_run_command(first, arguments))
+        except KeyboardInterrupt:  # while it was imported
+            sys.exit(INTERRUPTED)
     elif first == "-m":
         from telegrad.compat import program
 
@@ -68,6 +58,27 @@ def main() -> None:
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(first))
         program.run_script(first)
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    """Run a command of Telegrad's own; return its exit code."""
+    if name == "worker":
+        from telegrad import worker
+
+        _let_operators_sleep()
+        return worker.main(arguments[1:])
+    if name == "run":
+        if not hasattr(os, "killpg"):
+            sys.exit(
+                "telegrad run: it runs on Linux and macOS; here start workers by telegrad.local, or telegrad worker"
+            )
+        from telegrad.supervision import command as run
+
+        _let_operators_sleep()
+        return run.main(arguments[1:])
+    from telegrad.insight import command
+
+    return command.main(arguments)
 
 
 def _command_like(word: str) -> str:

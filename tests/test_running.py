@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import telegrad
+from telegrad import __main__ as command_line
 from tests.cluster import PATIENCE, free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -145,3 +146,17 @@ def test_what_the_page_says_is_said_is_said(symptom: str) -> None:
 def test_a_symptom_that_nobody_prints_is_found_out() -> None:
     assert not re.search(pattern_of("the worker 'x' has gone fishing"), ALL)
     assert len(SYMPTOMS) > 15
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "_run_command", interrupted)
+    monkeypatch.setattr(sys, "argv", ["telegrad", "run"])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == 130
+    assert capfd.readouterr() == ("", "")
