@@ -7,7 +7,7 @@ import itertools
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from telegrad.devices.staging import StagedCopy, Staging
@@ -109,7 +109,7 @@ class Writer:
         What is interrupted in here ends the connection: nobody knows which chunks have become records.
         """
         outbox = self.outbox
-        small: list[bytes | memoryview] = []  # pieces that share a record
+        small: list[Chunk] = []  # that share a record; each with its keeper, without which its memory may be freed
         size, most = 0, JOINED
         try:
             while outbox and isinstance(chunk := outbox[0], Chunk):
@@ -118,11 +118,11 @@ class Writer:
                     size += len(data)
                     if size > most:
                         break
-                    small.append(data)
+                    small.append(chunk)
                     outbox.popleft()
                     continue
                 if small:
-                    records.add(b"".join(small))
+                    records.add(_joined(small))
                     small, size = [], 0
                 room = records.room()
                 if room <= 0:
@@ -134,9 +134,9 @@ class Writer:
                 outbox.popleft()
                 most = min(JOINED, records.room())
             if small and records.unsent:
-                records.add(b"".join(small))
+                records.add(_joined(small))
             elif small:
-                records.keep(records.encrypt(b"".join(small)))
+                records.keep(records.encrypt(_joined(small)))
         except BaseException:
             self.clear()
             shut(self._sock)
@@ -196,6 +196,10 @@ class Writer:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.fds))
             return self._sock.sendmsg(buffers, [rights])
         return self._sock.sendmsg(buffers)
+
+
+def _joined(chunks: Iterable[Chunk]) -> bytes:
+    return b"".join([chunk.data for chunk in chunks])
 
 
 def _nothing() -> None:

@@ -1,0 +1,73 @@
+"""What a socket takes is what was put into the outbox, whatever becomes of that memory once nobody keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import weakref
+
+import pytest
+
+from telegrad.devices.staging import Staging
+from telegrad.devices.streams import Streams
+from telegrad.transport.blobs import Chunk
+from telegrad.transport.noise import KEY, CipherState
+from telegrad.transport.records import JOINED, RECORD, RecordReader, RecordWriter
+from telegrad.transport.writer import Writer
+
+SECRET = bytes(KEY)
+FREED = 0xDD
+SIZES = [1, 100, JOINED // 3, JOINED - 1, JOINED, RECORD - 1, RECORD, RECORD + 1, RECORD + JOINED // 2, 2 * RECORD + 7]
+
+
+class Keeper:
+    """Owns memory, which holds something else once it is gone."""
+
+
+def chunk(content: bytes) -> Chunk:
+    memory, keeper = bytearray(content), Keeper()
+    weakref.finalize(keeper, lambda: memory.__setitem__(slice(None), bytes([FREED]) * len(memory)))
+    return Chunk(memoryview(memory).toreadonly(), (), keeper)
+
+
+def received(sock: socket.socket, size: int, encrypted: bool) -> bytes:
+    reader, found = RecordReader(CipherState(SECRET)), b""
+    while len(found) < size:
+        if not encrypted:
+            found += sock.recv(1 << 16)
+            continue
+        count = sock.recv_into(reader.buffer())
+        target = memoryview(bytearray(2 * RECORD))
+        while taken := reader.decrypt_into(target, count):
+            found, count = found + bytes(target[:taken]), 0
+            if not reader.has_more:
+                break
+    return found
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "records"])
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_is_kept_until_it_was_read(seed: int, encrypted: bool) -> None:
+    pick = random.Random(seed)
+    contents = [pick.randbytes(pick.choice(SIZES)) for _ in range(12)]
+    ours, theirs = socket.socketpair()
+    records = RecordWriter(CipherState(SECRET)) if encrypted else None
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        ours.setblocking(False)
+        theirs.settimeout(30)
+        writable = threading.Event()
+        found: list[bytes] = []
+        reading = threading.Thread(
+            target=lambda: found.append(received(theirs, sum(map(len, contents)), encrypted)), daemon=True
+        )
+        writer = Writer(
+            ours, contextlib.nullcontext(), Staging(Streams()), lambda _: writable.set(), writable.set, records
+        )
+        writer.outbox.extend(map(chunk, contents))
+        reading.start()
+        while writer.is_busy:
+            writer.flush()
+        reading.join(30)
+    assert found == [b"".join(contents)]
