@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         parser.error("give the worker's name, or its --role")
     key = _key_from_parent() if given.key_from_parent else None
     if given.with_parent:
-        if sys.platform != "win32":
+        if hasattr(signal, "SIGCONT"):
             # One that is stopped would stay. Not SIGKILL: the thread that started this process may end first.
             signal_at_parents_end(signal.SIGCONT)
         threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()

@@ -102,6 +102,7 @@ ELSEWHERE = {
     ("insight/outside.py", "open"),  # to read, what may have become a pipe
     ("supervision/output.py", "mkdir"),  # in a folder of `make_folder`, and never one that is there
     ("supervision/output.py", "symlink_to"),  # under a random name
+    ("supervision/supervisor.py", "mkdtemp"),  # private, with a random name
 }
 
 

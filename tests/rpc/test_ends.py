@@ -268,7 +268,7 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
                     in_threads(partial(worker.shutdown, True, PATIENCE), lambda: made[2].shutdown(True, 0))
 
         in_threads(wait, end)
-    lines = [line for line in caplog.messages if "waiting for" in line]
+    lines = [line for line in caplog.messages if "did not call shutdown" in line]
     assert f"worker 'w{who}' has" in lines[0]
 
 
