@@ -60,6 +60,11 @@ def speak_for(find: Callable[[], Conductor]) -> None:
     _find = find
 
 
+def conductor() -> Conductor:
+    """Return the conductor of the worker for which this thread's code runs."""
+    return _find()
+
+
 class context:  # noqa: N801 - used like a function
     """`with context() as context_id:` wraps a forward and a backward pass that cross workers.
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.utils.checkpoint import CheckpointFunction
 
+from telegrad.autograd.captures import CheckpointNode
 from telegrad.autograd.edges import edge_of, run_backward
 from telegrad.autograd.passes import PassSpec
 from telegrad.autograd.record import RecvNode
@@ -26,8 +26,6 @@ from telegrad.errors import UsageError
 Node = Any
 Given = Sequence[Tensor | None]
 Accumulate = Callable[[Node, Tensor], None]
-
-CheckpointNode: Any = CheckpointFunction._backward_cls
 
 _SECOND_TIME = (
     "Trying to backward through the graph a second time, after its saved tensors were freed. "
@@ -46,7 +44,7 @@ def run(
     """What a node gives to those that follow it. With `fire` the hooks of its tensors have not been called yet."""
     with torch.set_grad_enabled(spec.create):
         if hasattr(node, "variable"):
-            whole = (_call_tensor_hooks(node, gradients, spec) if fire else gradients).get(0)
+            whole = (call_tensor_hooks(node, gradients, spec) if fire else gradients).get(0)
             if whole is not None:
                 accumulate(node, whole)
             return ()
@@ -75,7 +73,7 @@ def _taken(
     if is_function(node) and any(gradients.get(number) is None for number in outputs):
         return _taken_by_function(node, gradients, spec, streams)
     if fire:
-        gradients = _call_tensor_hooks(node, gradients, spec)
+        gradients = call_tensor_hooks(node, gradients, spec)
     taken = _call_hooks(_hooks(node.register_prehook), tuple(gradients.get(number) for number in outputs))
     return taken, taken
 
@@ -87,6 +85,11 @@ def is_function(node: Node) -> bool:
 
 def _apply(node: Node, taken: Given, spec: PassSpec, accumulate: Accumulate) -> Any:
     if type(node) is CheckpointNode:
+        if spec.captures:
+            raise UsageError(
+                "telegrad.autograd.grad cannot go through torch.utils.checkpoint with use_reentrant=True, as "
+                "torch.autograd.grad cannot: use use_reentrant=False"
+            )
         with _inner_pass(node, spec, accumulate):
             return node.apply(*taken)
     return (node.apply if hasattr(node, "apply") else node)(*taken)
@@ -108,10 +111,10 @@ def _as_tuple(given: Any) -> tuple[Tensor | None, ...]:
 # Hooks
 
 
-def _call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor | None], spec: PassSpec) -> dict[int, Tensor | None]:
+def call_tensor_hooks(node: Node, gradients: Mapping[int, Tensor | None], spec: PassSpec) -> dict[int, Tensor | None]:
     """To enter and to leave the engine at one edge does this and nothing else."""
     edges, entering, lacking = _entrance(node, gradients)
-    given = torch.autograd.grad(edges, edges, entering, retain_graph=True, create_graph=spec.create)
+    given = run_backward(edges, entering, edges, True, spec.create)
     return {} if lacking else {edge.output_nr: gradient for edge, gradient in zip(edges, given, strict=True)}
 
 
@@ -308,7 +311,7 @@ class _Segment(torch.autograd.Function):
         edges = [edge_of(each) for each in inputs]
         leaves = _leaves(ctx.outputs, {edge.node for edge in edges})
         wanted = [*edges, *(GradientEdge(leaf, 0) for leaf in leaves)]
-        given = torch.autograd.grad(ctx.outputs, wanted, gradients, create_graph=ctx.spec.create, allow_unused=True)
+        given = run_backward(ctx.outputs, gradients, wanted, ctx.spec.create, ctx.spec.create)
         for leaf, gradient in zip(leaves, given[len(edges) :], strict=True):
             if gradient is not None:
                 ctx.accumulate(leaf, gradient)

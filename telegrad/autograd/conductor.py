@@ -21,6 +21,7 @@ from telegrad import instruments
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
+from telegrad.autograd.captures import Capture
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.parts import LocalParts, OpenRoots
 from telegrad.autograd.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
@@ -168,18 +169,23 @@ class Conductor:
         outcome: Signal | Future[None],
         rider: int = 0,
         request: bytes = b"",
+        capture: Capture | None = None,
     ) -> DrivenPass:
         """Run backward from `roots`: of this worker tensors or values, of others values that live there.
 
         `keeps` is held until the end, of which `outcome` is told. With a signal, `wait` must follow: this thread has
         nothing better to do than this worker's part. Workers that have a `rider` of that number in `riders` give it the
-        request as soon as all their gradients are there; those that cannot know leave it alone.
+        request as soon as all their gradients are there; those that cannot know leave it alone. With a `capture`, which
+        `keeps` must hold, gradients come there and are not added up.
         """
         if timeout is None:
             timeout = self._agent.timeout
         self._agent.streams.publish()
         workers = tuple(sorted(roots))
-        spec = PassSpec(context.id, self.name, next(self._numbers), retain, create, fast, workers, rider, request)
+        number, captures = next(self._numbers), capture is not None
+        spec = PassSpec(context.id, self.name, number, retain, create, fast, workers, rider, request, captures)
+        if capture is not None:
+            self._parts.captures[spec] = capture
         driven = DrivenPass(context, spec, monotonic() + timeout if timeout else inf, keeps, outcome)
         self._driven[spec] = driven
         if timeout:

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.agent.agent import Agent
+from telegrad.autograd.guard import watch
 from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
 from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
 from telegrad.group.members import Identity
@@ -80,7 +81,7 @@ class Contexts:
     def begin(self) -> AutogradContext:
         """A new context, whose owner is this worker."""
         context = AutogradContext(
-            self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
+            self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers, watch
         )
         with self._lock:
             self._contexts[context.id] = context
@@ -117,7 +118,7 @@ class Contexts:
         context = self._contexts.get(id_)
         if context is not None:
             return context
-        made = AutogradContext(id_, self._numbers)
+        made = AutogradContext(id_, self._numbers, watch)
         with self._lock:
             if id_ in self._ended:
                 return None

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+_ENGINE: Any = torch._C._ImperativeEngine()  # not the one of `guard`
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -38,7 +40,7 @@ def run_backward(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], retain: bool, create: bool
 ) -> Sequence[Tensor | None]:
     """What `torch.autograd.grad` gives, without its checks of what users may give it."""
-    given: Sequence[Tensor | None] = _engine_run_backward(
+    given: Sequence[Tensor | None] = _ENGINE.run_backward(
         tuple(roots), tuple(gradients), retain, create, tuple(wanted), True, accumulate_grad=False
     )
     return given

@@ -13,12 +13,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.agent import profiling
 from telegrad.autograd import byhand, replicas
+from telegrad.autograd.captures import Capture, CaptureKinds, CheckpointNode
 from telegrad.autograd.edges import device_of, edge_of, run_backward
 from telegrad.autograd.gradients import total
+from telegrad.autograd.guard import running_pass
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import WITHOUT, PassSpec
 from telegrad.autograd.record import AutogradContext, Origin, RecvNode
-from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, EngineCall, GraphSchedule, GraphStep, Node
+from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, EngineCall, GraphSchedule, GraphStep, Kinds, Node
 from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
 from telegrad.group.members import Identity
@@ -41,7 +43,7 @@ def _kind_of_leaf(node: Node) -> int:
 KINDS: dict[type, Callable[[Node], int]] = {
     LeafNode: _kind_of_leaf,
     RecvNode: lambda node: RECV,
-    byhand.CheckpointNode: lambda node: ALONE,
+    CheckpointNode: lambda node: ALONE,
 }
 
 
@@ -64,15 +66,23 @@ class EngineRunner:
     """
 
     def __init__(
-        self, context: AutogradContext, spec: PassSpec, roots: Sequence[Tensor], outbox: Outbox, streams: Streams
+        self,
+        context: AutogradContext,
+        spec: PassSpec,
+        roots: Sequence[Tensor],
+        outbox: Outbox,
+        streams: Streams,
+        capture: Capture | None = None,
     ) -> None:
         """`roots` are those of this worker."""
         self._context = context
         self._streams = streams
         self._spec = spec
         self._outbox = outbox
-        self._seeds = list(map(torch.ones_like, roots))  # the gradients of the roots
-        self._replicated = replicas.replicated()
+        self._capture = capture
+        # The gradients of the roots.
+        self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
+        self._replicated = set() if spec.captures else replicas.replicated()
         self._sends = context.sends
         # Where the gradients of each entry come in.
         self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
@@ -80,7 +90,9 @@ class EngineRunner:
         }
         if roots:
             self._edges[ROOTS] = list(map(edge_of, roots))
-        kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
+        self._captures = self._capture_kinds() if spec.captures else None
+        kinds: Kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
+        kinds = self._captures or kinds
         self._schedule = GraphSchedule({entry: self._nodes(entry) for entry in self._edges}, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only what was marked is waited for, anywhere
@@ -104,9 +116,13 @@ class EngineRunner:
 
     def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
         """A leaf that must not take its gradient in parts does so by its node."""
-        if isinstance(edge, Tensor) and (id(edge) in self._replicated or _has_hooks(edge)):
+        if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._replicated or _has_hooks(edge)):
             return edge_of(edge)
         return edge
+
+    def _capture_kinds(self) -> CaptureKinds:
+        entries: Any = self._edges  # of which none is a tensor, see `_entrance`
+        return CaptureKinds(self._context, entries, self._capture)
 
     # What the protocol asks for
 
@@ -167,8 +183,8 @@ class EngineRunner:
 
     @property
     def expects(self) -> bool:
-        """Whether gradients may come to something that was sent, or to a root."""
-        return bool(self._schedule.open)
+        """Whether gradients may come to something that was sent, or to a root, and from there to a leaf."""
+        return bool(self._schedule.open) and not self._spec.captures
 
     @property
     def waiting(self) -> Iterator[str]:
@@ -201,7 +217,8 @@ class EngineRunner:
         try:
             step = schedule.step(self._pending, self._lacking)
             if step is not None:
-                self._run_step(step)
+                with running_pass():
+                    self._run_step(step)
             if self._unreduced:
                 self._reduce(schedule)
         finally:
@@ -244,6 +261,8 @@ class EngineRunner:
 
     def ship(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """A Recv runs, on whatever thread the engine has for it."""
+        if origin not in self._unshipped:  # a hook or another thread runs the engine by itself
+            raise origin.refusal()
         self._received_on.update(self._streams.current())
         for gradient in gradients:
             if gradient is None:
@@ -288,7 +307,11 @@ class EngineRunner:
             return
         self._entered = [*roots, *without] if without else roots
         fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
-        wanted: list[Any] = [GradientEdge(leaf, 0) for leaf in call.leaves]
+        if self._captures is None:
+            leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
+        else:
+            leaves = self._captures.wanted([*call.leaves, *call.recvs])
+        wanted: list[Any] = [*leaves]
         wanted += [node.anchor for node in call.recvs]
         wanted += fed
         if not wanted:
@@ -297,10 +320,10 @@ class EngineRunner:
         self._streams.keep(given)  # nodes run on the streams of the forward pass
         self._streams.follow(self._received_on)  # what hooks made there; the engine sees to all other nodes
         self._received_on.clear()
-        for leaf, gradient in zip(call.leaves, given, strict=False):
+        for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
                 shared = holders(gradient) > UNSHARED
-                self._accumulate(leaf, gradient, shared)
+                self._accumulate(leaf.node, gradient, shared, leaf.output_nr)
         if fed:
             self._feed(call, fed, given[len(given) - len(fed) :])
 
@@ -321,8 +344,16 @@ class EngineRunner:
             return
         self._entered = [(node, number) for number in pending]
         fire = node not in self._told
+        kind = self._schedule.kind(node)
+        if self._capture is not None and self._captures is not None:
+            if kind == LEAF and fire:
+                pending = byhand.call_tensor_hooks(node, pending, self._spec)
+            for edge in self._captures.wanted([node]):
+                self._capture.take((node, edge.output_nr), pending.get(edge.output_nr))
+            if kind == LEAF:
+                return
         given = byhand.run(node, pending, fire, self._spec, self._accumulate, self._streams)
-        if self._schedule.kind(node) == RECV:
+        if kind == RECV:
             return
         for (following, number), gradient in zip(node.next_functions, given, strict=False):
             if following is not None:
@@ -342,8 +373,12 @@ class EngineRunner:
         elif gradient is not None:
             waiting[number] = total(known, gradient)
 
-    def _accumulate(self, node: Node, gradient: Tensor, shared: bool = False) -> None:
-        """The gradient of a leaf, which for one with hooks is all of it."""
+    def _accumulate(self, node: Node, gradient: Tensor, shared: bool = False, number: int = 0) -> None:
+        """The gradient of a leaf, which for one with hooks is all of it; or of what the driver wants."""
+        if self._spec.captures:
+            if self._capture is not None:
+                self._capture.take((node, number), gradient)
+            return
         leaf = node.variable
         if id(leaf) in self._replicated:
             self._unreduced[node] = gradient

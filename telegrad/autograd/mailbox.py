@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from telegrad.agent.agent import Agent
+from telegrad.autograd.captures import Capture
 from telegrad.autograd.engine import EngineRunner
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import Ledger, Participant, PassSpec, Task
@@ -26,11 +27,13 @@ class LocalPart:
         roots: Sequence[Tensor],
         short: bool,
         gathers: Callable[[Outbox], None],
+        capture: Capture | None,
     ) -> None:
-        """`short`: it will not take long; `gathers` is for the outbox."""
+        """`short`: it will not take long; `gathers` is for the outbox; `capture` is there on the driver alone."""
         self.ledger = Ledger(spec, agent.name)
         self.outbox = Outbox(agent, context, self.ledger, short, gathers)
-        self.participant = Participant(self.ledger, EngineRunner(context, spec, roots, self.outbox, agent.streams))
+        runner = EngineRunner(context, spec, roots, self.outbox, agent.streams, capture)
+        self.participant = Participant(self.ledger, runner)
 
     def __repr__(self) -> str:
         return f"<LocalPart: {self.participant}, {self.outbox}>"

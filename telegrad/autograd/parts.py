@@ -17,6 +17,7 @@ from telegrad import instruments
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
+from telegrad.autograd.captures import Capture
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.mailbox import LocalPart, Mailbox
 from telegrad.autograd.outbox import Outbox, PackedShipment, unpacked
@@ -61,6 +62,7 @@ class LocalParts:
         self._reported = reported
         self._tell_failed = failed
         self.riders: WeakValueDictionary[int, Rider] = WeakValueDictionary()  # by the numbers that passes have
+        self.captures: WeakValueDictionary[PassSpec, Capture] = WeakValueDictionary()  # of passes that it drives
         # These need no lock: each use is one operation of a dict or a set, which is atomic, or sets a flag.
         self._mailboxes: dict[int, Mailbox] = {}  # by contexts
         self._gathering: set[Outbox] = set()
@@ -235,7 +237,8 @@ class LocalParts:
                     return []
             mailbox.early.pop(spec, None)
             tasks = early
-        part = LocalPart(self._agent, mailbox.context, spec, roots, self._short, self._gathers)
+        capture = self.captures.get(spec)
+        part = LocalPart(self._agent, mailbox.context, spec, roots, self._short, self._gathers, capture)
         mailbox.parts.setdefault(spec, part)  # the pass may have failed meanwhile
         return tasks
 

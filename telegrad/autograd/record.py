@@ -47,12 +47,20 @@ class Send(NamedTuple):
 class Origin:
     """Where the tensors of one message came from, and so where their gradients go."""
 
-    __slots__ = ("context", "number", "sender")
+    __slots__ = ("after", "context", "number", "sender")
 
-    def __init__(self, context: AutogradContext, sender: Identity, number: int) -> None:
+    def __init__(self, context: AutogradContext, sender: Identity, number: int, after: int = 0) -> None:
         self.context = context
         self.sender = sender
         self.number = number  # the message's, to its sender
+        self.after = after  # the number of the last message that this worker had sent in the context by then
+
+    def refusal(self) -> UsageError:
+        """Return the error of a graph that torch's engine runs without a pass."""
+        return UsageError(
+            f"the graph leads to tensors that came from worker {self.sender.name!r} in context {self.context.id}. "
+            "Run it with telegrad.autograd.backward or telegrad.autograd.grad, inside of that context"
+        )
 
     def __repr__(self) -> str:
         return f"<Origin: message {self.number} of {self.sender.name!r} in context {self.context.id}>"
@@ -127,18 +135,23 @@ class Inside:
 class AutogradContext:
     """One forward and backward pass, as far as this worker takes part: what it has recorded."""
 
-    def __init__(self, id_: int, numbers: Iterator[int]) -> None:
-        """`numbers` are given to the messages that it records, and never to two of this worker."""
+    def __init__(self, id_: int, numbers: Iterator[int], receives: Callable[[AutogradContext], None]) -> None:
+        """`numbers` are given to the messages that it records, and never to two of this worker.
+
+        `receives` is called with the context when the first recorded tensors have come.
+        """
         self.id = id_
         self.gradients = Gradients()
         self.passes = 0  # in which this worker has taken part; `Contexts` counts them, and guards this
         self.running: Running | None = None  # set by whoever runs the graph, which one thread does at a time
         self._numbers = numbers
+        self._tell_receives: Callable[[AutogradContext], None] | None = receives  # None: it was called
         # Guards changes of all below, and looks at all of one. Each look that goes without it is one operation of a
         # dict, and so atomic (`get`, `len`, `copy`), or sees a flag that is set once.
         self._lock = threading.Lock()
         self.ended = False
         self._sends: dict[int, Send] = {}  # by the numbers of messages
+        self._last = 0  # the highest of these numbers; a look without the lock sees this or the one before
         self._known: dict[str, Identity] = {}  # workers that have heard of it from here, or told of it
 
     def __repr__(self) -> str:
@@ -195,6 +208,7 @@ class AutogradContext:
             with self._lock:
                 if not self.ended:  # else nobody would ever let go of the graph
                     self._sends[number] = kept
+                    self._last = max(self._last, number)
         return _HEAD.pack(self.id, number) + struct.pack(f"<{len(slots)}I", *slots)
 
     def received(self, said: bytes, tensors: list[Tensor], sender: Identity) -> list[Tensor]:
@@ -203,8 +217,11 @@ class AutogradContext:
         _, number = _HEAD.unpack_from(said)
         slots = struct.unpack_from(f"<{(len(said) - _HEAD.size) // 4}I", said, _HEAD.size)
         if slots:
+            if (tell := self._tell_receives) is not None:
+                self._tell_receives = None
+                tell(self)
             recorded = [tensors[slot].requires_grad_(False) for slot in slots]
-            for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number)), strict=True):
+            for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number, self._last)), strict=True):
                 tensors[slot] = tensor
         return tensors
 
@@ -212,10 +229,7 @@ class AutogradContext:
         """Gradients have come to a Recv of this context: whoever runs the graph sends them on."""
         running = self.running
         if running is None:
-            raise UsageError(
-                f"the graph leads to tensors that came from worker {origin.sender.name!r} in context {self.id}. "
-                "Run it with telegrad.autograd.backward, inside of that context"
-            )
+            raise origin.refusal()
         running.ship(origin, gradients)
 
     def close(self) -> None:

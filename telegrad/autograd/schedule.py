@@ -22,15 +22,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 PLAIN = 1  # a leaf that may take its gradient in parts: it is wanted by many, and waits for nobody
 LEAF = 2
 RECV = 3  # what leads to another worker
+ENDS = (LEAF, RECV)  # behind which nothing of this worker runs
 ALONE = 4  # a node that the engine cannot run as a part of something
 
 Node = Any
-Kinds = Mapping[type, Callable[[Node], int]]
+
+
+class Kinds(Protocol):
+    """By the type of a node, what says of each node of that type which of the kinds above it is, if any."""
+
+    def get(self, kind: type, /) -> Callable[[Node], int | None] | None: ...
 
 
 class EngineCall(NamedTuple):
@@ -97,7 +103,7 @@ class Countdown:
         waits, kind = self.waits, self.kind
         for node in nodes:
             waits.setdefault(node, 0)
-            after = [] if kind.get(node) == RECV else [m for m, _ in node.next_functions if m is not None]
+            after = [] if kind.get(node) in ENDS else [m for m, _ in node.next_functions if m is not None]
             self.next[node] = after
             for m in after:
                 if kind.get(m) == PLAIN:
@@ -196,8 +202,9 @@ class ActPlan:
         return True
 
     def _may_feed(self, m: Node, place: int) -> bool:
-        in_python = hasattr(m, "apply") and self._countdown.kind.get(m) != RECV
-        return self._home.get(m) in self._by_hand and not in_python and self._feeder.get(m, place) == place
+        kind = self._countdown.kind.get(m)
+        needs_hooks = kind == ALONE or (hasattr(m, "apply") and kind != RECV)
+        return self._home.get(m) in self._by_hand and not needs_hooks and self._feeder.get(m, place) == place
 
     def acts(self) -> list[EngineCall | Node]:
         """What was taken, as calls of the engine and nodes that run by hand, in the order in which they run."""
@@ -262,15 +269,16 @@ class GraphSchedule:
                     region = _join(region, _root(known))
                 continue
             special = kinds.get(type(node))
-            if special is not None:
-                kind = self._kind[node] = special(node)
+            kind = special(node) if special is not None else None
+            if kind is not None:
+                self._kind[node] = kind
                 if kind == PLAIN:
                     region.plain[node] = None
                     continue
                 region.note(node, kind)
             home[node] = region
             region.nodes.append(node)
-            if special is None or kind != RECV:
+            if kind not in ENDS:
                 for m, _ in node.next_functions:
                     if m is not None:
                         stack.append(m)
@@ -355,7 +363,7 @@ class GraphSchedule:
             kind = self._kind.get(node)
             if kind == RECV:
                 found.append(node)
-            elif kind != PLAIN:
+            elif kind not in (PLAIN, LEAF):
                 stack += [m for m, _ in node.next_functions if m is not None]
         return found
 

@@ -1,4 +1,4 @@
-# before: with autograd.context() as context_id
+# before: hidden = rpc.rpc_sync
 import torch
 from torch import nn
 
@@ -16,6 +16,9 @@ def first_layers(values):
 
 
 last_layers = nn.Linear(4, 4)
+
+# before: samples.requires_grad_()
+samples = torch.randn(3, 4)
 
 # at the end
 assert gradients.keys() == {inputs, *last_layers.parameters()}

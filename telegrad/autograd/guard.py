@@ -1,0 +1,142 @@
+"""Refuse what torch's engine would compute without the other workers, where a program runs it and no pass does.
+
+`loss.backward()` comes to a `Recv`, which raises. `torch.autograd.grad(loss, x)` and `backward(inputs=[x])` run only
+nodes that lead to x. In torch's graph a received tensor leads to nothing, so no node of it runs and no hook is called:
+the result lacks what comes back from other workers, and nothing in the graph could notice. Edges from each `Recv` to
+what was sent before would make the engine come by; but then a pass could not run a part of the graph without what lies
+behind these edges, and edges cannot be changed. So the engine is replaced by one that looks at the graph first.
+
+The engine's callbacks are looked at as well. A wrapper like FSDP asks for one in a hook, and finds the gradients of its
+parameters in `.grad` when it is called. A pass adds gradients up elsewhere, so the callback would find nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
+
+from telegrad.autograd.captures import Ancestors, first_leading_to
+from telegrad.autograd.edges import edge_of
+from telegrad.autograd.record import AutogradContext
+from telegrad.errors import UsageError
+
+_running: set[int] = set()  # the threads that run the graph for a pass; each use is one operation of a set
+
+_receiving: WeakSet[AutogradContext] = WeakSet()  # contexts in which tensors were received, as long as any is there
+_lock = threading.Lock()  # guards changes of that set
+
+
+def watch(context: AutogradContext) -> None:
+    """From now on look at the passes that torch's engine runs: tensors are received in this context."""
+    with _lock:
+        _receiving.add(context)
+    _replace_engine()
+
+
+def _replace_engine() -> None:
+    if type(Variable._execution_engine) is not _GuardedEngine:
+        Variable._execution_engine = _GuardedEngine()
+
+
+@contextlib.contextmanager
+def running_pass(is_one: bool = True) -> Iterator[None]:
+    """Inside, this thread runs the graph for a pass; or it does not, and gradients are in `.grad` as usual."""
+    _replace_engine()
+    thread = threading.get_ident()
+    change, restore = (_running.add, _running.discard) if is_one else (_running.discard, _running.add)
+    changes = (thread in _running) != is_one
+    if changes:
+        change(thread)
+    try:
+        yield
+    finally:
+        if changes:
+            restore(thread)
+
+
+def _runs_pass() -> bool:
+    """Return True if this thread runs the graph for a pass; the engine's own threads may do so where any does."""
+    is_of_engine = isinstance(threading.current_thread(), threading._DummyThread)
+    return threading.get_ident() in _running or (is_of_engine and bool(_running))
+
+
+class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # whose type has no name
+    """Torch's engine, as Python calls it."""
+
+    def run_backward(self, roots: Any, gradients: Any, retain: Any, create: Any, *more: Any, **named: Any) -> Any:
+        inputs = more[0] if more else named.get("inputs", ())
+        if inputs and _receiving:
+            _check_inputs(roots, inputs)
+        return super().run_backward(roots, gradients, retain, create, *more, **named)
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        if _runs_pass():
+            _check_callback(callback)
+        super().queue_callback(callback)
+
+
+def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Raise UsageError where gradients of inputs come back from other workers."""
+    graph = Ancestors(node for root in roots if (node := _node_of(root)) is not None)
+    if not graph.recvs:
+        return
+    edges = [each if isinstance(each, GradientEdge) else edge_of(each) for each in inputs if _has_edge(each)]
+    places = {(edge.node, edge.output_nr) for edge in edges}
+    for context in {node.origin.context for node in graph.recvs}:
+        origins = [node.origin for node in graph.recvs if node.origin.context is context]
+        if context.ended:
+            raise UsageError(
+                f"the graph leads to tensors that came from worker {origins[0].sender.name!r} in context {context.id}, "
+                "which has ended, so nobody knows any more which gradients come back from there. Detach what outlives "
+                "its context"
+            )
+        sends = {number: [_as_edge(edge) for edge in send.edges] for number, send in context.sends.items()}
+        leading = Ancestors(edge.node for edges in sends.values() for edge in edges).of(places)
+        first = first_leading_to(places, leading, sends)
+        for origin in origins:
+            if origin.after >= first:
+                raise UsageError(
+                    "torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs "
+                    f"come back from worker {origin.sender.name!r} as well, in context {context.id}. Inside of that "
+                    "context use telegrad.autograd.grad(context_id, outputs, inputs), or telegrad.autograd.backward "
+                    "and get_gradients"
+                )
+
+
+def _node_of(root: Any) -> Any:
+    return root.node if isinstance(root, GradientEdge) else root.grad_fn
+
+
+def _has_edge(given: Any) -> bool:
+    return isinstance(given, GradientEdge) or given.requires_grad
+
+
+def _as_edge(edge: GradientEdge | Tensor) -> GradientEdge:
+    return edge_of(edge) if isinstance(edge, Tensor) else edge
+
+
+def _check_callback(callback: Any) -> None:
+    """Raise UsageError for what wants to see `.grad` at the end of torch's backward pass.
+
+    What torch itself queues elsewhere only notes that the engine has ended.
+    """
+    function = callback
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or ""
+    if module.startswith("torch.") and not module.startswith("torch.distributed.fsdp"):
+        return
+    name = f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
+    raise UsageError(
+        f"{name} waits for the end of torch's backward pass, to use the gradients that are in .grad then. In an "
+        "autograd context they are not in .grad: it cannot be used there. FSDP (fully_shard) is such a case: use "
+        "DistributedDataParallel, or Telegrad's own Pipeline, and run FSDP outside of contexts"
+    )
