@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from telegrad.agent.attachments import Layers
 from telegrad.agent.entrance import Caller, Incoming
@@ -23,7 +24,7 @@ from telegrad.transport.loopback import LoopEnd
 from telegrad.wire.failures import describe, readable
 from telegrad.wire.messages import FAILURE, HAS_GRAPH, HAS_REFERENCES, NO_GRAD, RESULT, Message, append
 from telegrad.wire.packing import pack
-from telegrad.wire.pickling import encode
+from telegrad.wire.pickling import Encoded, encode
 from telegrad.wire.stories import first_line, told_before
 from telegrad.wire.tensors import Blob
 
@@ -32,6 +33,14 @@ _NOTHING = encode(None, False)
 SMALL = 1 << 14  # bytes of an answer that may wait for others to leave with it
 
 log = logging.getLogger("telegrad")
+
+
+def _encoded(call: Incoming, result: Any) -> Encoded:
+    same_program = call.caller.same_program
+    if call.context is None or type(result) is Tensor or call.message.flags & NO_GRAD:
+        return encode(result, same_program)
+    with call.context.entered():  # where tensors that lose their history on the way are refused
+        return encode(result, same_program)
 
 
 class Answers:
@@ -67,7 +76,7 @@ class Answers:
             return Message(RESULT, asked.id)  # nobody takes it
         flags = 0
         try:
-            body, tensors, references, buffers = _NOTHING if result is None else encode(result, caller.same_program)
+            body, tensors, references, buffers = _NOTHING if result is None else _encoded(call, result)
             meta, blobs = pack(tensors, caller.place, buffers) if tensors else (b"", [])
             if call.context is not None and any(tensor.requires_grad for tensor in tensors):
                 flags, what = HAS_GRAPH, getattr(function, "__name__", None) or asked.head.decode()

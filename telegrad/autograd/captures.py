@@ -126,7 +126,9 @@ class CaptureKinds:
             leading = behind.of(places)
             first = first_leading_to(places, leading, {number: entries[number] for number in entries if number})
             self._recvs = {
-                node for node in behind.recvs if node.origin.context is not context or node.origin.after >= first
+                node
+                for node in behind.recvs
+                if node.origin.context is not context or node.origin.may_lead_behind(first)
             }
             _check_hooks(self._recvs & capture.hooked)
         self._leading = leading | behind.of((), self._recvs)

@@ -15,6 +15,7 @@ from math import inf
 from time import monotonic, perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from telegrad import instruments
@@ -29,6 +30,15 @@ from telegrad.autograd.record import AutogradContext, entered_id, read_id
 from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends
 from telegrad.group.members import Identity
 from telegrad.wire.failures import rebuild
+from telegrad.wire.reducers import ask_whether_recorded
+
+
+def _is_recording() -> bool:
+    """Return True if this thread's code runs in a context and histories are recorded."""
+    return entered_id() is not None and torch.is_grad_enabled()
+
+
+ask_whether_recorded(_is_recording)
 
 
 class DrivenPass:

@@ -19,7 +19,7 @@ from telegrad.autograd.gradients import total
 from telegrad.autograd.guard import running_pass
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import WITHOUT, PassSpec
-from telegrad.autograd.record import AutogradContext, Origin, RecvNode
+from telegrad.autograd.record import UNKNOWN, AutogradContext, Origin, RecvNode
 from telegrad.autograd.schedule import ALONE, LEAF, PLAIN, RECV, EngineCall, GraphSchedule, GraphStep, Kinds, Node
 from telegrad.devices.streams import Streams
 from telegrad.errors import UsageError
@@ -253,6 +253,8 @@ class EngineRunner:
         return [*(node for node in found if kind(node) == RECV), *step.unreached]
 
     def _check(self, origin: Origin) -> None:
+        if origin.number == UNKNOWN:
+            raise origin.refusal()
         if origin.context is not self._context:
             raise UsageError(
                 f"the graph of context {self._context.id} leads to tensors that came from worker "

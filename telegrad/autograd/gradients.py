@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Gradients:
         else:
             with torch.no_grad():
                 made = total(known, gradient)
-            if not made.is_sparse:
+            if not made.is_sparse and has_memory(made):
                 self._added.add(leaf)
         self._sums[leaf] = made
         return made
@@ -68,6 +69,8 @@ class Gradients:
         gradient = gradient.detach()
         if gradient.layout is not torch.strided or gradient.is_nested:
             return gradient.clone() if shared else gradient
+        if not has_memory(gradient):
+            return gradient.clone()
         storage = gradient.untyped_storage()
         address = storage.data_ptr()
         fills = storage.nbytes() == gradient.nbytes and gradient.stride() == leaf.stride()
@@ -76,6 +79,13 @@ class Gradients:
             address = gradient.untyped_storage().data_ptr()
         self._memory.add(address)
         return gradient
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return False for a tensor that is made of others, as a DTensor, which may do without memory of its own."""
+    kind: Any = type(tensor)
+    same: bool = kind is Tensor or kind.__torch_dispatch__ == Tensor.__torch_dispatch__
+    return same
 
 
 def total(one: Tensor, other: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.autograd.variable import Variable
 
 from telegrad.autograd.captures import Ancestors, first_leading_to
 from telegrad.autograd.edges import edge_of
-from telegrad.autograd.record import AutogradContext
+from telegrad.autograd.record import UNKNOWN, AutogradContext
 from telegrad.errors import UsageError
 
 _running: set[int] = set()  # the threads that run the graph for a pass; each use is one operation of a set
@@ -102,7 +102,9 @@ def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
         leading = Ancestors(edge.node for edges in sends.values() for edge in edges).of(places)
         first = first_leading_to(places, leading, sends)
         for origin in origins:
-            if origin.after >= first:
+            if origin.number == UNKNOWN:
+                raise origin.refusal()
+            if origin.may_lead_behind(first):
                 raise UsageError(
                     "torch.autograd.grad and backward(inputs=...) know only this worker, but gradients of the inputs "
                     f"come back from worker {origin.sender.name!r} as well, in context {context.id}. Inside of that "

@@ -20,8 +20,10 @@ from telegrad.autograd.edges import edge_of
 from telegrad.autograd.gradients import Gradients
 from telegrad.errors import UsageError
 from telegrad.group.members import Identity
+from telegrad.wire.unpacking import as_views_of_shared
 
 OWNER_SHIFT = 48  # a context's id: its owner's rank, above a number that is random at first
+UNKNOWN = 0  # the number of a message that was sent under `no_grad`, so that nothing is known of what it took along
 FIRST = 1 << 63  # of the nodes that are ready the engine runs that of the highest number: what leaves shall not wait
 
 # Behind a message's body: the context, and the message's number; then which slots are recorded, four bytes each.
@@ -55,8 +57,18 @@ class Origin:
         self.number = number  # the message's, to its sender
         self.after = after  # the number of the last message that this worker had sent in the context by then
 
+    def may_lead_behind(self, first: float) -> bool:
+        """Return True if gradients that go there may come back to what was sent in message `first`, or later."""
+        return self.after >= first or self.number == UNKNOWN
+
     def refusal(self) -> UsageError:
-        """Return the error of a graph that torch's engine runs without a pass."""
+        """Return why a gradient that has come here cannot go on, where torch's engine runs the graph without a pass."""
+        if self.number == UNKNOWN:
+            return UsageError(
+                f"a gradient leads to a tensor that worker {self.sender.name!r} sent in a call under torch.no_grad(), "
+                "but that has a graph there, since it was made under torch.enable_grad() or before the call. Make the "
+                "call without no_grad, or detach the tensor"
+            )
         return UsageError(
             f"the graph leads to tensors that came from worker {self.sender.name!r} in context {self.context.id}. "
             "Run it with telegrad.autograd.backward or telegrad.autograd.grad, inside of that context"
@@ -199,10 +211,18 @@ class AutogradContext:
 
     def sent(self, tensors: Sequence[Tensor], to: Identity, what: Any, graph: bool) -> bytes:
         """Tensors leave: keep the edges of those that have a graph; what the message shall say of it."""
-        slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad] if graph else []
-        number = 0
+        slots = [slot for slot, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not graph:
+            slots = [slot for slot in slots if tensors[slot].grad_fn is not None]
+        for slot in slots:
+            if tensors[slot].is_nested:
+                raise UsageError(
+                    "a nested tensor that requires a gradient cannot be sent in an autograd context: send the list of "
+                    "its parts, tensor.unbind(), or tensor.detach()"
+                )
+        number = UNKNOWN
         self.meet(to)
-        if slots:
+        if slots and graph:
             number = next(self._numbers)
             kept = send([tensors[slot] for slot in slots], to.name, what)
             with self._lock:
@@ -220,6 +240,8 @@ class AutogradContext:
             if (tell := self._tell_receives) is not None:
                 self._tell_receives = None
                 tell(self)
+            if len(tensors) > 1:
+                tensors = as_views_of_shared(tensors)
             recorded = [tensors[slot].requires_grad_(False) for slot in slots]
             for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number, self._last)), strict=True):
                 tensors[slot] = tensor

@@ -9,12 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import checks
+from telegrad.errors import UsageError
 
 
 def norm_of(gradients: Iterable[Tensor], norm_type: float) -> Tensor | None:
     """That of one worker's gradients, if there are any; on the CPU: the host waits for it once."""
-    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    values = [_plain(gradient) for gradient in gradients]
     return nn.utils.get_total_norm([each.detach() for each in values], norm_type).cpu() if values else None
+
+
+def _plain(gradient: Any) -> Tensor:
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        values: Tensor = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return values
+    if mesh.size() > 1:
+        raise UsageError(
+            f"gradients that are shared out over {mesh.size()} processes (DTensor) would count several times in a norm "
+            "over all workers: clip them on these with torch.nn.utils.clip_grad_norm_, before the step"
+        )
+    local: Tensor = gradient.to_local()
+    return local
 
 
 def check_norms(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:

@@ -14,10 +14,11 @@ import ctypes
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from telegrad.errors import CannotEncode, CodecError, DeviceError
 from telegrad.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, keep_for, nothing
@@ -28,6 +29,7 @@ ALIGNED = 16  # the largest element: a shared part begins at a multiple, so that
 _LOW = 1 << 32  # below this an address may be an offset in a storage that was freed
 
 _STRIDED = torch.strided
+_level_of_transforms = torch._C._functorch.maybe_current_level  # of torch.func, on this thread
 _REAL = {dtype: name for dtype, name in NAMES.items() if not dtype.is_complex}
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -70,12 +72,30 @@ def pack(tensors: Sequence[Tensor], place: Place = _on_host, fixed: int = 0) -> 
         DeviceError: a tensor lives on a device from which it cannot be sent.
         CannotEncode: a tensor is of a kind that torch cannot take apart.
     """
+    if forward_ad._current_level >= 0 or _level_of_transforms() is not None:
+        _check_untransformed(tensors)
     try:
         return (_pack_dense(tensors) if place.keeps_host else None) or _pack_any(tensors, place, fixed)
     except (CodecError, DeviceError):
         raise
     except Exception as error:
         raise CannotEncode(f"a tensor cannot be sent: {error}; send its values as a plain tensor") from error
+
+
+def _check_untransformed(tensors: Sequence[Tensor]) -> None:
+    """Raise CannotEncode for tensors that stand for others, inside of a transform, and for those with a tangent."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        raise CannotEncode(
+            "a tensor cannot be sent from inside of a transform of torch.func (vmap, grad, jvp and the like), which "
+            "sees one process only: make the remote call outside of the transformed function, or transform inside of "
+            "the function that is called"
+        )
+    unpack: Any = forward_ad.unpack_dual
+    if any(unpack(tensor).tangent is not None for tensor in tensors):
+        raise CannotEncode(
+            "a tensor with a tangent of torch.autograd.forward_ad cannot be sent: the tangent would be lost. Send the "
+            "primal and the tangent, or use forward-mode differentiation inside of the function that is called"
+        )
 
 
 def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
@@ -108,12 +128,12 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
         else:
             carried = _carry(tensor, address, size, blobs, HOST)
         specs.append((name, shape, int(tensor.requires_grad), carried))
-    if len(spans) > 1 and _any_overlap(spans):
+    if len(spans) > 1 and any_overlap(spans):
         return None
     return pickle.dumps(specs, 5), blobs
 
 
-def _any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
+def any_overlap(spans: Sequence[tuple[int, ...]]) -> bool:
     reach = 0
     for start, end, *_ in sorted(spans):
         if start < reach:
@@ -210,7 +230,7 @@ def _bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
 
 def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory, int | None, tuple[int, ...]]:
     """All that lies between the first and the last element, or the elements alone where they are far apart."""
-    stride, extent = leaf.stride(), _extent(leaf)
+    stride, extent = leaf.stride(), extent_of(leaf)
     distinct = tuple(1 if step == 0 else n for n, step in zip(leaf.shape, stride, strict=True))
     used = leaf.itemsize
     for n in distinct:
@@ -233,7 +253,7 @@ def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _extent(leaf: Tensor) -> int:
+def extent_of(leaf: Tensor) -> int:
     """The bytes from the first element to the end of the last one."""
     if not leaf.numel():
         return 0
@@ -255,12 +275,12 @@ def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dic
     """Of each leaf whose memory another one looks at too: what carries it, and the offset in that."""
     by_target: dict[int, list[tuple[int, int, int]]] = {}
     for number, leaf in enumerate(leaves.tensors):
-        address, size = leaf.data_ptr(), _extent(leaf)
+        address, size = leaf.data_ptr(), extent_of(leaf)
         if size and address:
             by_target.setdefault(leaves.targets[number], []).append((address, address + size, number))
     parts: dict[int, tuple[Memory, int]] = {}
     for target, spans in by_target.items():
-        if _any_overlap(spans):
+        if any_overlap(spans):
             parts |= _join(sorted(spans), leaves.tensors, target, blobs, shared)
     return parts
 

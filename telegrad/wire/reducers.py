@@ -13,12 +13,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from telegrad.errors import CannotEncode
 from telegrad.wire.functions import name_of, resolve
 from telegrad.wire.rawmemory import PIECE, Turns, copied, held, is_intercepted
 from telegrad.wire.segments import OWN_FROM, SegmentWriter
@@ -71,16 +72,40 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
         return _slot_as, (_lift(pickler, tensor), None, dict(attributes))
     if kind is Parameter and not attributes:
         return _parameter, (_lift(pickler, tensor), tensor.requires_grad)
-    if kind.__reduce_ex__ not in _TORCH_RULES:
+    has_rules, flattens = kind.__reduce_ex__ not in _TORCH_RULES, hasattr(kind, "__tensor_flatten__")
+    if not (has_rules or flattens or kind.__torch_dispatch__ != Tensor.__torch_dispatch__):
+        return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
+    if tensor.requires_grad and _records():
+        _refuse_history(kind)
+    if has_rules:
         return NotImplemented
-    if hasattr(kind, "__tensor_flatten__"):
+    if flattens:
         names, context = kind.__tensor_flatten__(tensor)
         inner = {name: getattr(tensor, name) for name in names}
         shape, stride = tuple(tensor.shape), tensor.stride()
         return _unflatten, (kind, inner, context, shape, stride, tensor.requires_grad)
-    if kind.__torch_dispatch__ != Tensor.__torch_dispatch__:
-        return NotImplemented  # its memory is not where it seems
-    return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
+    return NotImplemented  # its memory is not where it seems
+
+
+def _refuse_history(kind: type[Tensor]) -> NoReturn:
+    raise CannotEncode(
+        f"a tensor of the type {kind.__name__} that requires a gradient cannot be sent in an autograd context: its "
+        "gradient would not come back, since it travels as an object that is made anew. Send a plain tensor made from "
+        "it, such as tensor.to_local() or tensor.values(), or tensor.detach()"
+    )
+
+
+def _nothing_recorded() -> bool:
+    return False
+
+
+_records: Callable[[], bool] = _nothing_recorded
+
+
+def ask_whether_recorded(records: Callable[[], bool]) -> None:
+    """Have `records` say whether the histories of tensors that are taken apart on this thread are recorded."""
+    global _records
+    _records = records
 
 
 _TORCH_RULES = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from telegrad.errors import CannotDecode
+from telegrad.wire.packing import any_overlap, extent_of
 from telegrad.wire.rawmemory import is_intercepted
 from telegrad.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, Memory, Spec, memory, nothing
 
@@ -41,6 +42,39 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
             f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
             "use the same version of torch on all workers"
         ) from error
+
+
+def as_views_of_shared(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, where those whose memory overlaps are views of one tensor now.
+
+    So autograd knows of writes to one of them when it uses another, and refuses what it could not tell the others.
+    """
+    dense = [each for each in tensors if each.layout is torch.strided and not each.is_nested and not each.is_meta]
+    spans = [(each.data_ptr(), each.data_ptr() + extent_of(each), number) for number, each in enumerate(dense)]
+    if not any_overlap([span for span in spans if span[0] < span[1]]):
+        return list(tensors)
+    views: dict[int, Tensor] = {}
+    bases: dict[int, Tensor] = {}  # by their memory
+    with torch.inference_mode(False), torch.no_grad():
+        for (start, end, number), each in zip(spans, dense, strict=True):
+            if any(one < end and start < other for one, other, another in spans if another != number):
+                storage = each.untyped_storage()
+                base = bases.get(storage.data_ptr())
+                if base is None:
+                    base = nothing("uint8", each.device).set_(storage, 0, (storage.nbytes(),), (1,))
+                    bases[storage.data_ptr()] = base
+                views[id(each)] = _view(base, each)
+    return [views.get(id(each), each) for each in tensors]
+
+
+def _view(base: Tensor, like: Tensor) -> Tensor:
+    """Return a view of some bytes that is another tensor upon them, under `no_grad`."""
+    first = int(like.storage_offset()) * like.itemsize
+    view = base[first : first + extent_of(like)].view(like.dtype)
+    view = view.as_strided(like.shape, like.stride(), int(like.storage_offset()))
+    view = torch._neg_view(view) if like.is_neg() else view
+    view = view.conj() if like.is_complex() and like.is_conj() else view
+    return view.requires_grad_(like.requires_grad)
 
 
 def _leaf(spec: Spec, blobs: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> Tensor:
