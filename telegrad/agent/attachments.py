@@ -87,13 +87,13 @@ class Layers:
 
     def take_tensors(self, message: Message, sender: Identity) -> tuple[GraphContext | None, Sequence[Tensor]]:
         """The tensors of a message; what recorded them is taken from behind its body, and its context, too."""
-        tensors: Sequence[Tensor] = unpack(message.meta, settle(message.blobs)) if message.meta else []
+        tensors: list[Tensor] = unpack(message.meta, settle(message.blobs)) if message.meta else []
         if not message.flags & HAS_GRAPH:
             return None, tensors
         assert self.graphs is not None
         message.flags &= ~HAS_GRAPH
         message.body, data = split(message.body)
-        return self.graphs.received(bytes(data), list(tensors), sender)
+        return self.graphs.received(bytes(data), tensors, sender)
 
     def take_attachments(self, message: Message, sender: Identity) -> Attachments:
         """What a message carries, taken from behind its body."""

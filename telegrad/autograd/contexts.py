@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.agent.agent import Agent
-from telegrad.autograd.guard import watch
+from telegrad.autograd.guard import install
 from telegrad.autograd.record import OWNER_SHIFT, AutogradContext
 from telegrad.errors import ContextEnded, ContextLost, LimitReached, PeerError, PeerLost, TelegradError, UnknownWorker
 from telegrad.group.members import Identity
@@ -80,8 +80,9 @@ class Contexts:
 
     def begin(self) -> AutogradContext:
         """A new context, whose owner is this worker."""
+        install()
         context = AutogradContext(
-            self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers, watch
+            self._agent.me.id << OWNER_SHIFT | next(self._ids) & ((1 << OWNER_SHIFT) - 1), self._numbers
         )
         with self._lock:
             self._contexts[context.id] = context
@@ -118,7 +119,8 @@ class Contexts:
         context = self._contexts.get(id_)
         if context is not None:
             return context
-        made = AutogradContext(id_, self._numbers, watch)
+        install()
+        made = AutogradContext(id_, self._numbers)
         with self._lock:
             if id_ in self._ended:
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.agent import profiling
-from telegrad.autograd import byhand, replicas
+from telegrad.autograd import byhand, guard, replicas
 from telegrad.autograd.captures import Capture, CaptureKinds, CheckpointNode
 from telegrad.autograd.edges import device_of, edge_of, run_backward
 from telegrad.autograd.gradients import total
-from telegrad.autograd.guard import running_pass
 from telegrad.autograd.outbox import Outbox
 from telegrad.autograd.passes import WITHOUT, PassSpec
 from telegrad.autograd.record import UNKNOWN, AutogradContext, Origin, RecvNode
@@ -214,15 +214,19 @@ class EngineRunner:
 
     def _run(self) -> None:
         schedule, self._context.running = self._schedule, self
+        thread = get_ident()
+        outer = thread in guard.running  # a hook has begun this pass
+        guard.running.add(thread)
         try:
             step = schedule.step(self._pending, self._lacking)
             if step is not None:
-                with running_pass():
-                    self._run_step(step)
+                self._run_step(step)
             if self._unreduced:
                 self._reduce(schedule)
         finally:
             self._context.running = None
+            if not outer:
+                guard.running.discard(thread)
 
     def _run_step(self, step: GraphStep) -> None:
         recvs = self._recvs(step)

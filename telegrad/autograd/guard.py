@@ -17,7 +17,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -25,47 +24,35 @@ from torch.autograd.variable import Variable
 
 from telegrad.autograd.captures import Ancestors, first_leading_to
 from telegrad.autograd.edges import edge_of
-from telegrad.autograd.record import UNKNOWN, AutogradContext
+from telegrad.autograd.record import UNKNOWN, receiving
 from telegrad.errors import UsageError
 
-_running: set[int] = set()  # the threads that run the graph for a pass; each use is one operation of a set
-
-_receiving: WeakSet[AutogradContext] = WeakSet()  # contexts in which tensors were received, as long as any is there
-_lock = threading.Lock()  # guards changes of that set
+running: set[int] = set()  # the threads that run the graph for a pass; each use is one operation of a set
 
 
-def watch(context: AutogradContext) -> None:
-    """From now on look at the passes that torch's engine runs: tensors are received in this context."""
-    with _lock:
-        _receiving.add(context)
-    _replace_engine()
-
-
-def _replace_engine() -> None:
+def install() -> None:
+    """From now on look at what torch's engine is asked for in this process."""
     if type(Variable._execution_engine) is not _GuardedEngine:
         Variable._execution_engine = _GuardedEngine()
 
 
 @contextlib.contextmanager
-def running_pass(is_one: bool = True) -> Iterator[None]:
-    """Inside, this thread runs the graph for a pass; or it does not, and gradients are in `.grad` as usual."""
-    _replace_engine()
+def no_pass() -> Iterator[None]:
+    """Inside, what this thread runs is no part of a pass: gradients are in `.grad` as usual."""
     thread = threading.get_ident()
-    change, restore = (_running.add, _running.discard) if is_one else (_running.discard, _running.add)
-    changes = (thread in _running) != is_one
-    if changes:
-        change(thread)
+    outer = thread in running
+    running.discard(thread)
     try:
         yield
     finally:
-        if changes:
-            restore(thread)
+        if outer:
+            running.add(thread)
 
 
 def _runs_pass() -> bool:
     """Return True if this thread runs the graph for a pass; the engine's own threads may do so where any does."""
     is_of_engine = isinstance(threading.current_thread(), threading._DummyThread)
-    return threading.get_ident() in _running or (is_of_engine and bool(_running))
+    return threading.get_ident() in running or (is_of_engine and bool(running))
 
 
 class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # whose type has no name
@@ -73,7 +60,7 @@ class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # 
 
     def run_backward(self, roots: Any, gradients: Any, retain: Any, create: Any, *more: Any, **named: Any) -> Any:
         inputs = more[0] if more else named.get("inputs", ())
-        if inputs and _receiving:
+        if inputs and receiving:
             _check_inputs(roots, inputs)
         return super().run_backward(roots, gradients, retain, create, *more, **named)
 

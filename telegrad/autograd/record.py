@@ -34,6 +34,9 @@ _entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
 entered_id = _entered.get  # of the context in which this thread's code runs, if it does in one
 
 
+receiving: set[int] = set()  # the addresses of contexts in which tensors were received; each use is one operation
+
+
 class Send(NamedTuple):
     """A message that took tensors away: where their gradients will come in. A leaf stands for itself."""
 
@@ -147,17 +150,13 @@ class Inside:
 class AutogradContext:
     """One forward and backward pass, as far as this worker takes part: what it has recorded."""
 
-    def __init__(self, id_: int, numbers: Iterator[int], receives: Callable[[AutogradContext], None]) -> None:
-        """`numbers` are given to the messages that it records, and never to two of this worker.
-
-        `receives` is called with the context when the first recorded tensors have come.
-        """
+    def __init__(self, id_: int, numbers: Iterator[int]) -> None:
+        """`numbers` are given to the messages that it records, and never to two of this worker."""
         self.id = id_
         self.gradients = Gradients()
         self.passes = 0  # in which this worker has taken part; `Contexts` counts them, and guards this
         self.running: Running | None = None  # set by whoever runs the graph, which one thread does at a time
         self._numbers = numbers
-        self._tell_receives: Callable[[AutogradContext], None] | None = receives  # None: it was called
         # Guards changes of all below, and looks at all of one. Each look that goes without it is one operation of a
         # dict, and so atomic (`get`, `len`, `copy`), or sees a flag that is set once.
         self._lock = threading.Lock()
@@ -173,6 +172,9 @@ class AutogradContext:
             f"<AutogradContext {self.id} of rank {self.owner}: {len(self._sends)} sends, gradients of "
             f"{len(self.gradients)} leaves, {state}; known to {known}>"
         )
+
+    def __del__(self) -> None:
+        receiving.discard(id(self))
 
     @property
     def owner(self) -> int:
@@ -237,10 +239,8 @@ class AutogradContext:
         _, number = _HEAD.unpack_from(said)
         slots = struct.unpack_from(f"<{(len(said) - _HEAD.size) // 4}I", said, _HEAD.size)
         if slots:
-            if (tell := self._tell_receives) is not None:
-                self._tell_receives = None
-                tell(self)
-            if len(tensors) > 1:
+            receiving.add(id(self))
+            if type(tensors) is not list:
                 tensors = as_views_of_shared(tensors)
             recorded = [tensors[slot].requires_grad_(False) for slot in slots]
             for slot, tensor in zip(slots, receive(recorded, Origin(self, sender, number, self._last)), strict=True):

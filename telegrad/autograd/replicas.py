@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from telegrad.autograd.guard import running_pass
+from telegrad.autograd.guard import no_pass
 from telegrad.instances import instances
 
 Node = Any
@@ -83,7 +83,7 @@ def reduce(gradients: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(showing)
         stack.enter_context(_hidden(leaves))
-        stack.enter_context(running_pass(False))
+        stack.enter_context(no_pass())
         for leaf in leaves:
             stack.enter_context(_silenced(leaf))
         torch.autograd.backward([GradientEdge(node, 0) for node in gradients], list(gradients.values()))

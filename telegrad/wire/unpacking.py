@@ -17,6 +17,10 @@ from telegrad.wire.rawmemory import is_intercepted
 from telegrad.wire.tensors import CONJ, CPU, DTYPES, GRAD, HOST, NEG, Memory, Spec, memory, nothing
 
 
+class MayOverlap(list[Tensor]):
+    """Tensors of one message, the memory of some of which may overlap. In a plain list none does."""
+
+
 def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that `pack` described, built in place upon the memory of `blobs`.
 
@@ -36,7 +40,7 @@ def unpack(meta: bytes | memoryview, blobs: Sequence[Tensor]) -> list[Tensor]:
         specs, shared, plans = described
         parts = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in shared]
         leaves = [_leaf(spec, blobs, parts) for spec in specs]
-        return [leaves[plan] if isinstance(plan, int) else _assemble(plan, leaves) for plan in plans]
+        return MayOverlap(leaves[plan] if isinstance(plan, int) else _assemble(plan, leaves) for plan in plans)
     except Exception as error:
         raise CannotDecode(
             f"a tensor arrived but cannot be rebuilt: {type(error).__name__}: {error}; "

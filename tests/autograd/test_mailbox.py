@@ -20,7 +20,7 @@ TASK, OTHER = Bury(SPEC, ("", 1)), Bury(SPEC, ("", 2))
 
 @pytest.fixture
 def mailbox() -> Mailbox:
-    return Mailbox(AutogradContext(1, count(1), lambda _: None))
+    return Mailbox(AutogradContext(1, count(1)))
 
 
 def test_one_thread_is_at_it_until_it_finds_nothing(mailbox: Mailbox) -> None:
@@ -62,7 +62,7 @@ def test_a_context_that_ends_as_a_task_comes_leaves_no_mailbox() -> None:
     agent: Any = SimpleNamespace(name="me", on=lambda *_: None)
     unused: Any = None
     parts = LocalParts(agent, unused, unused, unused, unused)
-    context = AutogradContext(1, count(1), lambda _: None)
+    context = AutogradContext(1, count(1))
     context.close()
     parts.end(context.id)
     assert parts._open(context).put(TASK, True)

@@ -46,7 +46,7 @@ def agent() -> Agent:
 
 @pytest.fixture
 def outbox(agent: Any) -> Outbox:
-    return Outbox(agent, AutogradContext(1, count(1), lambda _: None), Ledger(SPEC, "me"), True, lambda _: None)
+    return Outbox(agent, AutogradContext(1, count(1)), Ledger(SPEC, "me"), True, lambda _: None)
 
 
 def report() -> Report:
