@@ -282,6 +282,11 @@ def _begin(
 
 def check_context_id(context_id: Any) -> None:
     """Raise InvalidArgument for what cannot be the id of a context."""
+    if isinstance(context_id, (Tensor, list, tuple)):
+        raise UsageError(
+            "the id of the context comes first, before the tensors: write telegrad.autograd.backward(context_id, "
+            "roots) or telegrad.autograd.grad(context_id, outputs, inputs)"
+        )
     checks.count("context_id", context_id, 0, what="the id that `with autograd.context() as context_id` gives")
 
 

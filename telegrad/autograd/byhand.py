@@ -328,9 +328,11 @@ def _leaves(outputs: Sequence[GradientEdge], stop: set[Node]) -> list[Node]:
             continue
         seen.add(node)
         if type(node) is RecvNode:
+            recv: Any = node
             raise UsageError(
-                "a remote call inside of torch.utils.checkpoint with use_reentrant=True has no gradient: "
-                "use use_reentrant=False"
+                "the function of a torch.utils.checkpoint with use_reentrant=True leads to a tensor that came from "
+                f"worker {recv.origin.sender.name!r}: by a remote call inside of it, or since it uses a received "
+                "tensor that is none of its arguments. Use use_reentrant=False, or give it the tensor as an argument"
             )
         if hasattr(node, "variable"):
             leaves.append(node)

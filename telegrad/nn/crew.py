@@ -61,9 +61,13 @@ class Crew(NamedTuple):
             calls = [self._begin(job, ends, at) for at in range(len(self.stations))]
             for future in calls:
                 future.add_done_callback(look)
-            for future in calls:
-                if not future.done():
-                    agent.wait_for(future)
+            with contextlib.ExitStack() as stack:
+                for future in calls:  # a method of an actor waits for all of them at once
+                    if (in_turn := getattr(future.call, "in_turn", None)) is not None:
+                        stack.enter_context(in_turn.waited_for())
+                for future in calls:
+                    if not future.done():
+                        agent.wait_for(future)
         except BaseException:
             self._stop(job)
             raise

@@ -349,6 +349,13 @@ class RemoteModule(nn.Module):
             "copy the module, use its ``state_dict()``"
         )
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            f"a RemoteModule cannot be copied, as copy.deepcopy and torch.optim.swa_utils.AveragedModel do: the "
+            f"{self._kind} lives on worker {self.on!r}. Make the copy there, in a function that is called with "
+            "get_module_rref() and uses its local_value(); or load_state_dict(module.state_dict()) into another one"
+        )
+
     def extra_repr(self) -> str:
         """What the module is, and where."""
         return f"{self._kind} on {self.on}/{self.device}"

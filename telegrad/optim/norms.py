@@ -54,7 +54,8 @@ def limited(
         RuntimeError: with `error_if_nonfinite`, where the norm is infinite or not a number.
     """
     there = [norm.cpu() for norm in norms if norm is not None]  # a map may lead elsewhere
-    total = torch.linalg.vector_norm(torch.stack(there), norm_type) if there else torch.tensor(0.0)
+    # In torch the norm of order 0 is the number of gradients that are not zero, and so a sum of those of the workers.
+    total = torch.linalg.vector_norm(torch.stack(there), norm_type or 1.0) if there else torch.tensor(0.0)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type:g} of the gradients of context {context_id} is {total.item()}, "

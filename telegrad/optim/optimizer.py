@@ -17,7 +17,7 @@ from telegrad.agent.deadlines import DEFAULT, check_timeout
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
 from telegrad.autograd.record import Inside
-from telegrad.errors import ContextEnded, TelegradError, UsageError
+from telegrad.errors import ContextEnded, InvalidArgument, TelegradError, UsageError
 from telegrad.hints import hint
 from telegrad.nn.checks import check_context_id
 from telegrad.nn.remote_module import RemoteModule
@@ -406,7 +406,13 @@ def _checked(params: Any) -> Any:
         )
     if isinstance(params, RRef | dict):
         return [params]
-    return checks.several("params_rref", params, "a list of references to parameters or modules")
+    several = checks.several("params_rref", params, "a list of references to parameters or modules")
+    if not several:
+        raise InvalidArgument(
+            "there is no parameter to optimize: the list of references (params_rref) is empty. Write "
+            "DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
+        )
+    return several
 
 
 def _reference(given: Any) -> RRef[Any]:

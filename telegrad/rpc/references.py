@@ -340,7 +340,9 @@ class RRef(Operators, Generic[T]):
         if is_tensor_method(name):
             return lambda *args, **kwargs: self._operate(call_method, self, name, *args, **kwargs)
         raise AttributeError(
-            f"RRef has no attribute {name!r}. For one of the value use rref.rpc_sync().{name}(...), or rref.to_here()"
+            f"RRef has no attribute {name!r}. To call a method of the value write rref.rpc_sync().{name}(...). To read "
+            f"an attribute write rref.to_here().{name}, which copies the value, or call a function on the owner with "
+            f"the reference, which reads rref.local_value().{name}"
         )
 
     # What it is not

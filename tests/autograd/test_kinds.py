@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import Self
 
 from telegrad import autograd
@@ -372,3 +373,25 @@ def test_fsdp_is_refused(trainers: list[Process]) -> None:
         trainer.begin(sharded)
     for trainer in trainers:
         assert "FSDP (fully_shard) is such a case" in trainer.end()
+
+
+# Activation checkpoints of the reentrant kind
+
+
+def test_a_checkpoint_that_uses_a_received_tensor() -> None:
+    x = leaf()
+    with autograd.context() as context:
+        received = call(x)
+        for function in (lambda value: value * received, lambda value: call(value) * value):
+            made = checkpoint(function, x * 2, use_reentrant=True)
+            with pytest.raises(UsageError, match=r"came from worker 'w1': by a remote call .* none of its arguments"):
+                autograd.backward(context, made.sum(), retain_graph=True)
+        made = checkpoint(torch.mul, x * 2, received, use_reentrant=True)
+        autograd.backward(context, made.sum())
+        assert torch.allclose(autograd.get_gradients(context)[x], (2 * (x.sin() + x * x.cos())).detach())
+
+
+@pytest.mark.parametrize("run", [autograd.backward, autograd.backward_async, autograd.grad])
+def test_the_context_comes_first(run: Any) -> None:
+    with autograd.context() as context, pytest.raises(UsageError, match="the id of the context comes first"):
+        run([leaf().sum()], context, leaf())

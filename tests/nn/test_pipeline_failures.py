@@ -23,7 +23,7 @@ from telegrad.nn.batches import Ends, Job
 from telegrad.nn.schedule import SCHEDULES
 from telegrad.nn.station import Stations
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc import RRef, current, rpc_sync
+from telegrad.rpc import RRef, actor, current, remote, rpc_sync
 from tests.cluster import PATIENCE, agents, group
 
 WIDTH = 4
@@ -225,6 +225,46 @@ def test_stations_give_up_a_batch_whose_driver_has_died() -> None:
                 time.sleep(0.01)
             assert not station._runs
             Held.goes_on.set()
+
+
+@actor
+class Driver:
+    """An actor that drives a pipeline, and has a method that stages call."""
+
+    def touch(self) -> None:
+        return None
+
+    def train(self, me: RRef[Driver], trains: bool) -> None:
+        pipeline = Pipeline([RemoteModule("w1", nn.Identity), RemoteModule("w2", Touching, (me,))], chunks=2)
+        with autograd.context() as context, torch.set_grad_enabled(trains):
+            if trains:
+                pipeline.forward_backward(context, torch.ones(4, 4), torch.ones(4, 4), mse_loss)
+            else:
+                pipeline(torch.ones(4, 4))
+
+
+class Touching(nn.Module):
+    def __init__(self, driver: RRef[Driver]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.driver = driver
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.driver.rpc_sync().touch()
+        made: Tensor = self.layer(value)
+        return made
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_actor_that_drives_a_pipeline_whose_stage_calls_it(trains: bool) -> None:
+    with agents(3) as (driver, *_):
+        current.enter(driver)
+        made = remote("w1", Driver)
+        with pytest.raises(UsageError, match="an actor runs one method at a time"):
+            made.rpc_sync().train(made, trains)
+        made.rpc_sync().touch()
+        del made
+        current.enter(None)
 
 
 class Rider:

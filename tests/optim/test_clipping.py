@@ -35,7 +35,7 @@ def references(model: nn.Sequential) -> list[RRef[Any]]:
 
 
 @pytest.mark.parametrize("by_optimizer", [True, False])
-@pytest.mark.parametrize("norm", [1.0, 2.0, inf])
+@pytest.mark.parametrize("norm", [0.0, 1.0, 2.0, inf])
 @pytest.mark.parametrize("limit", [0.1, 1e6])
 def test_as_in_one_process(by_optimizer: bool, norm: float, limit: float) -> None:
     spread, whole = models()

@@ -436,7 +436,7 @@ def test_what_has_no_meaning_says_so() -> None:
         DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="neither a parameter nor a module, but to str"):
         DistributedOptimizer(torch.optim.SGD, [remote("w1", str, ("x",))], lr=1)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match=r"is empty\. Write DistributedOptimizer\.for_module"):
         DistributedOptimizer(torch.optim.SGD, [], lr=1)
 
 
