@@ -22,12 +22,13 @@ from telegrad import instruments
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
+from telegrad.autograd import guard
 from telegrad.autograd.captures import Capture
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.parts import LocalParts, OpenRoots
 from telegrad.autograd.passes import ENDED, Abandon, Driver, Failed, LeftOut, PassSpec, Report, Task
 from telegrad.autograd.record import AutogradContext, entered_id, read_id
-from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends
+from telegrad.errors import CallTimeout, ContextEnded, PeerError, PeerLost, TelegradError, UnusedSends, UsageError
 from telegrad.group.members import Identity
 from telegrad.wire.failures import rebuild
 from telegrad.wire.reducers import ask_whether_recorded
@@ -188,6 +189,11 @@ class Conductor:
         request as soon as all their gradients are there; those that cannot know leave it alone. With a `capture`, which
         `keeps` must hold, gradients come there and are not added up.
         """
+        if type(outcome) is Signal and context.running is not None and guard.runs_pass():
+            raise UsageError(
+                f"this code runs inside of a backward pass of context {context.id}, as hooks and backward functions "
+                "do, and would wait for another pass of that context, which has to wait for this one: begin it afterwards"
+            )
         if timeout is None:
             timeout = self._agent.timeout
         self._agent.streams.publish()

@@ -49,7 +49,7 @@ def no_pass() -> Iterator[None]:
             running.add(thread)
 
 
-def _runs_pass() -> bool:
+def runs_pass() -> bool:
     """Return True if this thread runs the graph for a pass; the engine's own threads may do so where any does."""
     is_of_engine = isinstance(threading.current_thread(), threading._DummyThread)
     return threading.get_ident() in running or (is_of_engine and bool(running))
@@ -65,7 +65,7 @@ class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # 
         return super().run_backward(roots, gradients, retain, create, *more, **named)
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        if _runs_pass():
+        if runs_pass():
             _check_callback(callback)
         super().queue_callback(callback)
 

@@ -356,6 +356,17 @@ def test_a_hook_that_runs_the_engine_by_itself() -> None:
             autograd.backward(context, doubled.sum())
 
 
+@pytest.mark.parametrize("inner", [autograd.backward, lambda context, loss: autograd.grad(context, loss, loss)])
+def test_a_hook_that_waits_for_another_pass(inner: Callable[[int, Tensor], Any]) -> None:
+    x = leaf()
+    with autograd.context() as context:
+        other = rpc_sync("w1", mix, (x, x)).sum()
+        received = rpc_sync("w2", mix, (x, x))
+        received.register_hook(lambda _: inner(context, other))
+        with pytest.raises(UsageError, match="runs inside of a backward pass"):
+            autograd.backward(context, (received * 2).sum())
+
+
 class Waiting(torch.autograd.Function):
     """Has a callback of its own called at the end of torch's pass, as wrappers that shard parameters do."""
 
