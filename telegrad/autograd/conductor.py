@@ -192,7 +192,7 @@ class Conductor:
         if type(outcome) is Signal and context.running is not None and guard.runs_pass():
             raise UsageError(
                 f"this code runs inside of a backward pass of context {context.id}, as hooks and backward functions "
-                "do, and would wait for another pass of that context, which has to wait for this one: begin it afterwards"
+                "do, and would wait for another pass of that context, which waits for this one: begin it afterwards"
             )
         if timeout is None:
             timeout = self._agent.timeout
