@@ -143,7 +143,8 @@ def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
     known = {
         **dict.fromkeys(("to", "worker", "remote_device", "of", "on"), "worker0"),
         **dict.fromkeys(("func", "fn", "callback", "keep", "factory", "op", "function", "loss"), repr),
-        **dict.fromkeys(("roots", "inputs", "targets", "value", "index", "tensor"), torch.ones(1, requires_grad=True)),
+        **dict.fromkeys(("roots", "outputs", "inputs", "targets"), torch.ones(1, requires_grad=True)),
+        **dict.fromkeys(("value", "index", "tensor"), torch.ones(1, requires_grad=True)),
         **dict.fromkeys(("which", "stage", "number", "n", "wanted", "workers", "max_size", "max_wait", "chunks"), 1),
         **dict.fromkeys(("name", "method", "shape", "offsets", "sizes", "checkpoint_id", "path", "folder"), "numbers"),
         "stages": [model],

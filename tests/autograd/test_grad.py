@@ -30,6 +30,7 @@ def workers() -> Iterator[list[Worker]]:
 def here(workers: list[Worker]) -> Iterator[None]:
     current.enter(workers[0])
     yield
+    current.enter(None)
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in workers))
 
 

@@ -31,6 +31,7 @@ def workers() -> Iterator[list[Worker]]:
 def here(workers: list[Worker]) -> Iterator[None]:
     current.enter(workers[0])
     yield
+    current.enter(None)
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in workers))
 
 
@@ -308,11 +309,6 @@ def join(rank: int, port: int) -> None:
 def network() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
-class Table(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
 
 
 def tensor_parallel() -> dict[str, Any]:
