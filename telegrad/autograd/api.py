@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from telegrad import checks, forks
 from telegrad.agent import profiling
@@ -15,6 +17,7 @@ from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.record import AutogradContext, Inside, entered_id
 from telegrad.errors import NotInitialized, UsageError
+from telegrad.hints import hint
 
 
 class RemoteRoot(Protocol):
@@ -324,3 +327,25 @@ def check_root(root: Any) -> None:
         raise UsageError("requires_grad not set on root: there is no graph to run backward")
     if root.numel() != 1:
         raise UsageError(f"root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it up")
+    if root.is_complex():
+        raise UsageError(f"root of type {root.dtype} is complex, all roots need to be real: take its real part")
+
+
+def _look_at_step(optimizer: Optimizer, *_: Any) -> None:
+    """Warn where an optimizer looks into `.grad`, and the gradients are in the context in which it steps."""
+    id_ = entered_id()
+    context = None if id_ is None else _find().contexts.get(id_)
+    if context is None or not len(context.gradients):
+        return
+    several = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
+    gradients = context.gradients.as_dict()
+    if any(each.grad is None and each in gradients for each in several):
+        hint(
+            "plain step",
+            f"{type(optimizer).__name__} steps with the gradients in .grad, but those of this autograd context are "
+            "elsewhere, so it leaves parameters unchanged: use telegrad.optim.DistributedOptimizer.for_module("
+            f"torch.optim.{type(optimizer).__name__}, model)",
+        )
+
+
+register_optimizer_step_pre_hook(_look_at_step)

@@ -200,20 +200,25 @@ def _call_hooks(
     for hook in hooks:
         changed = hook(values, *more)
         if changed is not None:
-            values = _as_tuple(changed)
+            changed = _as_tuple(changed)
+            if any(value is None and new is not None for value, new in zip(values, changed, strict=False)):
+                raise RuntimeError("can't replace a None gradient with a non-None value")  # as torch's engine does
+            values = changed
     return values
 
 
-def call_post_accumulate_hooks(leaf: Tensor, gradient: Tensor) -> None:
-    """Call the hooks that wait for the whole gradient, and show it to them in `.grad`, where they look for it.
+def call_post_accumulate_hooks(leaf: Tensor, gradient: Tensor) -> Tensor | None:
+    """Call the hooks that wait for the whole gradient; return the gradient that they leave in `.grad`.
 
-    Contexts run at once, so they take turns.
+    They are shown it there, where they look for it. Contexts run at once, so they take turns.
     """
     with showing:
         hidden, leaf.grad = leaf.grad, gradient
         try:
             for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
-                hook(leaf)
+                if hook(leaf) is not None:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+            return leaf.grad
         finally:
             leaf.grad = hidden
 

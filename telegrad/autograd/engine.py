@@ -391,7 +391,9 @@ class EngineRunner:
             return
         whole = self._context.gradients.add(leaf, gradient, self._spec.create, shared)
         if leaf._post_accumulate_grad_hooks:
-            byhand.call_post_accumulate_hooks(leaf, whole)
+            left = byhand.call_post_accumulate_hooks(leaf, whole)
+            if left is not whole:
+                self._context.gradients.replace(leaf, left)
         for hook in byhand.hooks_of_leaf_node(leaf):
             hook((), (gradient,))
 

@@ -38,6 +38,15 @@ class Gradients:
             self._added.discard(leaf)
             return self._sums.pop(leaf, None)
 
+    def replace(self, leaf: Tensor, gradient: Tensor | None) -> None:
+        """Have `gradient` be that of a leaf; None: the leaf has none."""
+        with self._lock:
+            self._added.discard(leaf)
+            if gradient is None:
+                self._sums.pop(leaf, None)
+            else:
+                self._sums[leaf] = gradient
+
     def add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool = False) -> Tensor:
         """Add to the gradient of `leaf`, with a `graph` so that it can be differentiated again; the sum.
 

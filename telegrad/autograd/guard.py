@@ -8,6 +8,9 @@ behind these edges, and edges cannot be changed. So the engine is replaced by on
 
 The engine's callbacks are looked at as well. A wrapper like FSDP asks for one in a hook, and finds the gradients of its
 parameters in `.grad` when it is called. A pass adds gradients up elsewhere, so the callback would find nothing.
+
+The hook of several tensors asks which nodes the engine will run, and waits for their gradients. A pass calls the engine
+for one part of the graph after another, so a node that is not in this part may be in a later one.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
@@ -34,6 +38,7 @@ def install() -> None:
     """From now on look at what torch's engine is asked for in this process."""
     if type(Variable._execution_engine) is not _GuardedEngine:
         Variable._execution_engine = _GuardedEngine()
+        torch._C._will_engine_execute_node = _will_run
 
 
 @contextlib.contextmanager
@@ -98,6 +103,22 @@ def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
                     "context use telegrad.autograd.grad(context_id, outputs, inputs), or telegrad.autograd.backward "
                     "and get_gradients"
                 )
+
+
+_will_engine_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def _will_run(node: Any) -> bool:
+    """Return True if the engine runs a node; raise UsageError where a pass may do so at another time."""
+    if not runs_pass():
+        return _will_engine_run(node)
+    if not hasattr(node, "variable") and _will_engine_run(node):  # of a leaf the engine cannot tell it here
+        return True
+    raise UsageError(
+        "torch.autograd.graph.register_multi_grad_hook cannot wait for all gradients of these tensors: in an autograd "
+        "context they may come at several times, or from other workers. Register a hook on each tensor, "
+        "tensor.register_hook(hook)"
+    )
 
 
 def _node_of(root: Any) -> Any:
