@@ -96,22 +96,22 @@ def first_leading_to(places: set[Place], leading: set[Node], sends: Mapping[int,
     return min(numbers, default=float("inf"))
 
 
-def _check_hooks(received: Iterable[Node]) -> None:
-    """Raise UsageError for inputs with a hook, of which it is not known whether others of the inputs depend on them.
+def _check_hooks(received: set[Node]) -> None:
+    """Raise UsageError where inputs that came from other workers have hooks.
 
-    In torch the gradient of an input is what its hooks make of it, but what they are given where another input depends
-    on the same node.
+    In torch the gradient of such an input is what its hooks return. Where another input depends on the same node, it is
+    what its hooks are given. The driver cannot know whether another one does: the graph goes on at other workers.
     """
-    for node in received:
+    if received:
+        sender = next(iter(received)).origin.sender.name
         raise UsageError(
-            f"one of the inputs came from worker {node.origin.sender.name!r} and has a hook, and others of the "
-            "inputs may have led to it. Register the hook on a tensor made from it, as tensor.view_as(tensor), and use "
-            "that instead"
+            f"one of the inputs came from worker {sender!r} and has a hook, and others of the inputs may have led to "
+            "it. Register the hook on a tensor made from it, as tensor.view_as(tensor), and use that instead"
         )
 
 
 class CaptureKinds:
-    """What is special about the nodes of one worker, in a pass that gives the gradients of some inputs."""
+    """The kinds of the nodes of one worker, as `Kinds`, in a pass that gives the gradients of some inputs."""
 
     def __init__(
         self, context: AutogradContext, entries: Mapping[int, Sequence[GradientEdge]], capture: Capture | None

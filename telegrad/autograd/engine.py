@@ -90,9 +90,10 @@ class EngineRunner:
         }
         if roots:
             self._edges[ROOTS] = list(map(edge_of, roots))
-        self._captures = self._capture_kinds() if spec.captures else None
+        entries: Any = self._edges  # where the pass captures none is a tensor, see `_entrance`
+        self._capture_kinds = CaptureKinds(context, entries, capture) if spec.captures else None
         kinds: Kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
-        kinds = self._captures or kinds
+        kinds = self._capture_kinds or kinds
         self._schedule = GraphSchedule({entry: self._nodes(entry) for entry in self._edges}, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only what was marked is waited for, anywhere
@@ -119,10 +120,6 @@ class EngineRunner:
         if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._replicated or _has_hooks(edge)):
             return edge_of(edge)
         return edge
-
-    def _capture_kinds(self) -> CaptureKinds:
-        entries: Any = self._edges  # of which none is a tensor, see `_entrance`
-        return CaptureKinds(self._context, entries, self._capture)
 
     # What the protocol asks for
 
@@ -313,10 +310,10 @@ class EngineRunner:
             return
         self._entered = [*roots, *without] if without else roots
         fed = [GradientEdge(node, number) for node in call.fed for number in range(len(node._input_metadata))]
-        if self._captures is None:
+        if self._capture_kinds is None:
             leaves = [GradientEdge(leaf, 0) for leaf in call.leaves]
         else:
-            leaves = self._captures.wanted([*call.leaves, *call.recvs])
+            leaves = self._capture_kinds.wanted([*call.leaves, *call.recvs])
         wanted: list[Any] = [*leaves]
         wanted += [node.anchor for node in call.recvs]
         wanted += fed
@@ -351,10 +348,10 @@ class EngineRunner:
         self._entered = [(node, number) for number in pending]
         fire = node not in self._told
         kind = self._schedule.kind(node)
-        if self._capture is not None and self._captures is not None:
+        if self._capture is not None and self._capture_kinds is not None:
             if kind == LEAF and fire:
                 pending = byhand.call_tensor_hooks(node, pending, self._spec)
-            for edge in self._captures.wanted([node]):
+            for edge in self._capture_kinds.wanted([node]):
                 self._capture.take((node, edge.output_nr), pending.get(edge.output_nr))
             if kind == LEAF:
                 return

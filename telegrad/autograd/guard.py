@@ -31,6 +31,7 @@ from telegrad.autograd.edges import edge_of
 from telegrad.autograd.record import UNKNOWN, receiving
 from telegrad.errors import UsageError
 
+_NOTED = ("torch.utils.", "torch.distributed._tools.", "torch._functorch.")  # these only note that the engine has ended
 running: set[int] = set()  # the threads that run the graph for a pass; each use is one operation of a set
 
 
@@ -134,19 +135,16 @@ def _as_edge(edge: GradientEdge | Tensor) -> GradientEdge:
 
 
 def _check_callback(callback: Any) -> None:
-    """Raise UsageError for what wants to see `.grad` at the end of torch's backward pass.
-
-    What torch itself queues elsewhere only notes that the engine has ended.
-    """
+    """Raise UsageError for what wants to see `.grad` at the end of torch's backward pass."""
     function = callback
     while isinstance(function, functools.partial):
         function = function.func
     module = getattr(function, "__module__", None) or ""
-    if module.startswith("torch.") and not module.startswith("torch.distributed.fsdp"):
+    if module.startswith(_NOTED):
         return
-    name = f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
+    name = getattr(function, "__name__", type(function).__name__)
     raise UsageError(
         f"{name} waits for the end of torch's backward pass, to use the gradients that are in .grad then. In an "
-        "autograd context they are not in .grad: it cannot be used there. FSDP (fully_shard) is such a case: use "
-        "DistributedDataParallel, or Telegrad's own Pipeline, and run FSDP outside of contexts"
+        "autograd context they are not in .grad: it cannot be used there. FSDP (fully_shard) is such a case, and so is "
+        "DistributedDataParallel with static_graph=True until it has run one backward pass: run it outside of contexts"
     )

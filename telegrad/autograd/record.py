@@ -33,7 +33,6 @@ read_id = struct.Struct("<Q").unpack_from  # of the context
 _entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
 entered_id = _entered.get  # of the context in which this thread's code runs, if it does in one
 
-
 receiving: set[int] = set()  # the addresses of contexts in which tensors were received; each use is one operation
 
 

@@ -34,7 +34,7 @@ Node = Any
 
 
 class Kinds(Protocol):
-    """By the type of a node, what says of each node of that type which of the kinds above it is, if any."""
+    """A mapping from the type of a node to the function that returns the kind of such a node, or None for no kind."""
 
     def get(self, kind: type, /) -> Callable[[Node], int | None] | None: ...
 

@@ -109,9 +109,8 @@ def random_program(seed: int, call: Call, grad: Grad) -> Sequence[Tensor | None]
             made = [Twice.apply(a) * b]
         else:
             made = [a * b + b.cos()]
-        if (
-            kind > 2 and choose.random() < 0.3
-        ):  # not of what is received, see `test_a_hook_of_an_input_that_was_received`
+        # Not of what is received, see `test_a_hook_of_an_input_that_was_received`.
+        if kind > 2 and choose.random() < 0.3:
             made[0].register_hook(lambda gradient: None if gradient is None else gradient * 3)
         tensors += made
     outputs = choose.sample(tensors[3:], min(len(tensors) - 3, 2))

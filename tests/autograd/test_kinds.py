@@ -371,6 +371,35 @@ def test_fsdp_is_refused(trainers: list[Process]) -> None:
         assert "FSDP (fully_shard) is such a case" in trainer.end()
 
 
+def of_static_graph(rank: int) -> tuple[str, list[bool]]:
+    replica = nn.parallel.DistributedDataParallel(network(), static_graph=True)
+
+    def gradients_in_context() -> list[Tensor]:
+        x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+        with autograd.context() as context:
+            autograd.backward(context, (replica(rpc_sync("worker2", double, (x,))) ** 2).sum())
+            found = autograd.get_gradients(context)
+        return [found[each] for each in replica.parameters()]
+
+    with pytest.raises(UsageError) as refused:
+        gradients_in_context()
+    for _ in range(2):
+        replica.zero_grad()
+        (replica(torch.full((2, 4), 2.0 + 2 * rank)) ** 2).sum().backward()
+    wanted = [each.grad for each in replica.parameters()]
+    return str(refused.value), list(map(torch.equal, gradients_in_context(), wanted))  # type: ignore[arg-type]
+
+
+def test_replicas_of_a_static_graph_begin_outside_of_contexts(trainers: list[Process]) -> None:
+    for rank, trainer in enumerate(trainers):
+        trainer.begin(of_static_graph, rank)
+    for trainer in trainers:
+        refused, same = trainer.end()
+        assert "_delay_all_reduce waits for the end" in refused
+        assert "static_graph=True until it has run one backward pass" in refused
+        assert same == [True] * 4
+
+
 # Activation checkpoints of the reentrant kind
 
 
