@@ -16,7 +16,7 @@ from telegrad.agent.futures import Future, Signal
 from telegrad.autograd.conductor import Conductor, DrivenPass
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.record import AutogradContext, Inside, entered_id
-from telegrad.errors import NotInitialized, UsageError
+from telegrad.errors import NotInitialized, TelegradError, UsageError
 from telegrad.hints import hint
 
 
@@ -334,7 +334,12 @@ def check_root(root: Any) -> None:
 def _look_at_step(optimizer: Optimizer, *_: Any) -> None:
     """Warn where an optimizer looks into `.grad`, and the gradients are in the context in which it steps."""
     id_ = entered_id()
-    context = None if id_ is None else _find().contexts.get(id_)
+    if id_ is None:
+        return
+    try:
+        context = _find().contexts.get(id_)
+    except TelegradError:  # this process has left its group: the step is none of ours
+        return
     if context is None or not len(context.gradients):
         return
     several = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]

@@ -427,3 +427,5 @@ def test_an_optimizer_of_torch_in_a_context_says_that_it_does_nothing() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             plain.step()
+            current.enter(None)  # as if the process had left its group
+            plain.step()
