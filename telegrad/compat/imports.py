@@ -2,6 +2,8 @@
 
 A module can also be put off: it is there at once, with what the act gives it, and its own code runs when it is asked
 for anything else. It is then imported once more, as any other is, so that the locks of Python's imports hold for it.
+
+And a module can be put behind another, which is imported before it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,11 +24,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.acts: dict[str, Callable[[ModuleType], None]] = {}
         self.ready: dict[str, ModuleType] = {}
         self.late: dict[str, _Late] = {}
+        self.behind: dict[str, str] = {}  # modules, and which is imported before each
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        ready = self.ready.get(fullname)
+        first = self.behind.get(fullname)
+        if first is not None and first not in sys.modules:
+            importlib.import_module(first)
+        ready = self.ready.get(fullname) or (sys.modules.get(fullname) if first is not None else None)
         if ready is not None:
             return importlib.machinery.ModuleSpec(fullname, _Ready(ready), is_package=hasattr(ready, "__path__"))
         act = self.acts.get(fullname)
@@ -153,6 +159,12 @@ def serve_import(name: str, module: ModuleType) -> None:
     _stand_first()
 
 
+def import_before(first: str, names: Iterable[str]) -> None:
+    """Have `first` imported before the modules of these names, which what is done after `first` imports, too."""
+    _finder.behind.update(dict.fromkeys(names, first))
+    _stand_first()
+
+
 def _stand_first() -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -163,5 +175,6 @@ def forget_import(name: str) -> None:
     _finder.acts.pop(name, None)
     _finder.ready.pop(name, None)
     _finder.late.pop(name, None)
+    _finder.behind = {behind: first for behind, first in _finder.behind.items() if first != name}
     if not _finder.acts and not _finder.ready and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

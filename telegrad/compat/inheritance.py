@@ -17,7 +17,7 @@ import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from telegrad.compat.imports import after_import, forget_import
+from telegrad.compat.imports import after_import, forget_import, import_before
 from telegrad.errors import UsageError
 from telegrad.version import VERSION
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
 VARIABLE = "PYTHONPATH"
+# The packages that import torch. What is done at the end of that import needs them, and none may be half imported then.
+WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights")
 
 log = logging.getLogger("telegrad")
 
@@ -107,6 +109,7 @@ def _turn_on() -> None:
         _check_free()
         _on = True
         after_import("torch", lambda _: _begin_with_torch())
+        import_before("torch", [f"telegrad.{name}" for name in WITH_TORCH])
     _set_paths([BOOT, *_other_paths()])
 
 

@@ -10,6 +10,9 @@ import textwrap
 
 import pytest
 
+import telegrad
+from telegrad.compat.inheritance import WITH_TORCH
+
 CALL = """
 import os, sys
 import torch.distributed.rpc as rpc
@@ -117,6 +120,33 @@ def test_a_child_that_never_imports_torch_is_left_alone(tmp_path: pathlib.Path) 
     subprocess.run([sys.executable, "-c", child], check=True)
     """
     assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "False False"
+
+
+@pytest.mark.parametrize(
+    "name", ["rpc", *(pytest.param(name, marks=pytest.mark.nightly) for name in WITH_TORCH if name != "rpc")]
+)
+def test_whatever_of_telegrad_is_imported_before_torch(name: str, tmp_path: pathlib.Path) -> None:
+    """In a child, which begins without torch."""
+    program = f"""
+    import subprocess
+    child = '''
+    import importlib, sys
+    module = importlib.import_module("telegrad.{name}")
+    assert sys.modules[module.__name__] is module and module.__spec__.name == "telegrad.{name}"
+    import torch.distributed.rpc as rpc
+    print(rpc.__name__)
+    '''.replace(4 * " ", "")
+    subprocess.run([sys.executable, "-c", child], check=True)
+    """
+    assert run(tmp_path, program, "-m", "telegrad", "SCRIPT")[0] == "telegrad.compat.rpc"
+
+
+@pytest.mark.nightly
+def test_the_list_of_packages_that_import_torch_is_whole() -> None:
+    for name in telegrad._ROOMS:
+        look = f"import sys, telegrad.{name}; print('torch' in sys.modules)"
+        imports = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=50, check=True)
+        assert imports.stdout == f"{name in WITH_TORCH}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"]])
