@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from telegrad.addresses import bracketed, family_of
 from telegrad.checks import count, flag, seconds, shown, wrong
+from telegrad.compat.inheritance import child_environment
 from telegrad.descriptors import explained
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.group.address import loopback
@@ -28,6 +29,7 @@ from telegrad.interrupts import install, uninterrupted
 from telegrad.keyring import Keyring, new_key
 from telegrad.processes import named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
+from telegrad.wire import program as programs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,6 +52,7 @@ class LocalGroup:
         seconds("rpc_timeout", rpc_timeout)
         of_environment()  # a key there that cannot be used is an error here, too, although this group makes its own
         roles = _roles(workers, driver)
+        programs.check_not_imported("telegrad.local")
         _check_free()
         self.names: list[str] = list(roles)
         self.driver = driver
@@ -59,12 +62,14 @@ class LocalGroup:
         self._formed = self._closed = False
         self._key = new_key()
         self._workers: list[_Worker] = []
+        main = programs.find("")
+        programs.hosts = main.guarded
         with explained("telegrad.local", RendezvousError), _listen(loopback()) as listener:
             try:
                 for rank, (name, role) in enumerate(roles.items(), 1):
                     host, port = listener.getsockname()[:2]
                     self._workers.append(
-                        _Worker(name, role, rank, self, f"{bracketed(host)}:{port}", rpc_timeout, self._key)
+                        _Worker(name, role, rank, self, f"{bracketed(host)}:{port}", rpc_timeout, self._key, main)
                     )
                 self._join(listener, rpc_timeout)
             except BaseException:
@@ -152,6 +157,7 @@ class LocalGroup:
     @uninterrupted
     def _end_workers(self) -> None:
         self._closed = True
+        programs.hosts = False
         for worker in self._workers:
             worker.begin_end()
         with self._wait(lambda: f"{quoted(self._living())} did not end yet"):
@@ -195,7 +201,15 @@ class _Worker:
 
     @uninterrupted
     def __init__(
-        self, name: str, role: str, rank: int, group: LocalGroup, master: str, timeout: float, key: bytes
+        self,
+        name: str,
+        role: str,
+        rank: int,
+        group: LocalGroup,
+        master: str,
+        timeout: float,
+        key: bytes,
+        main: programs.Program,
     ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -212,6 +226,7 @@ class _Worker:
             str(timeout),
             "--with-parent",
             "--key-from-parent",
+            *(["--main", programs.to_text(main)] if main.guarded else []),
         ]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "telegrad", "worker", name, *own],
@@ -322,7 +337,7 @@ def _roles(workers: int | Sequence[str] | Mapping[str, int], driver: str) -> dic
 def _environment(workers: int) -> dict[str, str]:
     """What this process can import, its workers can, too; and they share its cores."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**shared_cores(workers), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return child_environment({**shared_cores(workers), **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
 
 
 def _nothing() -> None:

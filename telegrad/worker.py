@@ -45,8 +45,14 @@ def main(arguments: list[str]) -> int:
             # One that is stopped would stay. Not SIGKILL: the thread that started this process may end first.
             signal_at_parents_end(signal.SIGCONT)
         threading.Thread(target=_end_with_parent, name="telegrad-parent", daemon=True).start()
-    from telegrad import errors, rpc  # here, since `--help` needs no torch
+    import torch  # noqa: F401 - here, since `--help` needs none; first, since the compatibility mode takes effect with it
 
+    from telegrad import errors, rpc
+    from telegrad.wire import program
+
+    program.is_worker = True
+    if given.main:
+        program.adopt(given.main, given.name)
     try:
         options = rpc.TelegradOptions(
             init_method=_meeting_place(given),
@@ -113,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--with-parent", action="store_true", help="end when the standard input does")
     parser.add_argument("--key-from-parent", action="store_true", help=argparse.SUPPRESS)  # the first line of the input
+    parser.add_argument("--main", help=argparse.SUPPRESS)  # the driver's program
     return parser
 
 

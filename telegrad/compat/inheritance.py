@@ -14,12 +14,14 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from telegrad.compat.imports import after_import, forget_import, import_before
 from telegrad.errors import UsageError
 from telegrad.version import VERSION
+from telegrad.wire import program as programs
 
 if TYPE_CHECKING:
     from telegrad.compat.substitution import Substitution
@@ -88,7 +90,8 @@ def uninstall() -> None:
             _check_free()
             _substitution.undo()
         forget_import("torch")
-        _on, _substitution = False, None
+        _on = programs.serves_torch = False
+        _substitution = None
         _set_paths(_other_paths())
 
 
@@ -103,11 +106,23 @@ def installed() -> bool:
     return _on
 
 
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a Python process that this one starts: with the mode, if it is on here.
+
+    Each process that Telegrad starts has its variables from here.
+    """
+    environment = dict(variables)
+    if _on:
+        paths = [path for path in environment.get(VARIABLE, "").split(os.pathsep) if path not in ("", BOOT)]
+        environment[VARIABLE] = os.pathsep.join([BOOT, *paths])
+    return environment
+
+
 def _turn_on() -> None:
     global _on
     if not _on:
         _check_free()
-        _on = True
+        _on = programs.serves_torch = True
         after_import("torch", lambda _: _begin_with_torch())
         import_before("torch", [f"telegrad.{name}" for name in WITH_TORCH])
     _set_paths([BOOT, *_other_paths()])

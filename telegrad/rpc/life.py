@@ -27,6 +27,7 @@ from telegrad.rpc.references import RRef
 from telegrad.rpc.targets import several
 from telegrad.rpc.worker import Worker
 from telegrad.threads import Exclusive
+from telegrad.wire import program
 
 MOST_WORKERS = 1 << 31  # a rank is sent as an int of 32 bits by some stores
 
@@ -119,6 +120,7 @@ def enter_group(
 
 def _enter(begin: Callable[[], Worker], options: TelegradOptions) -> None:
     install()
+    program.check_not_imported("init_rpc")
     with _lock, descriptors.explained("this worker could not join", RendezvousError):
         check_free()
         current.ended_by = None

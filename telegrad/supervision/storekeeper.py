@@ -53,6 +53,8 @@ def main(arguments: list[str]) -> None:
 
 def _serve(listener: str) -> None:
     try:
+        import torch  # noqa: F401 - first, since the compatibility mode takes effect with it
+
         from telegrad.group.board import OPEN, SERVED, Board
         from telegrad.group.keys import find_keys
         from telegrad.group.sealing import SealedStore

@@ -22,6 +22,7 @@ from math import inf
 from time import monotonic
 
 from telegrad.addresses import family_of
+from telegrad.compat.inheritance import child_environment
 from telegrad.errors import UsageError
 from telegrad.group import supervised
 from telegrad.group.address import is_address, listening_address
@@ -175,7 +176,8 @@ class Supervisor:
         inherited = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         own = {key: seat.filled_in(value) for key, value in seat.role.env.items()}
         named_so = supervised.variables(seat.name, seat.role.name, restarts, self._host, self._port)
-        return {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key, **named_so, **own}
+        given = {**shared_cores(len(self._seats)), "PYTHONUNBUFFERED": "1", **inherited, **self._key}
+        return child_environment({**given, **named_so, **own})
 
     def _read(self, source: Source) -> bool:
         """Whether there was something; at the end of a stream it is watched no more."""
@@ -220,7 +222,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=descriptors,
-            env={**os.environ, **self._key},
+            env=child_environment({**os.environ, **self._key}),
             **own_session(),
         )
         if self._listener is not None:

@@ -11,14 +11,17 @@ import io
 import platform
 import sys
 from collections import ChainMap
+from collections.abc import Callable
+from functools import partial
 from importlib.util import MAGIC_NUMBER
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
 from torch import Tensor
 
 from telegrad.errors import CannotDecode
+from telegrad.wire import mains
 from telegrad.wire.reducers import reduce
 from telegrad.wire.segments import SegmentWriter, Texts, expect_texts
 
@@ -44,6 +47,8 @@ def make_code(name: str, magic: bytes, version: str, parts: tuple[Any, ...]) -> 
 
 
 _NO_FILE = "<dynamic-code>"
+_set_function = cloudpickle.cloudpickle._function_setstate
+_set_class = cloudpickle.cloudpickle._class_setstate
 _REDUCE_CODE = cloudpickle.Pickler.dispatch_table[CodeType]
 
 
@@ -65,10 +70,59 @@ class ValuePickler(_Pickler):
     expect_texts = expect_texts
 
     def by_value(self, obj: Any) -> Any:
-        return super().reducer_override(obj)
+        return in_scope(self, obj, super().reducer_override(obj))
 
     def dump_by_value(self, obj: Any) -> bytes:
         return dump_by_value(obj)
+
+    can_dump: ClassVar[Callable[[Any, bool], bool]]  # set by the file that has the other pickler
+
+
+# What belongs to a main program: at the receiver its globals are those of one `__main__`
+
+
+def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
+    """Return how a function or class is sent. `reduced`: how cloudpickle does it."""
+    found = mains.scope_from(obj) if isinstance(reduced, tuple) else None
+    if found is None:
+        return reduced
+    scope, path = found
+    version = mains.version_of(scope, path) if path else 0
+    home = path.partition(".")[0]
+    make, arguments, state, *_ = reduced
+    if not isinstance(obj, FunctionType):
+        items = mains.items_for(pickler, scope, (), home)
+        return (
+            _keep_class,
+            (scope, path, version, make, arguments),
+            (scope, path, version, items, state),
+            None,
+            None,
+            _set,
+        )
+    code, _, _, _, closure = arguments
+    needed = state[1]["__globals__"]
+    state[1]["__globals__"] = {}
+    items = mains.items_for(pickler, scope, needed, home)
+    told = (scope, path, version, items, state)
+    return _keep_function, (scope, path, version, code, closure), told, None, None, _set
+
+
+def _keep_function(scope: mains.Scope, path: str, version: int, code: Any, closure: Any) -> Any:
+    return scope.make(path, version, partial(FunctionType, code, scope.names, None, None, closure))
+
+
+def _keep_class(scope: mains.Scope, path: str, version: int, make: Any, arguments: Any) -> Any:
+    return scope.make(path, version, partial(make, *arguments))
+
+
+def _set(obj: Any, told: tuple[mains.Scope, str, int, list[mains.Item], Any]) -> None:
+    """Give a function or class its state, unless it is one that the receiver has, then the globals that it reads."""
+    scope, path, version, items, state = told
+    if scope.lacks_state(path, version, obj):
+        (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
+        scope.has_state(path, version)
+    scope.fill(items)
 
 
 def _module(module: ModuleType) -> Any:

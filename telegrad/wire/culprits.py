@@ -10,12 +10,13 @@ from typing import Any
 from telegrad.errors import CannotEncode, UsageError
 from telegrad.wire.bound import BoundToProcess
 from telegrad.wire.functions import name_of
+from telegrad.wire.program import GUARD
 
 DEEPEST = 12  # parts of parts that are looked at
 _ADVICE = "Send what it is made of, or keep it where it is and call functions there"
 _ADVICE_FOR_VARIABLES = (
     "Make it inside of the function, or put both at the top level of a module that all workers import: then each uses "
-    "its own"
+    f"its own. Of a script they import the top level if it has a guard, `{GUARD}`, before what the driver alone does"
 )
 
 Part = tuple[str, Any]  # how it follows from what it is a part of

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,10 +14,10 @@ import torch
 
 from telegrad.errors import FunctionNotFound
 from telegrad.private_files import open_regular
+from telegrad.wire import program as programs
+from telegrad.wire.program import MAIN, SPAWNED_MAIN, fingerprint
 from telegrad.wire.stories import first_line, short
 
-MAIN = "__main__"
-_SPAWNED_MAIN = "__mp_main__"  # what multiprocessing calls the main module of a spawned child
 _MAIN_PREFIX = f"{MAIN}:"
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
 _REMADE = (MethodType, BuiltinFunctionType)  # a new object at each look, equal to the last one
@@ -36,7 +34,8 @@ _names: dict[Any, str] = {}  # verified before; holds the functions, so that the
 def name_of(function: Any, same_program: bool) -> str | None:
     """`module:qualname`, where that leads back to this very object in another process; else None.
 
-    What is defined in the main program has a name only where the other process runs the same one.
+    What is defined in the main program has a name only where the other process runs the same one, and where workers
+    have imported it, only if all that it uses is there.
     """
     try:
         name = _names.get(function)
@@ -50,8 +49,14 @@ def name_of(function: Any, same_program: bool) -> str | None:
                 if len(_names) >= _CACHED:
                     _names.clear()
                 _names[function] = name
-    if name is not None and not same_program and name.startswith(_MAIN_PREFIX):
-        return None
+    if name is not None and name.startswith(_MAIN_PREFIX):
+        if not same_program:
+            return None
+        if programs.hosts:
+            from telegrad.wire.lookups import lacks
+
+            if lacks(function):
+                return None
     return name
 
 
@@ -154,13 +159,13 @@ def _modules_of(function: Any) -> tuple[str, ...]:
     for teller in (function, getattr(function, "__objclass__", None)):
         module_name = getattr(teller, "__module__", None)
         if isinstance(module_name, str):
-            return (MAIN if module_name == _SPAWNED_MAIN else module_name,)
+            return (MAIN if module_name == SPAWNED_MAIN else module_name,)
     return "builtins", "torch"
 
 
 def _verified(function: Any, module_name: str, path: str) -> str | None:
     """The name, if it leads to this very object."""
-    if module_name == _SPAWNED_MAIN:
+    if module_name == SPAWNED_MAIN:
         module_name = MAIN
     while module_name not in sys.modules and "." in module_name:  # a namespace made by an extension
         module_name, _, last = module_name.rpartition(".")
@@ -198,6 +203,5 @@ def program() -> str:
         except (OSError, TypeError):
             _program = ""
         else:
-            name = os.path.basename(path).encode()  # type: ignore[arg-type]
-            _program = hashlib.sha256(name + b"\0" + content).hexdigest()[:32]
+            _program = fingerprint(path, content)  # type: ignore[arg-type]
     return _program

@@ -347,6 +347,7 @@ def _value_pickler() -> type[ValuePickler]:
     from telegrad.wire.byvalue import ValuePickler, register_spawned_main
 
     register_spawned_main()
+    ValuePickler.can_dump = staticmethod(can_dump)
     return ValuePickler
 
 
@@ -386,17 +387,17 @@ def _encode_by_value(value: Any, same_program: bool) -> Encoded:
     except CodecError:
         raise
     except Exception as error:
-        raise blame(value, same_program, _can_dump, error) from error
+        raise blame(value, same_program, can_dump, error) from error
 
 
 def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEncode:
     """The same for a part of what could not be sent: as users see a call to which this package has added arguments."""
-    if said.__cause__ is None or _can_dump(value, same_program):
+    if said.__cause__ is None or can_dump(value, same_program):
         return said
-    return blame(value, same_program, _can_dump, said.__cause__)
+    return blame(value, same_program, can_dump, said.__cause__)
 
 
-def _can_dump(value: Any, same_program: bool) -> bool:
+def can_dump(value: Any, same_program: bool) -> bool:
     try:
         _dump(_value_pickler(), value, same_program)
     except Exception:

@@ -158,7 +158,7 @@ def test_the_main_program_by_name_and_by_value(main: ModuleType, same_program: b
     sent = encode([main.factorial, main.even, heir, main.Color.RED], same_program)
     assert bool(sent.tensors) != same_program  # what a class uses comes along with it
     factorial, even, heir, red = journey([main.factorial, main.even, heir, main.Color.RED], same_program)
-    assert (factorial is main.factorial) == same_program
+    assert factorial is main.factorial  # however it travels, it comes to the same program
     assert (factorial(5), even(4), heir.value(), red.name) == (120, True, 5001, "RED")
 
 

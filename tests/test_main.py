@@ -1,0 +1,299 @@
+"""One program does the same however its workers come to be: with globals, classes, singletons, and functions."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster import PATIENCE, free_port
+
+PATIENT = 4 * PATIENCE
+SHARED = """
+import contextlib, dataclasses, enum, functools, os, sys, threading
+import torch
+from torch import nn
+import telegrad.rpc as rpc
+
+counter = 0
+cache = {}
+lock = LOCK
+model = nn.Linear(2, 1)
+with torch.no_grad():
+    model.weight.fill_(1.0)
+    model.bias.fill_(0.0)
+param_server = None
+
+def bump():
+    global counter
+    with lock:
+        counter += 1
+    return counter
+
+def put(key, value):
+    cache[key] = value
+    return sorted(cache)
+
+def train():
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return model(torch.ones(1, 2)).item()
+
+class Point:
+    made = 0
+    def __init__(self, x):
+        type(self).made += 1
+        self.x = x
+
+@dataclasses.dataclass
+class Record:
+    x: int
+
+class Color(enum.Enum):
+    RED = 1
+
+class Base:
+    def name(self):
+        return "base"
+
+class Heir(Base):
+    def name(self):
+        return "heir of " + super().name()
+
+def keep(x):
+    cache.update(point=Point(x), record=Record(x), color=Color.RED, heir=Heir())
+    return Point.made
+
+def same():
+    kinds = isinstance(cache["point"], Point), cache["color"] is Color.RED, isinstance(cache["heir"], Base)
+    return *kinds, cache["record"] == Record(3), cache["heir"].name(), Point.made
+
+def are_own(point, color):
+    return type(point) is Point, color is Color.RED
+
+class Singleton:
+    instance = None
+    def __new__(cls):
+        if cls.instance is None:
+            cls.instance = super().__new__(cls)
+            cls.instance.uses = 0
+        return cls.instance
+
+def single():
+    one = Singleton()
+    one.uses += 1
+    return one.uses
+
+def counted(function):
+    calls = []
+    @functools.wraps(function)
+    def wrapper(*args):
+        calls.append(args)
+        return len(calls), function(*args)
+    return wrapper
+
+@counted
+def twice(x):
+    return 2 * x
+
+def marked():
+    marked.calls = getattr(marked, "calls", 0) + 1
+    return marked.calls
+
+class ParameterServer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = 0
+    def push(self, x):
+        self.value += x
+        return self.value
+
+def get_parameter_server():
+    global param_server
+    with lock:
+        if param_server is None:
+            param_server = ParameterServer()
+    return param_server
+
+def scale(by, x):
+    return by * x + counter
+
+def give():
+    return Point(7), Color.RED
+
+def drive(to):
+    def call(function, *args):
+        return rpc.rpc_sync(to, function, args)
+
+    print("counter", [call(bump) for _ in range(3)])
+    print("lambda", [call(lambda: bump()) for _ in range(2)])
+    print("dict", [call(put, key, key) for key in "ab"])
+    print("model", [call(train) for _ in range(3)])
+    print("classes", call(keep, 3), call(same), call(are_own, Point(1), Color.RED))
+    print("singleton", [call(single) for _ in range(3)])
+    print("decorated", [call(twice, 4) for _ in range(2)], [call(marked) for _ in range(2)])
+    print("partial", call(functools.partial(scale, 10), 2))
+    servers = [rpc.remote(to, get_parameter_server) for _ in range(2)]
+    print("server", [server.rpc_sync().push(1) for server in servers * 2])
+    point, color = call(give)
+    print("back", type(point) is Point, color is Color.RED)
+    print("driver", counter, sorted(cache), Point.made, param_server)
+
+def join(name, rank):
+    options = rpc.TelegradOptions(init_method=f"tcp://127.0.0.1:{PORT}")
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        drive("w")
+    rpc.shutdown()
+
+def child(number):
+    join(*(("driver", 0), ("w", 1))[number])
+"""
+EXPECTED = """\
+counter [1, 2, 3]
+lambda [4, 5]
+dict [['a'], ['a', 'b']]
+model [5.0, 8.0, 11.0]
+classes 1 (True, True, True, True, 'heir of base', 1) (True, True)
+singleton [1, 2, 3]
+decorated [(1, 8), (2, 8)] [1, 2]
+partial 25
+server [1, 2, 3, 4]
+back True True
+driver 0 [] 1 None
+"""
+LOCAL = """
+    import telegrad
+    with telegrad.local(["w"]):
+        drive("w")
+"""
+WORKER = """
+    import subprocess
+    place = ["--rank", "1", "--world-size", "2", "--master", f"127.0.0.1:{PORT}"]
+    worker = subprocess.Popen([sys.executable, "-m", "telegrad", "worker", "w", *place])
+    join("driver", 0)
+    worker.wait()
+"""
+RUN = """
+    rpc.init_rpc()
+    rpc.wait_for_workers(["serving0"])
+    drive("serving0")
+    rpc.shutdown()
+"""
+PROCESSES = """
+    import multiprocessing
+    processes = [multiprocessing.get_context("{}").Process(target=child, args=(n,)) for n in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+"""
+ALL = """
+    join("driver" if os.environ["RANK"] == "0" else "w", int(os.environ["RANK"]))
+"""
+GUARD, NO_GUARD = 'if __name__ == "__main__":', "if True:"
+LOCK, NO_LOCK = "threading.Lock()", "contextlib.nullcontext()"
+
+# A name, the guard, the program's end, and how it is started.
+WAYS: dict[str, tuple[str, str, list[str]]] = {
+    "local": (GUARD, LOCAL, ["{file}"]),
+    "worker": (NO_GUARD, WORKER, ["{file}"]),
+    "worker, guarded": (GUARD, WORKER, ["{file}"]),
+    "local, not guarded": (NO_GUARD, LOCAL, ["{file}"]),
+    "local, standard input": (NO_GUARD, LOCAL, ["-"]),
+    "local, module": (GUARD, LOCAL, ["-m", "package.program"]),
+    "local, drop-in": (GUARD, LOCAL, ["-m", "telegrad", "{file}"]),
+    "run": (GUARD, RUN, ["-m", "telegrad", "run", "--role", "serving", "--role", "driver", "--", "python", "{file}"]),
+    "spawn": (GUARD, PROCESSES.format("spawn"), ["{file}"]),
+    "fork": (GUARD, PROCESSES.format("fork"), ["{file}"]),
+    "forkserver": (GUARD, PROCESSES.format("forkserver"), ["{file}"]),
+    "torchrun": (GUARD, ALL, [*["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"], "{file}"]),
+}
+IN_MAKE_TEST = "local", "worker"
+
+
+def start(folder: pathlib.Path, text: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    (folder / "package").mkdir()
+    for file in (folder / "program.py", folder / "package" / "program.py"):
+        file.write_text(text)
+    words = [word.format(file=folder / "program.py") for word in command]
+    given = text if words == ["-"] else None
+    return subprocess.run(
+        [sys.executable, *words],
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=PATIENT,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def printed(text: str) -> str:
+    """Return what the program printed, without what launchers put before each line or print themselves."""
+    lines = [re.sub(r"^\[\w+\] ", "", line) for line in text.splitlines()]
+    first_words = {line.split()[0] for line in EXPECTED.splitlines()}
+    return "".join(f"{line}\n" for line in lines if line.split(" ")[0] in first_words and "has ended" not in line)
+
+
+@pytest.mark.timeout(2 * PATIENT)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in IN_MAKE_TEST else pytest.mark.nightly) for way in WAYS]
+)
+def test_a_program_does_the_same_however_its_workers_come_to_be(way: str, tmp_path: pathlib.Path) -> None:
+    guard, end, command = WAYS[way]
+    lock = LOCK if guard == GUARD else NO_LOCK  # which cannot be sent where the program is not imported
+    text = (SHARED.replace("LOCK", lock) + guard + end).replace("{PORT}", str(free_port()))
+    ran = start(tmp_path, text, command)
+    assert printed(ran.stdout) == EXPECTED, ran.stdout + ran.stderr
+
+
+DIFFERS = """
+import telegrad
+rate = 0.1
+def step():
+    return rate
+def late():
+    return made_late
+def table():
+    return cells
+cells = [1]
+if __name__ == "__main__":
+    import telegrad.rpc as rpc
+    rate = 0.5
+    made_late = 7
+    shared = [cells]
+    with telegrad.local(["w"]):
+        print(rpc.rpc_sync("w", step), rpc.rpc_sync("w", step), rpc.rpc_sync("w", late))
+        print(rpc.rpc_sync("w", lambda: made_late + rate))
+        try:
+            rpc.rpc_sync("w", lambda: (shared, cells))
+        except rpc.errors.CannotEncode as error:
+            print(error)
+"""
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_where_driver_and_workers_differ_it_is_said_once(tmp_path: pathlib.Path) -> None:
+    ran = start(tmp_path, DIFFERS.replace("rpc.errors", "telegrad.errors"), ["{file}"])
+    assert ran.stdout.startswith("0.1 0.1 7\n7.1\n"), ran.stdout + ran.stderr
+    assert "the global 'shared' of the main program has an object that also belongs to 'cells'" in ran.stdout
+    assert ran.stderr.count("the global 'rate'") == 1, ran.stderr
+    assert "is 0.5 at the caller and 0.1 at this worker" in ran.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * PATIENT)
+@pytest.mark.parametrize("call", ["telegrad.local(['w'])", "telegrad.rpc.init_rpc('x', rank=0, world_size=1)"])
+def test_a_group_at_the_top_level_of_a_program_with_a_guard_is_refused(call: str, tmp_path: pathlib.Path) -> None:
+    text = f"import telegrad, telegrad.rpc, os\nif 'again' in os.environ: {call}\n" + (
+        "if __name__ == '__main__':\n    os.environ['again'] = '1'\n    telegrad.local(['w'])\n"
+    )
+    ran = start(tmp_path, text, ["{file}"])
+    assert ran.returncode == 1
+    assert "which a worker imports to find its functions: put it under" in ran.stderr
