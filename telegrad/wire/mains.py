@@ -208,7 +208,7 @@ def scope_of(key: str, path: str, module: str, guarded: bool, serves_torch: bool
 def _new_scope(program: Program) -> Scope:
     if program.serves_torch and not programs.serves_torch:
         log.warning(
-            "telegrad: a program that runs by `python -m telegrad` calls this worker, in which torch.distributed.rpc is "
+            "telegrad: a program that runs by `python -m telegrad` calls this worker, where torch.distributed.rpc is "
             "torch's own: start the worker in that mode, too, by `python -m telegrad -m telegrad worker ...`"
         )
     takes_main = programs.is_worker and not _scopes and MAINS[1] not in sys.modules

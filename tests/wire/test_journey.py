@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from telegrad import errors
+from telegrad.wire import functions
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.unpacking import unpack
@@ -67,6 +68,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = types.ModuleType("__main__")
     exec(MAIN, module.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.setattr(functions, "_program", None)
     return module
 
 
