@@ -50,7 +50,6 @@ def main(arguments: list[str]) -> int:
     from telegrad import errors, rpc
     from telegrad.wire import program
 
-    program.is_worker = True
     if given.main:
         program.adopt(given.main, given.name)
     try:

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from telegrad.wire.mains import Item, Scope
+from telegrad.wire.program import Program
 from tests.cluster import PATIENCE, free_port
 
 PATIENT = 4 * PATIENCE
@@ -120,6 +122,24 @@ def get_parameter_server():
             param_server = ParameterServer()
     return param_server
 
+@functools.lru_cache
+def cached(x):
+    return x
+
+def cache_hits():
+    return cached.cache_info().hits
+
+gone = 1
+
+def delete():
+    global gone
+    there = "gone" in globals()
+    if there:
+        del gone
+    return there
+
+arguments = sys.argv[1:]
+
 def scale(by, x):
     return by * x + counter
 
@@ -140,6 +160,9 @@ def drive(to):
     print("partial", call(functools.partial(scale, 10), 2))
     servers = [rpc.remote(to, get_parameter_server) for _ in range(2)]
     print("server", [server.rpc_sync().push(1) for server in servers * 2])
+    print("cache", [call(cached, 2) for _ in range(3)], call(cache_hits))
+    print("deleted", [call(delete) for _ in range(2)])
+    print("arguments", call(lambda: arguments))
     point, color = call(give)
     print("back", type(point) is Point, color is Color.RED)
     print("driver", counter, sorted(cache), Point.made, param_server)
@@ -164,6 +187,9 @@ singleton [1, 2, 3]
 decorated [(1, 8), (2, 8)] [1, 2]
 partial 25
 server [1, 2, 3, 4]
+cache [2, 2, 2] 2
+deleted [True, False]
+arguments ['one', 'two']
 back True True
 driver 0 [] 1 None
 """
@@ -223,6 +249,7 @@ def start(folder: pathlib.Path, text: str, command: list[str]) -> subprocess.Com
         file.write_text(text)
     words = [word.format(file=folder / "program.py") for word in command]
     given = text if words == ["-"] else None
+    words += ["one", "two"]
     return subprocess.run(
         [sys.executable, *words],
         input=given,
@@ -285,6 +312,26 @@ def test_where_driver_and_workers_differ_it_is_said_once(tmp_path: pathlib.Path)
     assert "the global 'shared' of the main program has an object that also belongs to 'cells'" in ran.stdout
     assert ran.stderr.count("the global 'rate'") == 1, ran.stderr
     assert "is 0.5 at the caller and 0.1 at this worker" in ran.stderr
+
+
+def test_another_run_of_a_program_with_another_number_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    scope = Scope(Program("a key", "/somewhere/program.py"), {}, own=False)
+    for rate in (0.1, 0.1, 0.5, 0.5):
+        scope.fill([Item("rate", 1, rate)])
+    assert scope.names == {"rate": 0.1}
+    assert caplog.text.count("'rate' of /somewhere/program.py is 0.5 at the caller and 0.1 at this worker") == 1
+    scope.fill([Item("rate", 2, 0.7)])  # the sender has bound it again
+    assert scope.names == {"rate": 0.7}
+    del scope.names["rate"]  # by a function
+    scope.fill([Item("rate", 2, 0.7)])
+    assert scope.names == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * PATIENT)
+def test_a_profiler_in_place_of_the_main_program_is_said(tmp_path: pathlib.Path) -> None:
+    ran = start(tmp_path, DIFFERS, ["-m", "cProfile", "{file}"])
+    assert ran.stderr.count("takes a copy of the global 'rate' with each call") == 1, ran.stdout + ran.stderr
 
 
 @pytest.mark.nightly

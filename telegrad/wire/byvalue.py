@@ -6,8 +6,10 @@ Imported where that is wanted, which is seldom: cloudpickle would make each star
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 import io
+import logging
 import platform
 import sys
 from collections import ChainMap
@@ -22,8 +24,11 @@ from torch import Tensor
 
 from telegrad.errors import CannotDecode
 from telegrad.wire import mains
+from telegrad.wire.program import MAIN
 from telegrad.wire.reducers import reduce
 from telegrad.wire.segments import SegmentWriter, Texts, expect_texts
+
+log = logging.getLogger("telegrad")
 
 
 def _reduce_code(code: CodeType) -> Any:
@@ -56,6 +61,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
+def _reduce_cached(pickler: Any, cached: Any) -> Any:
+    """Return how a function with a cache is sent: at the receiver it is one object, whose cache begins empty."""
+    scope = mains.scope_from(cached)
+    if scope is None or not scope[1]:
+        return make_cached, (None, "", 0, cached.__wrapped__, cached.cache_parameters())
+    home, path = scope
+    version = mains.version_of(home, path)
+    items = mains.items_for(pickler, home, (), path.partition(".")[0])
+    arguments = (home, path, version, cached.__wrapped__, cached.cache_parameters())
+    return make_cached, arguments, (home, path, version, items, None), None, None, _set
+
+
+def make_cached(scope: mains.Scope | None, path: str, version: int, function: Any, parameters: dict[str, Any]) -> Any:
+    make = partial(functools.lru_cache(**parameters), function)
+    return scope.make(path, version, make) if scope is not None else make()
+
+
 class ValuePickler(_Pickler):
     """Where something has no name."""
 
@@ -70,6 +92,8 @@ class ValuePickler(_Pickler):
     expect_texts = expect_texts
 
     def by_value(self, obj: Any) -> Any:
+        if isinstance(obj, functools._lru_cache_wrapper):
+            return _reduce_cached(self, obj)
         return in_scope(self, obj, super().reducer_override(obj))
 
     def dump_by_value(self, obj: Any) -> bytes:
@@ -85,6 +109,8 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     """Return how a function or class is sent. `reduced`: how cloudpickle does it."""
     found = mains.scope_from(obj) if isinstance(reduced, tuple) else None
     if found is None:
+        if isinstance(reduced, tuple) and isinstance(obj, FunctionType) and obj.__module__ == MAIN:
+            _warn_of_copies(reduced[2][1]["__globals__"])
         return reduced
     scope, path = found
     version = mains.version_of(scope, path) if path else 0
@@ -108,6 +134,22 @@ def in_scope(pickler: Any, obj: Any, reduced: Any) -> Any:
     return _keep_function, (scope, path, version, code, closure), told, None, None, _set
 
 
+@functools.cache
+def _warn_once(name: str) -> None:
+    log.warning(
+        "telegrad: a function of a main program that another one runs (a profiler, a debugger, exec) takes a copy of "
+        "the global %r with each call, so a change at the worker is lost: run the program by itself, or move what uses "
+        "the global into a module",
+        name,
+    )
+
+
+def _warn_of_copies(needed: dict[str, Any]) -> None:
+    for name, value in needed.items():
+        if not name.startswith("__") and not isinstance(value, type | FunctionType | ModuleType):
+            _warn_once(name)
+
+
 def _keep_function(scope: mains.Scope, path: str, version: int, code: Any, closure: Any) -> Any:
     return scope.make(path, version, partial(FunctionType, code, scope.names, None, None, closure))
 
@@ -120,7 +162,8 @@ def _set(obj: Any, told: tuple[mains.Scope, str, int, list[mains.Item], Any]) ->
     """Give a function or class its state, unless it is one that the receiver has, then the globals that it reads."""
     scope, path, version, items, state = told
     if scope.lacks_state(path, version, obj):
-        (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
+        if state is not None:
+            (_set_function if isinstance(obj, FunctionType) else _set_class)(obj, state)
         scope.has_state(path, version)
     scope.fill(items)
 

@@ -64,11 +64,10 @@ class Scope:
         self.program = program
         self.names = names
         self._own = own  # what is there without a version came from the program itself
-        self._versions: dict[str, int] = {}
+        self._versions = dict.fromkeys(names, OWN) if imported else {}  # of a name that a function has deleted, too
         self._first: dict[str, Any] = {}  # numbers and texts as they came
         if imported:
             self._first = {name: value for name, value in names.items() if type(value) in ATOMS}
-        self._imported = imported
         self._made: dict[tuple[str, int], Any] = {}  # functions and classes whose state is not set
         self._warned: set[str] = set()
         self._lock = threading.Lock()  # guards the five above, and the moment in which a name is looked at and bound
@@ -123,8 +122,9 @@ class Scope:
         told = []
         with self._lock:
             for name, version, value in items:
-                if name in self.names and self.version(name) >= version:
-                    if self._imported and name not in self._versions and self._differs(name, value):
+                has = self.version(name) if name in self.names else self._versions.get(name, -1)
+                if has >= version:
+                    if has in (version, OWN) and self._differs(name, value):  # of one version: from another sender
                         told.append((name, value))
                 elif isinstance(value, Unsendable):
                     if name not in self.names:
@@ -147,7 +147,7 @@ class Scope:
 
     def _differs(self, name: str, value: Any) -> bool:
         """Return True once if a number or text is another at the sender, and was not changed here."""
-        if type(value) not in ATOMS or name in self._warned or name not in self._first:
+        if type(value) not in ATOMS or name in self._warned or name not in self._first or name not in self.names:
             return False
         here = self.names[name]
         if here is not self._first[name] or (type(here) is type(value) and here == value):
@@ -175,12 +175,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_thread)
 
 
-def scope_of(key: str, path: str, module: str, guarded: bool, serves_torch: bool) -> Scope:
+def scope_of(*parts: Any) -> Scope:
     """Return the scope of a program, made at its first use.
 
     Raises:
         CannotDecode: the program's file is here and cannot be imported.
     """
+    program = Program(*parts)
+    key = program.key
     own = own_scope()
     if key == own.program.key:
         return own
@@ -192,10 +194,10 @@ def scope_of(key: str, path: str, module: str, guarded: bool, serves_torch: bool
                 event = _making[key] = threading.Event()
         if not mine:
             if not event.wait(LONGEST_IMPORT):
-                raise CannotDecode(f"another thread has been importing {path} for {LONGEST_IMPORT:g} s")
+                raise CannotDecode(f"another thread has been importing {program.path} for {LONGEST_IMPORT:g} s")
             continue
         try:
-            scope = _new_scope(Program(key, path, module, guarded, serves_torch))
+            scope = _new_scope(program)
             with _lock:
                 return _scopes.setdefault(key, scope)
         finally:
@@ -211,10 +213,9 @@ def _new_scope(program: Program) -> Scope:
             "telegrad: a program that runs by `python -m telegrad` calls this worker, where torch.distributed.rpc is "
             "torch's own: start the worker in that mode, too, by `python -m telegrad -m telegrad worker ...`"
         )
-    takes_main = programs.is_worker and not _scopes and MAINS[1] not in sys.modules
     if programs.matches(program):
         try:
-            module = programs.load(program, takes_main)
+            module = programs.load(program, as_main=False)
         except BaseException as error:
             raise CannotDecode(
                 f"the program {program.path}, whose functions were sent, cannot be imported by this worker: "
@@ -223,8 +224,6 @@ def _new_scope(program: Program) -> Scope:
         return Scope(program, vars(module), own=True, imported=True)
     module = ModuleType(MAIN)
     vars(module).update(__builtins__=builtins, __file__=program.path)
-    if takes_main:
-        sys.modules[MAIN] = module
     return Scope(program, vars(module), own=False)
 
 

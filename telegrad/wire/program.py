@@ -26,7 +26,6 @@ SPAWNED_MAIN = "__mp_main__"  # what multiprocessing calls the main module of a 
 GUARD = 'if __name__ == "__main__":'
 
 imports = ""  # the file that this process is importing as its main program; written by one thread
-is_worker = False  # this process runs `telegrad worker`, so its own main module defines nothing; set once, at the start
 serves_torch = False  # the compatibility mode is on in this process; set by it
 hosts = False  # this process has started workers that import its program; a flag, read without a lock
 
@@ -39,6 +38,7 @@ class Program(NamedTuple):
     module: str = ""  # its name where `python -m` has run it
     guarded: bool = False  # it has a guard, so to import it does not run it again
     serves_torch: bool = False  # `torch.distributed.rpc` is Telegrad's there
+    argv: tuple[str, ...] = ()  # its arguments, which the import of it may read
 
 
 class Source(NamedTuple):
@@ -63,7 +63,7 @@ def find(key: str) -> Program:
         return Program(key, serves_torch=serves_torch)
     spec = getattr(module, "__spec__", None)
     path = os.path.abspath(path)
-    return Program(key, path, getattr(spec, "name", ""), source_of(path).guarded, serves_torch)
+    return Program(key, path, getattr(spec, "name", ""), source_of(path).guarded, serves_torch, tuple(sys.argv))
 
 
 @lru_cache(8)
@@ -116,7 +116,7 @@ def _bound(node: ast.AST) -> set[str]:
 
 def to_text(program: Program) -> str:
     """Return what a worker's command line says of the program that it shall import."""
-    return json.dumps([program.path, program.module, sys.argv])
+    return json.dumps([program.path, program.module, program.argv])
 
 
 def adopt(text: str, name: str) -> None:
@@ -125,9 +125,8 @@ def adopt(text: str, name: str) -> None:
     What the import raises is raised here.
     """
     path, module, argv = json.loads(text)
-    sys.argv[:] = argv
     try:
-        load(Program("", path, module), as_main=True)
+        load(Program("", path, module, argv=tuple(argv)), as_main=True)
     except BaseException:
         print(
             f"telegrad: worker {name!r} could not import {path}, whose functions it is to run: put what is for the "
@@ -138,19 +137,22 @@ def adopt(text: str, name: str) -> None:
 
 
 def load(program: Program, as_main: bool) -> ModuleType:
-    """Import a program under the name `__mp_main__`. `as_main`: it becomes `__main__` for this process."""
+    """Import a program, with its arguments, under the name `__mp_main__`. `as_main`: it becomes `__main__` here."""
     global imports
     module = ModuleType(SPAWNED_MAIN)
     code = _code_of(program, module)
     if as_main:
         sys.modules[MAIN] = sys.modules[SPAWNED_MAIN] = module
-    else:
-        sys.modules.setdefault(SPAWNED_MAIN, module)
+    elif sys.modules.get(SPAWNED_MAIN) in (None, sys.modules[MAIN]):  # multiprocessing lists the first one there, too
+        sys.modules[SPAWNED_MAIN] = module  # dataclasses and pickle look up the module of a class by its name
+    own, sys.argv = sys.argv, list(program.argv)
     imports = program.path
     try:
         exec(code, vars(module))
     finally:
         imports = ""
+        if not as_main:
+            sys.argv = own
     return module
 
 

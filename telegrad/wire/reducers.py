@@ -11,7 +11,7 @@ import pickle
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import _lru_cache_wrapper, lru_cache
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NoReturn, Protocol
 
@@ -303,6 +303,7 @@ REDUCERS: dict[type, Reducer] = {
     FunctionType: _reduce_function,
     BuiltinFunctionType: _reduce_named,
     type: _reduce_named,
+    _lru_cache_wrapper: _reduce_named,
     torch._ops.OpOverload: _reduce_operator,
     torch._ops.OpOverloadPacket: _reduce_operator,
     torch.jit.ScriptFunction: _reduce_script_function,
