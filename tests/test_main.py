@@ -314,6 +314,24 @@ def test_where_driver_and_workers_differ_it_is_said_once(tmp_path: pathlib.Path)
     assert "is 0.5 at the caller and 0.1 at this worker" in ran.stderr
 
 
+SERVED = """
+import torch.distributed.rpc, telegrad
+from telegrad import rpc
+def served():
+    import torch.distributed.rpc
+    return torch.distributed.rpc.rpc_sync.__module__.partition(".")[0]
+if __name__ == "__main__":
+    with telegrad.local(["w"]):
+        print(served(), rpc.rpc_sync("w", served))
+"""
+
+
+@pytest.mark.timeout(2 * PATIENT)
+def test_the_drop_in_mode_reaches_workers(tmp_path: pathlib.Path) -> None:
+    ran = start(tmp_path, SERVED, ["-m", "telegrad", "{file}"])
+    assert ran.stdout == "telegrad telegrad\n", ran.stdout + ran.stderr
+
+
 def test_another_run_of_a_program_with_another_number_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     scope = Scope(Program("a key", "/somewhere/program.py"), {}, own=False)
     for rate in (0.1, 0.1, 0.5, 0.5):
