@@ -20,6 +20,7 @@ from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
+from telegrad.private_files import open_regular
 
 MAIN = "__main__"
 SPAWNED_MAIN = "__mp_main__"  # what multiprocessing calls the main module of a spawned child
@@ -70,7 +71,7 @@ def find(key: str) -> Program:
 def source_of(path: str) -> Source:
     """Return the names of a program; none where its file is no source of Python."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             tree = ast.parse(file.read())
     except (OSError, SyntaxError, ValueError):
         return Source(False, frozenset(), frozenset(), frozenset(), False)
@@ -176,7 +177,7 @@ def matches(program: Program) -> bool:
     if not program.guarded:
         return False
     try:
-        with open(program.path, "rb") as file:
+        with open_regular(program.path) as file:
             return fingerprint(program.path, file.read()) == program.key
     except OSError:
         return False
