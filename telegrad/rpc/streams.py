@@ -35,6 +35,7 @@ from telegrad.rpc.feeding import MOST_BYTES, Taken, Unfed, hold, pull
 from telegrad.rpc.flow import Intake
 from telegrad.rpc.parcels import unpacked, weight_of
 from telegrad.rpc.yielding import Streamed
+from telegrad.wire.failures import fresh
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -208,7 +209,8 @@ class Stream(Generic[T]):
             over, *items = answered.answer
             self._intake.came(items, [*map(weight_of, items)], over)
         except Exception as error:
-            self._broken, self._hold, self._intake.over = error, None, True
+            # Without its frames: they would keep the reader's, in which this stream is.
+            self._broken, self._hold, self._intake.over = fresh(error), None, True
 
     def _pull(self, made: _Pull, index: int, taken: int) -> None:
         asked = f"the next items of {self._name}"
@@ -266,8 +268,9 @@ class Stream(Generic[T]):
             first, self._ended, self._hold, self._ran = not self._ended, True, None, None
         if first:
             self.value = self._done.value()
-            if self._broken is not None:
-                raise self._broken
+            broken, self._broken = self._broken, None
+            if broken is not None:
+                raise fresh(broken)
 
     def close(self) -> None:
         """Have no more items: the generator is closed at its `yield`, if it has not ended. Does not wait for that."""

@@ -7,9 +7,11 @@ import contextlib
 import functools
 import gc
 import operator
+import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
@@ -660,6 +662,38 @@ def test_a_reader_that_dies_closes_the_generator() -> None:
         made[1].kill()
         assert made[0].run(was_closed, PATIENCE)
         assert made[0].run(idle_soon)
+
+
+class Large:
+    """Something in a function that reads a stream."""
+
+
+def dying(count: int) -> Iterator[int]:
+    yield from range(count)
+    os._exit(3)
+
+
+def read_what_dies(of: str) -> weakref.ref[Large]:
+    large = Large()
+    stream = rpc_stream(of, dying, (10,), window=1)
+    try:
+        for _ in stream:
+            pass
+    except errors.PeerLost:
+        return weakref.ref(large)
+    raise AssertionError
+
+
+def frees_its_frame(of: str) -> bool:
+    gc.disable()
+    kept = read_what_dies(of)
+    wait_until(lambda: kept() is None)
+    return True
+
+
+def test_the_error_of_a_stream_keeps_no_frame_of_its_reader() -> None:
+    with group(2) as made:
+        assert made[0].run(frees_its_frame, "worker1")
 
 
 def test_a_callee_that_dies_is_told_to_the_reader() -> None:
