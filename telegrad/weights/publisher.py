@@ -16,10 +16,11 @@ from telegrad.errors import CallTimeout, UsageError
 from telegrad.group.members import listed
 from telegrad.progress import Wait
 from telegrad.rpc import current
+from telegrad.weights.arranging import Layouts
 from telegrad.weights.changes import Deltas, Finder
 from telegrad.weights.desk import LOOK, Box, Desk
 from telegrad.weights.feed import Feed
-from telegrad.weights.layout import Layout, Layouts
+from telegrad.weights.layout import Layout
 from telegrad.weights.rounding import Rounding
 from telegrad.weights.sources import read_from
 from telegrad.weights.words import About, Out, Party
@@ -102,10 +103,10 @@ class Publisher:
         check_wait(wait)
         if not self._end.alive:
             raise UsageError(f"the publisher {self.name!r} was closed, and publishes no more: make a new one")
-        layout, tensors = self._layouts.of(self._read())
-        memory = self._agent.common(layout.size)
-        layout.fill(memory, tensors)
-        number = self._box.publish(layout, memory, self._finder)
+        arranged = self._layouts.of(self._read())
+        memory = self._agent.common(arranged.layout.size)
+        arranged.fill(memory)
+        number = self._box.publish(arranged.layout, memory, self._finder)
         if wait is not None:
             self._wait_for_readers(number, wait)
         return number

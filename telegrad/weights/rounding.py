@@ -34,10 +34,16 @@ def published_type(rounding: Rounding, name: str, tensor: Tensor) -> torch.dtype
     return chosen
 
 
-def named(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a tree of dictionaries, lists and tuples, with the way to each, such as `layers.0.weight`."""
-    if isinstance(tree, Tensor):
+def named(tree: Any, name: str = "", kind: type = Tensor) -> Iterator[tuple[str, Any]]:
+    """The tensors of a tree of dictionaries, lists and tuples, with the way to each, such as `layers.0.weight`.
+
+    Args:
+        tree: where to look.
+        name: the way that leads to it.
+        kind: what stands for tensors there.
+    """
+    if isinstance(tree, kind):
         yield name, tree
     elif isinstance(tree, Mapping | list | tuple):
         for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from named(part, f"{name}.{key}" if name else str(key))
+            yield from named(part, f"{name}.{key}" if name else str(key), kind)

@@ -25,9 +25,11 @@ from telegrad.nn.tree import Branch, branches, state_of
 from telegrad.rpc import RRef, remote
 from telegrad.rpc.together import together
 from telegrad.weights.changes import Deltas
+from telegrad.weights.loading import Source
 from telegrad.weights.publisher import Publisher, check_published, check_wait
 from telegrad.weights.rounding import Rounding
 from telegrad.weights.shards import Box, Copy, Part, plan, slices
+from telegrad.weights.spans import flags_of
 from telegrad.weights.subscriber import Subscriber
 from telegrad.weights.version import Version
 
@@ -348,21 +350,42 @@ class Plan:
         self.owners = sorted({copy.owner for copies in self._copies for copy in copies})
 
     def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """By name; what is a part as somebody owns it stays where it is."""
-        return {
-            part.name: self._made(part.box, copies, parts)
-            for part, copies in zip(self._parts, self._copies, strict=True)
-        }
+        """By name; what is a part as somebody owns it stays where it is.
 
-    def _made(self, box: Box, copies: list[Copy], parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
-        if len(sources) == 1 and copies[0].target.sizes == box.sizes:
-            return sources[0]
-        made = torch.empty(box.sizes, dtype=sources[0].dtype if sources else None)
-        assert made.numel() == sum(prod(copy.target.sizes) for copy in copies)
-        for copy, source in zip(copies, sources, strict=True):
-            made[slices(copy.target)] = source
-        return made
+        What is put together from parts that are the same, under two names, is put together once.
+        """
+        made: dict[Any, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for part, copies in zip(self._parts, self._copies, strict=True):
+            sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
+            same = (
+                part.box.sizes,
+                tuple(
+                    (copy.target, source.data_ptr(), source.dtype, source.stride(), flags_of(source))
+                    for copy, source in zip(copies, sources, strict=True)
+                ),
+            )
+            if same not in made:
+                made[same] = _joined(part, [copy.target for copy in copies], sources)
+            state[part.name] = made[same].detach()
+        return state
+
+
+def _joined(part: Part, targets: list[Box], sources: list[Tensor]) -> Tensor:
+    sizes = part.box.sizes
+    if len(sources) == 1 and targets[0].sizes == sizes:
+        return sources[0]
+    types = {source.dtype for source in sources}
+    if len(types) > 1:
+        raise InvalidArgument(
+            f"the parts of {part.name!r} are of several types, {', '.join(sorted(map(str, types)))}: have its owners "
+            "publish one"
+        )
+    made = torch.empty(sizes, dtype=types.pop() if types else None)
+    assert made.numel() == sum(prod(target.sizes) for target in targets)
+    for target, source in zip(targets, sources, strict=True):
+        made[slices(target)] = source
+    return made
 
 
 class Gathered(Version):
@@ -371,14 +394,10 @@ class Gathered(Version):
     def __init__(self, number: int, state: dict[str, Tensor]) -> None:
         self.number = number
         self._state = state
+        self._memory = None
 
-    def _named(self) -> Mapping[str, Any]:
+    def _sources(self) -> Mapping[str, Source]:
         return self.state  # type: ignore[no-any-return]
-
-    def _pour(self, pairs: list[tuple[Any, Tensor]]) -> None:
-        with torch.no_grad():
-            for there, here in pairs:
-                here.copy_(there)
 
     def __repr__(self) -> str:
         return f"<Version {self.number}: {sum(each.nbytes for each in self._state.values())} bytes, gathered>"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from telegrad import checks, forks
 from telegrad.agent.compiling import not_compiled
@@ -184,7 +184,7 @@ class Subscriber:
 
     # What to do with it
 
-    def load_into(self, module: nn.Module | Mapping[str, Tensor]) -> None:
+    def load_into(self, module: nn.Module | Mapping[str, Any]) -> None:
         """Copy the version that was taken last, else the newest, into a module; see `Version.load_into`.
 
         Args:

@@ -9,10 +9,19 @@ from torch import Tensor, nn
 
 from telegrad import checks
 from telegrad.errors import InvalidArgument
-from telegrad.weights.layout import Layout, pour
+from telegrad.weights.layout import Layout
+from telegrad.weights.loading import (
+    Source,
+    hidden,
+    load_by_its_rules,
+    loads_itself,
+    paired,
+    pour,
+    swap,
+    tensors_of,
+)
 
 _MODULE = "a module, or its state dict"
-SHOWN = 5  # names in a message
 
 
 class Version:
@@ -33,28 +42,39 @@ class Version:
     def __init__(self, number: int, layout: Layout, memory: Tensor) -> None:
         self.number = number
         self._layout = layout
-        self._memory = memory
+        self._memory: Tensor | None = memory
+        self._size = memory.numel()
         self._state: Any = None
 
     @property
     def state(self) -> Any:
         """What was published, with tensors in the places of the publisher's."""
         if self._state is None:
+            assert self._memory is not None
             self._state = self._layout.tree(self._memory)
         return self._state
 
-    def load_into(self, module: nn.Module | Mapping[str, Tensor]) -> None:
+    def load_into(self, module: nn.Module | Mapping[str, Any]) -> None:
         """Copy the tensors into those of a module, or of a state dict.
 
         Args:
             module: a module, or its state dict.
 
+        A module whose state is more than its parameters and buffers (with hooks, an extra state, or a way of its own to
+        load it) is given the whole state by `load_state_dict`.
+
         Raises:
-            InvalidArgument: names or shapes do not fit; it says which, and nothing was copied.
+            InvalidArgument: names, shapes or types do not fit, or tensors of the module share memory that cannot hold
+                what was published; it says which, and nothing was copied.
         """
         check_module(module)
-        own = module.state_dict() if isinstance(module, nn.Module) else module
-        self._pour(self._paired(own))
+        theirs = self._sources()
+        if not isinstance(module, nn.Module):
+            pour(self._memory, paired(self.number, theirs, tensors_of(module)))
+        elif loads_itself(module):
+            load_by_its_rules(self._memory, self.number, self.state, theirs, module)
+        else:
+            pour(self._memory, paired(self.number, theirs, tensors_of(module.state_dict(keep_vars=True))))
 
     def swap_into(self, module: nn.Module) -> None:
         """Have the parameters and buffers of a module lie in this version's memory, without a copy.
@@ -65,64 +85,43 @@ class Version:
             module: a module that only reads them.
 
         Raises:
-            InvalidArgument: names, shapes or types do not fit; it says which, and nothing was changed.
+            InvalidArgument: names, shapes or types do not fit, or the module's tensors share memory in another way than
+                those of the version; it says which, and nothing was changed.
         """
         if not isinstance(module, nn.Module):
             checks.wrong("module", "a module", module)
-        own = module.state_dict(keep_vars=True)
-        pairs = self._paired(own)
-        others = [name for name, value in _tensors_of(own).items() if value.dtype != self.state[name].dtype]
-        if others:
+        if loads_itself(module):
             raise InvalidArgument(
-                f"version {self.number} cannot be swapped into a module whose tensors are of other types: "
-                f"{_listed(others)}. load_into converts them"
+                f"version {self.number} cannot be swapped into {type(module).__name__}, whose state is more than its "
+                "parameters and buffers: load_into has it load the state"
             )
-        for name, (_, tensor) in zip(_tensors_of(own), pairs, strict=True):
-            tensor.data = self.state[name]
+        pairs = paired(self.number, self._sources(), tensors_of(module.state_dict(keep_vars=True)))
+        swap(self._memory, self.number, pairs, hidden(module))
 
-    def _named(self) -> Mapping[str, Any] | None:
-        """Where its tensors are, by name; None where it is no state dict."""
-        return self._layout.named
+    def _sources(self) -> Mapping[str, Source]:
+        """Where its tensors are, by name.
 
-    def _pour(self, pairs: list[tuple[Any, Tensor]]) -> None:
-        pour(self._memory, pairs)
-
-    def _paired(self, own: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
-        """Each tensor here, with where its like is in this version."""
-        theirs = self._named()
-        if theirs is None:
+        Raises:
+            InvalidArgument: it is no state dict, or has tensors without a name.
+        """
+        views = self._layout.named
+        if views is not None:
+            return views
+        if not isinstance(self.state, Mapping):
             raise InvalidArgument(f"version {self.number} is no state dict, but of type {type(self.state).__name__}")
-        mine = _tensors_of(own)
-        faults = [
-            ("not in it", [*(mine.keys() - theirs.keys())]),
-            ("only in it", [*(theirs.keys() - mine.keys())]),
-            (
-                "of another shape in it",
-                [
-                    f"{name} ({tuple(value.shape)} here, {tuple(theirs[name].shape)} there)"
-                    for name, value in mine.items()
-                    if name in theirs and value.shape != theirs[name].shape
-                ],
-            ),
-        ]
-        said = [f"{what}: {_listed(sorted(names))}" for what, names in faults if names]
-        if said:
-            raise InvalidArgument(f"version {self.number} does not fit: {'; '.join(said)}")
-        return [(theirs[name], value) for name, value in mine.items()]
+        found = tensors_of(self.state)
+        if len({*map(id, found.values())}) < self._layout.count:
+            raise InvalidArgument(
+                f"version {self.number} has tensors inside of other things than dictionaries, lists and tuples, and so "
+                "without a name: take them from its state"
+            )
+        return found
 
     def __repr__(self) -> str:
-        return f"<Version {self.number}: {self._memory.numel()} bytes>"
+        return f"<Version {self.number}: {self._size} bytes>"
 
 
 def check_module(module: Any) -> None:
     """Raise InvalidArgument for what has no tensors to load into."""
     if not isinstance(module, nn.Module):
         checks.mapping("module", module, _MODULE)
-
-
-def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)

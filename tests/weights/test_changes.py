@@ -11,8 +11,9 @@ from torch import Tensor
 from telegrad.errors import DeltaRefused, UsageError
 from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, desk, publisher
+from telegrad.weights.arranging import Layouts
 from telegrad.weights.changes import RESTS, Changes, Finder, part, renew
-from telegrad.weights.layout import Layout, Layouts
+from telegrad.weights.layout import Layout
 from telegrad.weights.words import About, Piece
 from tests.weights.test_weights import eventually, on, on_hosts
 
@@ -23,9 +24,10 @@ Sent = list[tuple[int, int]]  # per piece: its base, and the bytes that went alo
 
 
 def described(tree: Any) -> tuple[Layout, About, Tensor]:
-    layout, tensors = Layouts().of(tree)
+    arranged = Layouts().of(tree)
+    layout = arranged.layout
     memory = torch.zeros(layout.size, dtype=torch.uint8)
-    layout.fill(memory, tensors)
+    arranged.fill(memory)
     return layout, About(layout.number, layout.description, layout.size, PIECE), memory
 
 

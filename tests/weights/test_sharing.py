@@ -1,0 +1,441 @@
+"""What readers have is what was published: values, types, strides, and which tensors share memory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from telegrad.errors import InvalidArgument
+from telegrad.rpc.worker import Worker
+from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
+from telegrad.weights.arranging import Layouts
+from telegrad.weights.changes import Finder, renew
+from telegrad.weights.layout import Layout
+from telegrad.weights.rounding import named
+from telegrad.weights.spans import bare, move
+from telegrad.weights.words import About
+from tests.weights.test_weights import on, on_hosts, speaking_for
+from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, published
+
+SEEDS = st.integers(0, 1 << 32)
+QUICK = settings(max_examples=60, deadline=None)
+THOROUGH = settings(max_examples=5000, deadline=None)
+BF16 = torch.bfloat16
+_names = (f"tree{number}" for number in itertools.count())
+
+
+# Any tree
+
+
+def in_one_process(seed: int) -> None:
+    """Several versions of one publisher, read whole, by deltas, and into other tensors."""
+    maker, layouts = Maker(seed), Layouts()
+    torch.manual_seed(seed)
+    before: tuple[Layout, Tensor] | None = None
+    for step in range(4):
+        tree = maker.tree()
+        arranged = layouts.of(tree)
+        memory = torch.randint(0, 256, (arranged.layout.size,), dtype=torch.uint8)
+        arranged.fill(memory)
+        if before is not None and before[0] is arranged.layout:
+            assert_rebuilt(arranged.layout, before[1], memory)
+        layout = Layout(arranged.layout.number, arranged.layout.description)
+        before = arranged.layout, memory.clone()
+        state = layout.tree(memory)
+        assert_equal(state, tree)
+        assert_loaded(tree)
+        assert_shared_alike(state, tree, seed + step)
+
+
+def assert_rebuilt(layout: Layout, old: Tensor, new: Tensor) -> None:
+    about = About(layout.number, layout.description, layout.size, 1000)
+    found = Finder("small").find(layout, about, old, new)
+    made = new.clone()
+    for piece, delta in found.items():
+        made[piece * about.piece : (piece + 1) * about.piece] = 0
+        renew(layout, about, old, made, piece, [delta])
+    for one, other in zip(layout.parts(made, 0, layout.size), layout.parts(new, 0, layout.size), strict=True):
+        assert torch.equal(one, other)
+
+
+def assert_loaded(tree: dict[str, Any]) -> None:
+    """Into tensors of their own, and into ones that share memory as those that were published do."""
+    version, other = published(tree), published(tree)
+    values = dict(named(version.state))
+    apart = {name: torch.zeros_like(bare(value).contiguous()) for name, value in values.items()}
+    version.load_into(apart)
+    alike = other.state
+    assert other._memory is not None
+    other._memory.zero_()
+    version.load_into(alike)
+    assert_equal(alike, version.state)
+    for name, value in values.items():
+        assert torch.equal(bits(apart[name]), bits(value)), name
+
+
+@given(SEEDS)
+@QUICK
+def test_any_tree(seed: int) -> None:
+    in_one_process(seed)
+
+
+@pytest.mark.nightly
+@given(SEEDS)
+@THOROUGH
+def test_any_tree_thoroughly(seed: int) -> None:
+    in_one_process(seed)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    with pytest.MonkeyPatch.context() as patch, on_hosts(patch, "A", "A", "B", "B", "C") as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_tree_of_other_workers(workers: list[Worker], seed: int) -> None:
+    """On the publisher's host, through a chain of hosts, and by what has changed."""
+    maker, trees, name = Maker(seed), list[Any](), next(_names)
+    torch.manual_seed(seed)
+    with on(workers[0], Publisher, name, lambda: trees[-1], deltas="small") as publisher:
+        readers = [on(worker, Subscriber, "w0", name) for worker in workers[1:]]
+        for step in range(4):
+            trees.append(maker.tree())
+            number = publisher.publish()
+            for reader in readers:
+                assert_equal(reader.at_least(number).state, trees[-1])
+            assert_shared_alike(readers[step].at_least(number).state, trees[-1], seed)
+        for reader in readers:
+            reader.close()
+
+
+WHOLE = torch.randn(6, 4)
+
+
+def rows(first: int, end: int) -> dict[str, Any]:
+    """A part of one tensor under two names."""
+    part = WHOLE[first:end]
+    return {name: Shard(each, (first, 0), (6, 4)) for name, each in (("w", part), ("tied", part.detach()))}
+
+
+def first_rows() -> dict[str, Any]:
+    return rows(0, 2)
+
+
+def last_rows() -> dict[str, Any]:
+    return rows(2, 6)
+
+
+def all_rows() -> dict[str, Any]:
+    return {"whole": WHOLE, "again": WHOLE, "view": WHOLE[1:5]}
+
+
+def test_parts_of_workers(workers: list[Worker]) -> None:
+    """One tensor under two names, in parts: readers with another layout have one tensor, too."""
+    with speaking_for(workers[0]):
+        publisher = ShardedPublisher("parts", {"w1": first_rows, "w2": last_rows, "w3": all_rows})
+        reader = on(workers[4], ShardedSubscriber, "w0", "parts")
+        for number in range(1, 4):
+            WHOLE.add_(number)
+            publisher.publish()
+            found = on(workers[4], reader.at_least, number).state
+            for name in ("w", "tied", "whole", "again"):
+                assert torch.equal(found[name], WHOLE)
+            assert torch.equal(found["view"], WHOLE[1:5])
+            assert found["w"].data_ptr() == found["tied"].data_ptr()
+            assert found["whole"].data_ptr() == found["again"].data_ptr() == found["view"].data_ptr() - 16
+        reader.close()
+        publisher.close()
+
+
+def test_parts_of_several_types_are_refused(workers: list[Worker]) -> None:
+    source = {
+        "w1": lambda: {"w": Shard(torch.ones(1, 2), (0, 0), (2, 2))},
+        "w2": lambda: {"w": Shard(torch.ones(1, 2).half(), (1, 0), (2, 2))},
+    }
+    with speaking_for(workers[0]):
+        publisher = ShardedPublisher("types", source)
+        publisher.publish()
+        with speaking_for(workers[3]), pytest.raises(InvalidArgument, match="'w' are of several types"):
+            ShardedSubscriber("w0", "types").newest()
+        publisher.close()
+
+
+# Modules
+
+
+def tied_model(seed: int) -> nn.Sequential:
+    """With random layers under several names, random ties and a buffer that is a view."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    layers: list[Any] = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Embedding(3, 3), nn.BatchNorm1d(3)]
+    layers += [layers[1] if rng.random() < 0.3 else nn.Linear(3, 3) for _ in range(2)]
+    square = [layer for layer in layers if not isinstance(layer, nn.BatchNorm1d)]
+    for _ in range(rng.randint(0, 3)):
+        first, other = rng.sample(square, 2)
+        other.weight = first.weight if rng.random() < 0.7 else nn.Parameter(first.weight.detach().t())
+    layers[0].register_buffer("seen", layers[0].weight.detach()[1:] if rng.random() < 0.3 else torch.rand(2, 3))
+    return nn.Sequential(*layers)
+
+
+def fits(target: nn.Module, state: dict[str, Tensor]) -> bool:
+    """Whether it can hold all of the state, as `load_state_dict` finds out by doing it."""
+    target.load_state_dict(state)
+    return all(torch.equal(bits(value), bits(state[name])) for name, value in target.state_dict().items())
+
+
+@given(SEEDS, SEEDS)
+@settings(max_examples=20, deadline=None)
+def test_modules_that_tie_other_weights(seed: int, other: int) -> None:
+    model, layouts = tied_model(seed), Layouts()
+    for _ in range(2):
+        version = published(model.state_dict(), layouts)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        for make in (seed, other):
+            for way in ("load_into", "swap_into"):
+                target = tied_model(make)
+                wanted = {name: value.clone() for name, value in target.state_dict().items()}
+                if make == seed or (way == "load_into" and fits(tied_model(make), state)):
+                    getattr(version, way)(target)
+                    wanted = state
+                else:
+                    with contextlib.suppress(InvalidArgument):
+                        getattr(version, way)(target)
+                        wanted = state
+                assert all(torch.equal(bits(value), bits(wanted[name])) for name, value in target.state_dict().items())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_language_model_with_tied_weights() -> None:
+    """Through the publishers of a module and of parts."""
+    model, twin = Language(), Language()
+    version = published(model.state_dict())
+    assert version._layout.size < model.embedding.weight.nbytes + 2 * (8 * 8 * 4 + 64) + 64  # its memory goes once
+    version.load_into(twin)
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+    version.swap_into(twin)
+    assert twin.head.weight is twin.embedding.weight
+    with torch.no_grad():
+        model.head.weight = nn.Parameter(model.head.weight + 1)  # tied no more
+    with pytest.raises(InvalidArgument, match=r"embedding\.weight, head\.weight share memory here"):
+        published(model.state_dict()).load_into(twin)
+    with pytest.raises(InvalidArgument, match=r"embedding\.weight, head\.weight share memory in the module"):
+        published(model.state_dict()).swap_into(twin)
+
+
+def test_one_object_under_two_names_again_and_again() -> None:
+    tensor = torch.full((3,), 1.0)
+    tree = {"a": tensor, "c": tensor, "b": torch.full((100_000,), 2.0), "d": torch.full((3,), 3.0)}
+    layouts = Layouts()
+    for _ in range(3):
+        tensor.add_(1)
+        state = published(tree, layouts).state
+        assert_equal(state, tree)
+        assert state["a"] is state["c"]
+
+
+class Extra(nn.Module):
+    """Has more state than tensors, and state that is made anew each time."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+@pytest.mark.parametrize("value", [{"scale": 3}, torch.ones(2)], ids=["object", "tensor"])
+def test_extra_state_of_modules(value: Any) -> None:
+    model, twin = Extra(value), Extra(torch.zeros(2) if isinstance(value, Tensor) else {"scale": 0})
+    nn.init.ones_(model.weight)
+    version = published(model.state_dict())
+    version.load_into(twin)
+    assert twin.weight.tolist() == [1, 1]
+    assert torch.equal(twin.value, value) if isinstance(value, Tensor) else twin.value == value
+    with pytest.raises(InvalidArgument, match="swapped into Extra, whose state is more than"):
+        version.swap_into(twin)
+
+
+def test_modules_whose_weights_are_made_of_others() -> None:
+    for wrap in (parametrizations.weight_norm, parametrizations.spectral_norm, torch.nn.utils.weight_norm):
+        model, twin = wrap(nn.Linear(4, 4)), wrap(nn.Linear(4, 4))
+        model(torch.ones(1, 4))
+        published(model.state_dict()).load_into(twin)
+        model.eval()
+        twin.eval()
+        assert torch.equal(model(torch.ones(1, 4)), twin(torch.ones(1, 4)))
+
+
+def test_lazy_modules() -> None:
+    model, twin = nn.Linear(4, 3), nn.LazyLinear(3)
+    with pytest.raises(InvalidArgument, match="'weight' has no values yet"):
+        published(twin.state_dict())
+    published(model.state_dict()).load_into(twin)
+    assert torch.equal(twin.weight, model.weight)
+
+
+def test_modules_that_have_no_memory_or_another_type() -> None:
+    model = nn.BatchNorm1d(3)
+    version = published(model.state_dict())
+    with pytest.raises(InvalidArgument, match="is on the meta device"):
+        version.load_into(nn.BatchNorm1d(3, device="meta"))
+    with pytest.raises(InvalidArgument, match=r"without a loss: running_mean \(torch\.int64 here, torch\.float32"):
+        version.load_into({**model.state_dict(), "running_mean": torch.zeros(3, dtype=torch.int64)})
+    with torch.inference_mode():
+        frozen = nn.BatchNorm1d(3)
+        nn.init.zeros_(frozen.weight)
+    version.load_into(frozen)
+    assert torch.equal(frozen.weight, model.weight)
+
+
+def test_dictionaries_in_dictionaries() -> None:
+    models = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
+    version = published({name: model.state_dict() for name, model in models.items()})
+    twins = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
+    version.load_into({name: model.state_dict() for name, model in twins.items()})
+    version.load_into(nn.ModuleDict(twins))
+    for name, model in models.items():
+        assert torch.equal(twins[name].weight, model.weight)
+    with pytest.raises(InvalidArgument, match=r"only in it: critic\.bias"):
+        version.load_into({"actor": models["actor"].state_dict()})
+    parameters = published(dict(models["actor"].named_parameters()))
+    parameters.load_into(twins["actor"])
+
+
+# What a publisher notices
+
+
+class Labelled(dict):  # type: ignore[type-arg]
+    label = 0
+
+
+def test_what_changes_beside_the_tensors() -> None:
+    layouts = Layouts()
+    weights: Any = Labelled(w=torch.ones(2))
+    for weights.label in range(3):
+        assert published(weights, layouts).state.label == weights.label
+    ordered: Any = OrderedDict(w=torch.ones(2))
+    ordered._metadata = {"version": 1}
+    for version in range(3):
+        ordered._metadata["version"] = version
+        assert published(ordered, layouts).state._metadata == {"version": version}
+    assert [*published({1: torch.ones(1)}, layouts).state] == [1]
+    assert [type(key) for key in published({True: torch.ones(1)}, layouts).state] == [bool]
+
+
+def test_sharing_and_strides_that_change() -> None:
+    layouts = Layouts()
+    weight, other = torch.randn(4, 4), torch.randn(4, 4)
+    for tree in (
+        {"a": weight, "b": other},
+        {"a": weight, "b": weight.detach()},
+        {"a": weight, "b": weight.t()},
+        {"a": weight.t(), "b": other},
+        {"a": torch.zeros(0), "b": other},
+        {"a": weight, "b": other},
+    ):
+        state = published(tree, layouts).state
+        assert_equal(state, tree)
+        assert_shared_alike(state, tree, 0)
+
+
+def test_memory_that_is_gone() -> None:
+    layouts = Layouts()
+    for size in (4, 1_000_000):
+        weights = {"w": torch.ones(size)}
+        published(weights, layouts)
+        weights["w"].untyped_storage().resize_(size // 2)
+        with pytest.raises(InvalidArgument, match="memory was freed, or made smaller"):
+            published(weights, layouts)
+    with pytest.raises(InvalidArgument, match="4 bytes cannot be copied from a tensor that has 3"):
+        move(torch.zeros(4), 0, torch.zeros(3, dtype=torch.uint8), 0, 4)
+
+
+def test_a_source_that_changes_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from telegrad.weights import arranging
+
+    weights, left = {"w": torch.zeros(3), "b": torch.zeros(3)}, [2]
+
+    def moved(*args: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            weights["w"].add_(1)
+        move(*args)
+
+    monkeypatch.setattr(arranging, "move", moved)
+    assert published(weights).state["w"].tolist() == [2, 2, 2]
+    left[0] = 99
+    with pytest.raises(InvalidArgument, match="was changed by another thread while it was copied"):
+        published(weights)
+
+
+# Rounding
+
+
+def test_tensors_that_share_memory_are_rounded_together() -> None:
+    weight = torch.randn(4, 6)
+    tree = {
+        "w": weight,
+        "row": weight[1],
+        "turned": weight.t(),
+        "columns": weight[:, ::5],
+        "one": torch.ones(1).expand(3),
+    }
+    state = published(tree, rounding=BF16).state
+    for name, tensor in tree.items():
+        assert torch.equal(state[name], tensor.bfloat16())
+    state["w"][1, 5] = 9
+    assert state["row"][5] == state["turned"][5, 1] == state["columns"][1, 1] == 9
+
+
+def test_tensors_of_several_types_in_one_memory_are_left_alone() -> None:
+    weight = torch.randn(4, dtype=torch.complex64)
+    for tree in (
+        {"w": weight, "real": weight.real},
+        {"w": weight.real, "bytes": torch.view_as_real(weight).view(torch.uint8)},
+    ):
+        assert_equal(published(tree, rounding=BF16).state, tree)
+
+
+def test_a_type_for_one_name_of_what_has_two() -> None:
+    def only_the_head(name: str, _: Tensor) -> torch.dtype | None:
+        return BF16 if name == "head" else None
+
+    weight = torch.ones(2, 3)
+    for tree in (
+        {"head": weight, "embedding": weight.detach()},
+        {"head": weight, "embedding": weight},
+        {"head": weight, "b": weight[1]},
+    ):
+        with pytest.raises(
+            InvalidArgument, match=r"share memory, and are to be published as torch\.bfloat16, torch\.float32"
+        ):
+            published(tree, rounding=only_the_head)
+    assert published({"head": weight, "b": torch.ones(3)}, rounding=only_the_head).state["head"].dtype is BF16

@@ -1,0 +1,183 @@
+"""Random trees of tensors that share memory in random ways, and what it means for two of them to be the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.weights.arranging import Layouts
+from telegrad.weights.layout import Layout
+from telegrad.weights.rounding import Rounding, named
+from telegrad.weights.spans import bare, distinct, extent, repeats
+from telegrad.weights.version import Version
+
+TYPES = [
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.complex128, torch.int64, torch.int8, torch.uint16, torch.bool, torch.uint8),
+]
+
+
+class Maker:
+    """Makes trees over a few storages, which it changes between versions."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._bases = [self._base() for _ in range(self._random.randint(1, 4))]
+        self._last: Any = None
+
+    def tree(self) -> Any:
+        """The next version: the last tree with other values, or another tree."""
+        chance = self._random.random()
+        if self._last is None or chance < 0.4:
+            if chance < 0.2:
+                self._bases[self._random.randrange(len(self._bases))] = self._base()
+            self._last = self._tree()
+        for base in self._bases:
+            if self._random.random() < 0.7:
+                raw, most = base.view(torch.uint8).view(-1), 2 if base.dtype is torch.bool else 256
+                raw[torch.rand(raw.shape) < self._random.choice([0.01, 0.5])] ^= self._random.randrange(1, most)
+        return self._last
+
+    def _base(self) -> Tensor:
+        rows, columns = self._random.choice([(1, 4), (6, 8), (40, 16)])
+        dtype = self._random.choice(TYPES)
+        most = 2 if dtype is torch.bool else 256  # other bytes are no truth values
+        raw = torch.randint(0, most, (rows, columns * dtype.itemsize), dtype=torch.uint8)
+        return torch.from_numpy(raw.numpy()).view(dtype) if self._random.random() < 0.2 else raw.view(dtype)
+
+    def _tensor(self) -> Tensor:
+        tensor = self._random.choice(self._bases)
+        for _ in range(self._random.randint(0, 3)):
+            tensor = self._random.choice(VIEWS)(self._random, tensor)
+        return nn.Parameter(tensor, requires_grad=False) if self._random.random() < 0.1 else tensor
+
+    def _tree(self) -> Any:
+        known: list[Tensor] = []
+
+        def leaf() -> Any:
+            chance = self._random.random()
+            if known and chance < 0.2:
+                return self._random.choice(known)  # the same object
+            if chance < 0.25:
+                return self._random.choice(["text", 3, None])
+            known.append(self._tensor())
+            return known[-1]
+
+        flat = {f"t{number}": leaf() for number in range(self._random.randint(0, 7))}
+        if self._random.random() < 0.5:
+            return flat
+        return {**flat, "deep": [leaf(), (leaf(), {"inner": leaf()})]}
+
+
+def _rows(rng: random.Random, tensor: Tensor) -> Tensor:
+    if not tensor.dim():
+        return tensor
+    start = rng.randint(0, tensor.shape[0])
+    return tensor[start : rng.randint(start, tensor.shape[0]) : rng.choice([1, 1, 2])]
+
+
+def _columns(rng: random.Random, tensor: Tensor) -> Tensor:
+    return (
+        tensor[..., rng.randrange(tensor.shape[-1]) :: rng.choice([1, 3])]
+        if tensor.dim() and tensor.numel()
+        else tensor
+    )
+
+
+def _element(rng: random.Random, tensor: Tensor) -> Tensor:
+    return tensor[rng.randrange(tensor.shape[0])] if tensor.dim() and tensor.shape[0] else tensor
+
+
+def _turned(_: random.Random, tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, -1) if tensor.dim() > 1 else tensor
+
+
+def _expanded(rng: random.Random, tensor: Tensor) -> Tensor:
+    return tensor.expand(rng.randint(1, 3), *tensor.shape) if tensor.dim() < 3 else tensor
+
+
+def _windows(_: random.Random, tensor: Tensor) -> Tensor:
+    return tensor.unfold(0, 2, 1) if 1 <= tensor.dim() < 3 and tensor.shape[0] > 2 else tensor
+
+
+def _as_bytes(_: random.Random, tensor: Tensor) -> Tensor:
+    if tensor.dim() and tensor.stride(-1) == 1 and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def _conjugate(_: random.Random, tensor: Tensor) -> Tensor:
+    return tensor.conj()
+
+
+def _part(rng: random.Random, tensor: Tensor) -> Tensor:
+    return rng.choice([tensor.conj().imag, tensor.real, tensor.imag]) if tensor.is_complex() else tensor
+
+
+def _alias(_: random.Random, tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+VIEWS: list[Callable[[random.Random, Tensor], Tensor]] = [
+    *(_rows, _columns, _element, _turned, _expanded, _windows, _as_bytes, _conjugate, _part, _alias),
+]
+
+
+def published(tree: Any, layouts: Layouts | None = None, rounding: Rounding = None) -> Version:
+    """A version as a reader has it."""
+    arranged = (layouts or Layouts(rounding)).of(tree)
+    memory = torch.randint(0, 256, (arranged.layout.size,), dtype=torch.uint8)
+    arranged.fill(memory)
+    return Version(1, Layout(1, arranged.layout.description), memory)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of the values, in order."""
+    row = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return row.view(-1).view(torch.uint8)
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """Values, types and strides are the same, bit by bit, and all else in the trees."""
+    mine, theirs = dict(named(found)), dict(named(wanted))
+    assert [*mine] == [*theirs]
+    assert _without(found) == _without(wanted)
+    for name, tensor in theirs.items():
+        own = mine[name]
+        assert type(own) is type(tensor)
+        assert (own.dtype, own.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(bits(own), bits(tensor)), name
+        if keeps_strides(tensor):
+            assert own.stride() == tensor.stride(), name
+
+
+def keeps_strides(tensor: Tensor) -> bool:
+    """Whether most of what lies between its elements is its own."""
+    once, strides = distinct(tensor.shape, tensor.stride()), tensor.stride()
+    return repeats(once, strides) or 2 * torch.Size(once).numel() >= extent(tensor.shape, strides)
+
+
+def assert_shared_alike(found: Any, wanted: Any, seed: int) -> None:
+    """What is written to an element of either is seen in the same tensors of both."""
+    rng = random.Random(seed)
+    mine, theirs = dict(named(found)), dict(named(wanted))
+    for name, tensor in theirs.items():
+        if tensor.numel():
+            index = tuple(rng.randrange(length) for length in tensor.shape)
+            for each in (tensor, mine[name]):
+                element = bare(each)[index].reshape(1).view(torch.uint8)
+                element.bitwise_xor_(1)  # which makes a truth value of one, too
+            for other, value in theirs.items():
+                assert torch.equal(bits(mine[other]), bits(value)), (name, index, other)
+
+
+def _without(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return "a tensor"
+    if isinstance(tree, dict):
+        return {name: _without(value) for name, value in tree.items()}
+    return type(tree)(map(_without, tree)) if isinstance(tree, list | tuple) else tree
