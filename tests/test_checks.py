@@ -86,7 +86,7 @@ BY_NAME: dict[str, list[Any]] = {
     "restore": [None, 5, "yes", b"", [], object()],
     "window": with_none([*NO_COUNT, 0, HUGE]),
     "num_worker_threads": with_none([*NO_COUNT, 0, 10**9, HUGE]),
-    "shared_memory": with_none([*NO_COUNT, HUGE]),
+    "shared_memory": [*NO_COUNT, HUGE],
     "max_size": with_none([*NO_COUNT, 0]),
     "chunks": with_none([*NO_COUNT, 0]),
     "stage": with_none([*NO_COUNT, 7]),

@@ -25,6 +25,7 @@ FLOORS = [
         "progress",
         "private_files",
         "descriptors",
+        "host_memory",
         "checks",
         "instances",
     },

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from telegrad import checks
+from telegrad import checks, host_memory
 from telegrad.devices import streams
 from telegrad.devices.maps import Devices
 from telegrad.errors import DeviceError, InvalidArgument
@@ -19,7 +19,7 @@ from telegrad.transport.tls import TlsFiles
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
-DEFAULT_SHARED_MEMORY = 4 << 30
+SHARED_MEMORY = 0.5  # of the memory that a process may use, where nothing is said
 MOST_THREADS = 1 << 16  # beyond what any system gives a process
 
 TRANSPORTS = ("auto", "unix", "tcp")
@@ -74,7 +74,7 @@ class TelegradOptions(RpcBackendOptions):
         address: str | None = None,
         key: str | bytes | bool | None = None,
         tls: TlsFiles | None = None,
-        shared_memory: int = DEFAULT_SHARED_MEMORY,
+        shared_memory: int | None = None,
         silence: float = 10.0,
         heartbeat: float = 0.0,
         pass_deadlines: bool = False,
@@ -96,7 +96,8 @@ class TelegradOptions(RpcBackendOptions):
                 `TELEGRAD_KEY_FILE` names, or from a file that each user has. False for a group without one, in which
                 anyone who reaches a worker can run code.
             tls: certificate files, for encrypted and mutually authenticated TCP; not together with `key=False`.
-            shared_memory: bytes of memory files that this worker may lend to others of its host.
+            shared_memory: bytes of memory files that this worker may lend to others of its host; else half of the
+                memory of the machine, or of the container.
             silence: seconds after which another host that gives no sign of life, or a process of this host that is
                 stopped, is taken for lost; 0 for never.
             heartbeat: seconds after which a worker that does not answer heartbeats is taken for lost, on whatever host,
@@ -125,6 +126,8 @@ class TelegradOptions(RpcBackendOptions):
                 "key=False makes a group that anyone may join, and tls=... one for workers with certificates alone: "
                 "leave key=False out, as a group with TLS needs its key all the same"
             )
+        if shared_memory is None:
+            shared_memory = int(SHARED_MEMORY * host_memory.usable())
         self.shared_memory: int = checks.count("shared_memory", shared_memory, 0, what="a number of bytes")
         self.silence: float = float(checks.seconds("silence", silence, "0 for never"))
         self.heartbeat: float = float(checks.seconds("heartbeat", heartbeat, "0 for none"))

@@ -17,6 +17,7 @@ appends to a deque.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import threading
@@ -40,7 +41,10 @@ MOST_LENT = 256  # blocks, before those of accelerators are no longer lent
 LEAST_ON_DEVICE = 1 << 16  # bytes of a block of an accelerator
 WARM_FROM = 1 << 18  # smaller storages come from torch's own allocator
 KEEP = 10.0  # seconds that memory stays warm without use
+MOST_KEPT = 4 << 30  # bytes of private memory that stay warm, however much may be shared
 SHARING = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+
+log = logging.getLogger("telegrad")
 
 
 def size_class(size: int) -> int:
@@ -80,7 +84,7 @@ class Arena:
     """Private memory to receive into."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit = min(limit, MOST_KEPT)
         self._lock = threading.Lock()  # guards _free and _kept
         self._free: dict[int, list[tuple[float, memoryview]]] = {}
         self._kept = 0
@@ -140,6 +144,7 @@ class SharedPool:
         self._limit = limit if SHARING else 0
         self._lock = threading.Lock()  # guards all below; what is lent or common is also looked at without
         self._made = 0  # numbers
+        self._warned = False  # of the bound
         self._bytes: Counter[int] = Counter()  # by device
         self.most_files, self._files = descriptors.to_lend(), 0  # of this host's memory
         self._free: dict[tuple[type[AnyBlock], int, int], list[AnyBlock]] = {}  # by kind, device and capacity
@@ -213,14 +218,24 @@ class SharedPool:
 
     def common(self, size: int) -> Tensor | None:
         """A tensor of `size` bytes that is lent without a copy; None where `take` would say so."""
+        capacity = size_class(size)
         with self._lock:
             self._collect()
-            block = self._take(CommonBlock, HOST, size_class(size), self._limit, CommonBlock)
-            if block is None:
-                return None
-            block.is_used = True
-            self._common[block.address] = block
-        return self._lender.lend(block.memory, size, block)
+            block = self._take(CommonBlock, HOST, capacity, self._limit, CommonBlock)
+            if block is not None:
+                block.is_used = True
+                self._common[block.address] = block
+            lent, limit = self._bytes[HOST], self._limit
+            warns = block is None and 0 < limit < lent + capacity and not self._warned
+            self._warned |= warns
+        if warns:
+            log.warning(
+                "telegrad: %d bytes for other workers of this host do not fit into shared memory: %d of %d bytes are "
+                "in use there. Each worker gets a copy of its own through a socket, which takes 20 times as long or more: "
+                "raise the option shared_memory to at least %d (published weights need three times their size)",
+                *(size, lent, limit, lent + capacity),
+            )
+        return None if block is None else self._lender.lend(block.memory, size, block)
 
     def lend(self, blob: Tensor) -> Loan | None:
         """A loan of the common block at whose beginning `blob` lies; None where it lies in none."""

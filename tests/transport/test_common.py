@@ -210,11 +210,16 @@ def test_answers_lend_it_too_and_small_ones_are_plain() -> None:
         _kept.clear()
 
 
-def test_without_room_it_is_plain_memory() -> None:
+def test_without_room_it_is_plain_memory(caplog: pytest.LogCaptureFixture) -> None:
     with agents(2, transport="unix", shared_memory=2 * MB) as workers:
         agent = workers[0].agent
-        held = [agent.common(MB) for _ in range(4)]
+        held = [agent.common(MB) for _ in range(2)]
+        assert not caplog.messages
+        held += [agent.common(MB) for _ in range(2)]
         assert len(agent._connections._pool._common) == 2
+        (said,) = caplog.messages
+        assert "2097152 of 2097152 bytes are in use" in said
+        assert "raise the option shared_memory to at least 3145728" in said
         for tensor in held:
             tensor.fill_(2)
             assert agent.call("w1", total, (tensor,), None) == 2 * MB
