@@ -231,8 +231,8 @@ class SharedPool:
         if warns:
             log.warning(
                 "telegrad: %d bytes for other workers of this host do not fit into shared memory: %d of %d bytes are "
-                "in use there. Each worker gets a copy of its own through a socket, which takes 20 times as long or more: "
-                "raise the option shared_memory to at least %d (published weights need three times their size)",
+                "in use there. Each worker gets a copy of its own through a socket, which takes 20 times as long or "
+                "more: raise the option shared_memory to at least %d (published weights need three times their size)",
                 *(size, lent, limit, lent + capacity),
             )
         return None if block is None else self._lender.lend(block.memory, size, block)

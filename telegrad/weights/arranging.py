@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
@@ -143,12 +144,19 @@ class Layouts:
         if kind is not None and kind == self._kind:
             return self._body, [*tree.values()]
         self._kind = None
-        body, tensors, references, _ = encode(tree, same_program=False)
-        if references:
-            raise InvalidArgument(f"weights that are published cannot hold references, as {references[0]!r}")
         lazy = [name for name, value in named(tree) if is_lazy(value)]
         if lazy:
             raise InvalidArgument(f"{lazy[0]!r} has no values yet: run the lazy module once before it is published")
+        distributed = sys.modules.get("torch.distributed.tensor")  # whoever has such tensors has it
+        parts = [name for name, value in named(tree) if distributed and isinstance(value, distributed.DTensor)]
+        if parts:
+            raise InvalidArgument(
+                f"{parts[0]!r} is a DTensor, of which this worker has a part: publish by a ShardedPublisher, or its "
+                "full_tensor()"
+            )
+        body, tensors, references, _ = encode(tree, same_program=False)
+        if references:
+            raise InvalidArgument(f"weights that are published cannot hold references, as {references[0]!r}")
         self._kind = kind
         return bytes(body), [*tensors]
 

@@ -103,6 +103,11 @@ def paired(number: int, theirs: Mapping[str, Source], mine: Mapping[str, Tensor]
             raise InvalidArgument(
                 f"{name!r} here has no memory, since it {kind}: give it some (to_empty) before loading"
             )
+        if _is_made_of_others(value):
+            raise InvalidArgument(
+                f"{name!r} here is a {type(value).__name__}, which is made of other tensors: load into these, or read "
+                "its part by a ShardedSubscriber"
+            )
     shapes = [
         f"{name} ({tuple(value.shape)} here, {tuple(source.shape)} there)"
         for name, source, value in both
@@ -144,6 +149,11 @@ def pour(memory: Tensor | None, pairs: Sequence[Pair]) -> None:
     torch.autograd.graph.increment_version(small)
     for _, source, tensor in others:
         _write(tensor, _seen(memory, source))
+
+
+def _is_made_of_others(tensor: Tensor) -> bool:
+    """Whether its values are not in memory of its own, as those of a DTensor."""
+    return type(tensor).__torch_dispatch__ != Tensor.__torch_dispatch__
 
 
 def _takes_bytes(source: View, tensor: Tensor) -> bool:

@@ -183,6 +183,8 @@ def _described(name: str, value: Any) -> tuple[Content, Tensor]:
         tensor, offsets, shape = value.tensor, tuple(value.offsets), tuple(value.shape)
     elif distributed is not None and isinstance(value, distributed.DTensor):
         rules = sys.modules["torch.distributed.tensor._utils"]
+        if any(placement.is_partial() for placement in value.placements):
+            raise InvalidArgument(f"{name!r} is a sum whose parts are not added up yet: redistribute it first")
         _, offsets = rules.compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         tensor, offsets, shape = value.to_local(), tuple(offsets), tuple(value.shape)
     elif isinstance(value, Tensor):

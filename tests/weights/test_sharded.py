@@ -18,6 +18,7 @@ from telegrad.weights import Box, Shard, ShardedPublisher, ShardedSubscriber
 from telegrad.weights.sharded import _described
 from tests.cluster import PATIENCE, agents
 from tests.weights.test_weights import on, on_hosts
+from tests.weights.trees import published
 
 WHOLE = torch.arange(24.0).view(6, 4)
 moment = {"now": 0.0}  # what all parts of one version show
@@ -216,6 +217,7 @@ def test_what_nobody_has_cannot_be_wanted(four: list[Worker]) -> None:
 def test_tensors_that_torch_has_distributed() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Partial
     from torch.distributed.tensor.placement_types import Shard as Cut
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -224,6 +226,15 @@ def test_tensors_that_torch_has_distributed() -> None:
         mesh = DeviceMesh("cpu", range(4))
         value = DTensor.from_local(torch.ones(2, 5), mesh, [Cut(0)], run_check=False)
         content, tensor = _described("w", value)
+        with pytest.raises(InvalidArgument, match="'w' is a sum whose parts"):
+            _described("w", DTensor.from_local(torch.ones(2, 5), mesh, [Partial()], run_check=False))
+        with pytest.raises(InvalidArgument, match="'w' is a DTensor, of which this worker has a part"):
+            published({"w": value})
+        module = nn.Module()
+        module.w = nn.Parameter(value)
+        for way in ("load_into", "swap_into"):
+            with pytest.raises(InvalidArgument, match="'w' here is a DTensor"):
+                getattr(published({"w": torch.ones(8, 5)}), way)(module)
     finally:
         torch.distributed.destroy_process_group()
     assert content.part.box == Box((4, 0), (2, 5))
