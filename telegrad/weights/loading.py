@@ -27,15 +27,16 @@ Source = View | Tensor
 Pair = tuple[str, Source, Tensor]  # name, what was published, where it goes
 
 
-def loads_itself(module: nn.Module) -> bool:
-    """Return whether the state goes another way into a module than by copies into its parameters and buffers."""
+def own_state(module: nn.Module) -> dict[str, Tensor] | None:
+    """Return the parameters and buffers that are the state of a module; None where its state is more than these."""
     live: set[int] = set()
     for each in module.modules():
         if each._load_state_dict_pre_hooks or each._load_state_dict_post_hooks or _has_own_rule(type(each)):
-            return True
+            return None
         live.update(map(id, each._parameters.values()))
         live.update(map(id, each._buffers.values()))
-    return not live.issuperset(map(id, module.state_dict(keep_vars=True).values()))
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return state if live.issuperset(map(id, state.values())) else None
 
 
 def load_by_its_rules(
@@ -78,9 +79,9 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def hidden(module: nn.Module) -> list[Tensor]:
+def hidden(module: nn.Module, state: Mapping[str, Tensor]) -> list[Tensor]:
     """The parameters and buffers of a module that are not in its state dict."""
-    seen = {*map(id, module.state_dict(keep_vars=True).values())}
+    seen = {*map(id, state.values())}
     return [each for each in (*module.parameters(), *module.buffers()) if id(each) not in seen]
 
 

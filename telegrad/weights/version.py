@@ -14,7 +14,7 @@ from telegrad.weights.loading import (
     Source,
     hidden,
     load_by_its_rules,
-    loads_itself,
+    own_state,
     paired,
     pour,
     swap,
@@ -71,10 +71,12 @@ class Version:
         theirs = self._sources()
         if not isinstance(module, nn.Module):
             pour(self._memory, paired(self.number, theirs, tensors_of(module)))
-        elif loads_itself(module):
+            return
+        own = own_state(module)
+        if own is None:
             load_by_its_rules(self._memory, self.number, self.state, theirs, module)
         else:
-            pour(self._memory, paired(self.number, theirs, tensors_of(module.state_dict(keep_vars=True))))
+            pour(self._memory, paired(self.number, theirs, own))
 
     def swap_into(self, module: nn.Module) -> None:
         """Have the parameters and buffers of a module lie in this version's memory, without a copy.
@@ -90,13 +92,13 @@ class Version:
         """
         if not isinstance(module, nn.Module):
             checks.wrong("module", "a module", module)
-        if loads_itself(module):
+        own = own_state(module)
+        if own is None:
             raise InvalidArgument(
                 f"version {self.number} cannot be swapped into {type(module).__name__}, whose state is more than its "
                 "parameters and buffers: load_into has it load the state"
             )
-        pairs = paired(self.number, self._sources(), tensors_of(module.state_dict(keep_vars=True)))
-        swap(self._memory, self.number, pairs, hidden(module))
+        swap(self._memory, self.number, paired(self.number, self._sources(), own), hidden(module, own))
 
     def _sources(self) -> Mapping[str, Source]:
         """Where its tensors are, by name.
