@@ -1,8 +1,9 @@
 """A subscriber's side of a feed: what it fetches, from whom, and what it passes on.
 
 Who has its source on the same host is lent versions whole, which takes no time: those that its user wants, and one
-ahead of that, where the user has taken the last. Who is the first of its host fetches whatever there is, in pieces and
-in order, since others rely on it; a few pieces are asked for at a time, and each is passed on as soon as it is here.
+ahead of that, where the user has taken the last. It passes none of these on, as its user may write there. Who is the
+first of its host fetches whatever there is, in pieces and in order, since others rely on it; a few pieces are asked for
+at a time, and each is passed on as soon as it is here.
 """
 
 from __future__ import annotations
@@ -152,13 +153,16 @@ class Follower:
             out += self._drop()
         else:
             self._want = None
+            self.shelf.drop_lent()
         return out + self._again()
 
     def _lent(self, lent: Lent) -> Out:
+        if not self.whole:  # it was on its way when the route changed; its pieces are fetched
+            return []
         about = self._described(lent.about)
         if about is None:
             return self._again()
-        out = self.shelf.put(lent.number, about)
+        out = self.shelf.put(lent.number, about, lent=True)
         if self._want is not None and lent.number >= self._want.least:
             self._want = None
         return out + self._pursue()

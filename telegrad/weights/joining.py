@@ -73,7 +73,10 @@ class SubscriberBox(Box):
     def check(self) -> None:
         """Raise PublisherLost where that is so; one that is out of reach is asked once more."""
         with self.changed:
-            trouble, last = self._trouble, self.machine.shelf.newest_whole()
+            trouble, last = (
+                self._trouble,
+                max(self.machine.shelf.newest_whole(), self._last.number if self._last else 0),
+            )
         if self.over:
             raise self._lost("it was closed", last)
         if trouble:
@@ -175,12 +178,12 @@ class SubscriberBox(Box):
     def find(self, least: int, exact: bool = False) -> Version | None:
         """Such a version, if it is here."""
         with self.changed:
-            shelf = self.machine.shelf
+            shelf, last = self.machine.shelf, self._last
             number = least if exact else shelf.newest_whole()
+            if last is not None and (last.number == least if exact else last.number >= max(number, least)):
+                return last
             if number < least or not shelf.is_whole(number):
                 return None
-            if self._last is not None and self._last.number == number:
-                return self._last
             about, memory, is_common = shelf.about[number], self.stock[number], number in self._common
         version = Version(number, self._layout_of(about), self._desk.agent.private(memory) if is_common else memory)
         with self.changed:

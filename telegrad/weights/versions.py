@@ -2,6 +2,9 @@
 
 A version is kept while it is not whole yet, while somebody reads its pieces, and as the newest whole one; and where
 others rely on this party for all of them, from the oldest on that anybody may still want. All else is let go of.
+
+A version that was lent to this party lies in memory that its user may write to, so it is never given to others. A party
+that others come to rely on drops it, and fetches its pieces.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ class Shelf:
         self.newest = self.oldest = 0  # that there are, here or not
         self.pinned = 0  # the version that its own user is about to take
         self.about: dict[int, About] = {}
+        self._lent: set[int] = set()  # to this party, for its user alone
         self._missing: dict[int, set[int]] = {}  # pieces of those that are not whole
         self._wants: dict[Party, Fetch] = {}  # that cannot be answered yet
         self._asks: dict[tuple[int, int], list[tuple[Party, int]]] = {}  # likewise, by version and piece; with bases
@@ -36,11 +40,18 @@ class Shelf:
     def missing(self, number: int) -> list[int]:
         return sorted(self._missing.get(number, ()))
 
-    def put(self, number: int, about: About) -> Out:
+    def put(self, number: int, about: About, lent: bool = False) -> Out:
         """A whole version is here."""
-        self.about[number] = about
-        self._missing.pop(number, None)
+        if number not in self.about:
+            self.about[number] = about
+            self._lent |= {number} if lent else set()
         return self._settle()
+
+    def drop_lent(self) -> None:
+        """Keep no version that was lent to this party."""
+        for number in self._lent:
+            self.about.pop(number, None)
+        self._lent.clear()
 
     def begin(self, number: int, about: About) -> Out:
         """The pieces of a version will come."""
@@ -128,7 +139,7 @@ class Shelf:
 
     def _answers(self, reader: Party, want: Fetch) -> Iterator[Lent | Opened | Refused]:
         number = want.least if want.exact else self.newest_whole()
-        is_here = number >= want.least and number in self.about
+        is_here = number >= want.least and number in self.about and number not in self._lent
         if is_here and (self.is_whole(number) or not want.whole):
             del self._wants[reader]
             about = self.about[number].for_who_knows(want.layout)
@@ -146,3 +157,4 @@ class Shelf:
         for number in [*filter(self.is_whole, self.about)]:
             if number not in kept and not (self.keeps_all and number >= self.oldest):
                 del self.about[number]
+        self._lent &= self.about.keys()

@@ -8,6 +8,7 @@
     W5  arrival     once all is quiet, each living reader can have the newest version
     W6  end         then nobody keeps any other
     W7  moment      nobody has to look for that, where both ends of each connection heard of its end
+    W8  own         what a user writes to a version that it has taken is never passed on
 
 A failing seed is printed as SEED=...; `TELEGRAD_SEED=... pytest tests/sim/test_weights.py` replays it alone.
 """
@@ -28,6 +29,7 @@ from telegrad.weights.words import About, Forgot, Leave, Lent, Opened, Over, Par
 SEEDS = [int(os.environ["TELEGRAD_SEED"])] if "TELEGRAD_SEED" in os.environ else range(2_000)
 NIGHTLY = [] if "TELEGRAD_SEED" in os.environ else range(2_000, 100_000)
 KEEP = 3
+WRITTEN = -1  # in the place of a version's number: its user has written there
 PUBLISHER = Party("learner", "learner", 0)
 
 Content = dict[int, int]  # by pieces: the number of the version of which these bytes are
@@ -42,8 +44,8 @@ class Reader:
         self.every = every
         self.machine = Follower(PUBLISHER)
         self.stock: dict[int, Content] = {}
+        self.lent: set[int] = set()  # versions whose bytes its user has, and writes to
         self.taken = 0
-        self.joined = False  # as far as it knows
 
 
 class World:
@@ -128,6 +130,8 @@ class World:
         assert number > reader.taken, "W2"
         if reader.every and reader.taken and number != reader.taken + 1:
             assert self.feed.shelf.newest - KEEP >= reader.taken, f"W3: {reader.taken}, then {number}"
+        if number in reader.lent:
+            reader.stock[number] = dict.fromkeys(reader.stock[number], WRITTEN)
         reader.taken = number
         self.send(reader.party, machine.taken(number, reader.every), reader)
 
@@ -184,10 +188,12 @@ class World:
             self.log.append(f"{sender.worker}.{sender.number} -> {to.worker}.{to.number}: {word}")
             content = None
             if isinstance(word, Lent):
-                content = stock[word.number]
+                content = dict(stock[word.number])
+                assert WRITTEN not in content.values(), "W8"
             elif isinstance(word, Piece):
                 assert set(stock[word.number]) >= {word.piece}, "W1"
                 content = {word.piece: stock[word.number][word.piece]}
+                assert WRITTEN not in content.values(), "W8"
                 if self.random.random() < 0.5:
                     word = word._replace(base=0)  # what has changed is not known here
             if to.worker in self.living():
@@ -215,19 +221,17 @@ class World:
             return
         if isinstance(word, Piece) and machine.expects(word):
             assert content is not None
-            if word.base and (word.base not in reader.stock or self.random.random() < 0.05):
+            base = reader.stock.get(word.base, {0: WRITTEN})
+            if word.base and (WRITTEN in base.values() or self.random.random() < 0.05):
                 self.send(reader.party, machine.distrust(word.number), reader)
                 return
             assert not word.base or machine.shelf.is_whole(word.base), "W1: from one that is not whole"
             reader.stock[word.number] |= content
-        out = machine.receive(sender, word)
-        if isinstance(word, Lent):
-            assert content is not None
-            reader.stock[word.number] = content
-        elif isinstance(word, Opened) and word.number in machine.shelf.about:
-            reader.stock.setdefault(word.number, {})
+        if isinstance(word, Lent | Opened) and word.number not in machine.shelf.about:
+            reader.stock[word.number] = content or {}
+            (reader.lent.add if isinstance(word, Lent) else reader.lent.discard)(word.number)
         assert not isinstance(word, Over)
-        self.send(reader.party, out, reader)
+        self.send(reader.party, machine.receive(sender, word), reader)
 
     def hear(self, loss: tuple[str, str]) -> None:
         self.losses.remove(loss)

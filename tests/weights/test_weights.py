@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +44,15 @@ def on(worker: Worker, act: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 @contextlib.contextmanager
 def on_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Iterator[list[Worker]]:
     """A worker of each host, which reach one another over TCP only."""
-    numbers = itertools.count()
-    names = [f"host {host}" for host in hosts]
-    monkeypatch.setattr("telegrad.rpc.cluster.host_identity", lambda: names[next(numbers)])
+    here = threading.local()
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        here.host = f"host {hosts[rank]}"  # each worker is started by a thread of its own
+        return {}
+
+    monkeypatch.setattr("telegrad.rpc.cluster.host_identity", lambda: here.host)
     monkeypatch.setattr(publishing, "PIECE", 1000)
-    with agents(len(hosts)) as workers:
+    with agents(len(hosts), of_rank=of_rank) as workers:
         yield workers
 
 
@@ -283,6 +288,29 @@ def test_what_the_first_of_a_host_writes_is_its_own(monkeypatch: pytest.MonkeyPa
         for reader in (readers[0], readers[2]):
             reader.at_least(1).state["weight"].fill_(7)
         assert readers[1].at_least(1).state["weight"].max() == 0
+
+
+def test_what_is_written_to_a_lent_version_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the second of a host either, upon which its others rely once the first has left."""
+    with on_hosts(monkeypatch, "A", "B", "B", "B") as (learner, *others):
+        publisher = on(learner, Publisher, "p", {"weight": torch.zeros(1, 50_000)})
+        model = nn.Linear(50_000, 1, bias=False)
+        readers = []
+        for worker in others[:2]:
+            readers.append(on(worker, Subscriber, "w0", "p"))
+            eventually(lambda: len(publisher.subscribers) == len(readers))
+        publisher.publish()
+        readers[0].at_least(1)
+        readers[1].at_least(1).swap_into(model)
+        with torch.no_grad():
+            model.weight.fill_(7)
+        readers[0].close()
+        eventually(lambda: len(publisher.subscribers) == 1)
+        late = on(others[2], Subscriber, "w0", "p")
+        assert late.newest().state["weight"].max() == 0
+        assert readers[1].newest().state["weight"].min() == 7  # its own
+        publisher.publish()
+        assert readers[1].at_least(2).state["weight"].max() == late.at_least(2).state["weight"].max() == 0
 
 
 # Mistakes
