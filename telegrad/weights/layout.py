@@ -46,15 +46,7 @@ class View(NamedTuple):
     strides: Strides
     start: int  # bytes
     flags: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its values are the bytes from its start on, in order."""
-        return not self.flags and self.strides == contiguous_strides(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    plain: int  # bytes from its start on, if these are its values in order; else 0
 
     def of(self, memory: Tensor) -> Tensor:
         """Return the tensor in the memory of a version."""
@@ -69,29 +61,13 @@ class Layout:
     def __init__(self, number: int, description: bytes) -> None:
         self.number = number
         self.description = description
-        self._body, sizes, views = pickle.loads(description)
-        self._places: list[Place] = []
-        end = 0
-        for size, itemsize in sizes:
-            self._places.append(Place(end, size, itemsize))
-            end += -(-size // ALIGNED) * ALIGNED
-        self._views = [
-            View(dtype, shape, strides or contiguous_strides(shape), self._start(place) + offset, flags)
-            for dtype, shape, strides, place, offset, flags in views
-        ]
-        self.size: int = max(end, ALIGNED)
-
-    def _start(self, place: int | None) -> int:
-        return 0 if place is None else self._places[place].start
-
-    @property
-    def count(self) -> int:
-        """How many tensors there are."""
-        return len(self._views)
-
-    @property
-    def places(self) -> list[Place]:
-        return self._places
+        self._body, places, views, self.size = pickle.loads(description)
+        self._places = [Place(*place) for place in places]
+        self.plans: list[Any] = [None]  # how the last version came into other tensors, as `loading.load` has it
+        self.views: list[View] = []
+        for dtype, shape, strides, start, flags in views:
+            is_plain = not flags and strides == contiguous_strides(shape)
+            self.views.append(View(dtype, shape, strides, start, flags, is_plain * prod(shape) * dtype.itemsize))
 
     def parts(self, memory: Tensor, start: int, end: int) -> list[Tensor]:
         """The bytes of places between two positions, in rows of integers as large as the elements."""
@@ -107,12 +83,12 @@ class Layout:
     def tree(self, memory: Tensor) -> Any:
         """What was published."""
         with torch.inference_mode(False):
-            as_type = {dtype: memory.view(dtype) for dtype in {view.dtype for view in self._views}}
+            as_type = {dtype: memory.view(dtype) for dtype in {view.dtype for view in self.views}}
             tensors = [
                 as_type[dtype].as_strided(shape, strides, start // dtype.itemsize)
-                for dtype, shape, strides, start, _ in self._views
+                for dtype, shape, strides, start, *_ in self.views
             ]
-            for number, view in enumerate(self._views):
+            for number, view in enumerate(self.views):
                 if view.flags:
                     tensors[number] = flagged(tensors[number], view.flags)
         return decode(self._body, tensors)
@@ -121,14 +97,14 @@ class Layout:
     def named(self) -> dict[str, View] | None:
         """Where the tensors of a state dict are; None where that shows in the tree itself only."""
         try:
-            tree = decode(self._body, self._views)  # type: ignore[arg-type]
+            tree = decode(self._body, self.views)  # type: ignore[arg-type]
         except TelegradError:  # a tensor that is of another class has no view in place of it
             return None
         if not isinstance(tree, Mapping):
             return None
         found = [*named(tree, kind=View)]
         names = dict(found)
-        return names if len(names) == len(found) and len({*map(id, names.values())}) == self.count else None
+        return names if len(names) == len(found) and len({*map(id, names.values())}) == len(self.views) else None
 
 
 def _end(place: Place) -> int:

@@ -397,6 +397,7 @@ class Gathered(Version):
         self.number = number
         self._state = state
         self._memory = None
+        self._plans = [None]
 
     def _sources(self) -> Mapping[str, Source]:
         return self.state  # type: ignore[no-any-return]

@@ -8,9 +8,10 @@ storages at one address (an array of numpy and a tensor made of it) are found.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,13 @@ from torch import Tensor
 from telegrad.errors import InvalidArgument
 
 LINE = 16  # bytes: no element is larger, so that addresses which agree up to a multiple of it suit every type
+SMALL = 1 << 20  # bytes up to which a copy takes less by itself than torch takes to begin one
 
 Strides = tuple[int, ...]
+
+_LOOKS: tuple[Callable[[Tensor], Any], ...] = (
+    *(type, attrgetter("device", "dtype", "shape"), Tensor.stride, Tensor.is_conj, Tensor.is_neg, Tensor.data_ptr),
+)
 
 
 class Span(NamedTuple):
@@ -60,29 +66,34 @@ def repeats(shape: Sequence[int], strides: Strides) -> bool:
     return False
 
 
+def looks(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
+    """Return all of tensors that copies of them depend on but their values; None if one has no memory of its own."""
+    try:
+        return [[*map(look, tensors)] for look in _LOOKS]
+    except RuntimeError:
+        return None
+
+
 def groups(tensors: Sequence[Tensor]) -> list[list[Span]]:
     """Return the groups of tensors that share memory, each in the order of addresses; other tensors are in none."""
-    spans = []
+    spans: list[tuple[str, int, int, int]] = []
     for number, tensor in enumerate(tensors):
         size = tensor.nbytes if tensor.is_contiguous() else extent(tensor.shape, tensor.stride()) * tensor.itemsize
         if size:
             start = tensor.data_ptr()
             spans.append(("" if tensor.is_cpu else str(tensor.device), start, start + size, number))
     spans.sort()
-    found: list[list[Span]] = []
-    last: tuple[str, int, int, int] = ("", 0, 0, 0)
-    joined = False  # whether `last` is in the last group that was found
+    found: list[list[tuple[str, int, int, int]]] = [[]]
     device, reach = "", 0
     for span in spans:
-        overlaps = span[1] < reach and span[0] == device
-        if overlaps:
-            if not joined:
-                found.append([Span(*last)])
-            found[-1].append(Span(*span))
-        joined = overlaps
-        reach = max(reach, span[2]) if overlaps else span[2]
-        device, last = span[0], span
-    return found
+        if span[1] >= reach or span[0] != device:
+            if len(found[-1]) < 2:
+                found.pop()
+            found.append([])
+            device, reach = span[0], span[2]
+        found[-1].append(span)
+        reach = max(reach, span[2])
+    return [[Span(*span) for span in group] for group in found if len(group) > 1]
 
 
 def padding(group: Sequence[Span], itemsizes: Sequence[int]) -> int:
@@ -91,9 +102,9 @@ def padding(group: Sequence[Span], itemsizes: Sequence[int]) -> int:
     Raises:
         InvalidArgument: there is no such number.
     """
-    first = group[0].start
+    starts = [(span.start - group[0].start, size) for span, size in zip(group, itemsizes, strict=True)]
     for pad in range(LINE):
-        if all((span.start - first + pad) % size == 0 for span, size in zip(group, itemsizes, strict=True)):
+        if all((start + pad) % size == 0 for start, size in starts):
             return pad
     raise InvalidArgument(
         "two tensors overlap in memory by a part of an element, so that they cannot be published together: clone one"
@@ -120,27 +131,28 @@ def flagged(tensor: Tensor, flags: int) -> Tensor:
     return torch._neg_view(tensor) if flags & 2 else tensor
 
 
-def room(tensor: Tensor) -> int:
-    """Return how many bytes its storage has from its first element on."""
-    return tensor.untyped_storage().nbytes() - int(tensor.storage_offset()) * tensor.itemsize
-
-
-def move(target: Tensor, at: int, source: Tensor, skip: int, size: int) -> None:
-    """Copy bytes between tensors of the host: the only raw copy of memory in this package.
+def move(memory: Tensor, moves: Iterable[tuple[Tensor, int, int, int]], into_memory: bool) -> None:
+    """Copy bytes between a row of bytes and tensors of the host: the only raw copy of memory in this package.
 
     Args:
-        target: the tensor that is written to.
-        at: how many bytes behind its first element to begin.
-        source: the tensor that is read.
-        skip: how many bytes behind its first element to begin.
-        size: how many bytes.
+        memory: the row.
+        moves: of each tensor itself, how many bytes behind its first element to begin, where to begin in the row, and
+            how many bytes to copy.
+        into_memory: True to copy from the tensors, False to copy to them.
 
     Raises:
-        InvalidArgument: one of them does not have that many.
+        InvalidArgument: a tensor or the row does not have that many bytes.
     """
-    if min(at, skip) < 0 or at + size > room(target) or skip + size > room(source):
-        raise InvalidArgument(
-            f"{size} bytes cannot be copied from a tensor that has {room(source) - skip} to one that has "
-            f"{room(target) - at}: its memory was freed, or made smaller"
-        )
-    ctypes.memmove(target.data_ptr() + at, source.data_ptr() + skip, size)
+    base, room = memory.data_ptr(), len(memory)
+    for tensor, skip, at, size in moves:
+        storage, there = tensor.untyped_storage(), tensor.data_ptr() + skip
+        left = storage.data_ptr() + storage.nbytes() - there
+        if size > left or at + size > room or min(skip, at, size) < 0:
+            raise InvalidArgument(
+                f"{size} bytes cannot be copied between a tensor that has {left} and a row that has {room - at}: its "
+                "memory was freed, or made smaller"
+            )
+        if into_memory:
+            ctypes.memmove(base + at, there, size)
+        else:
+            ctypes.memmove(there, base + at, size)

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 from telegrad import checks
 from telegrad.errors import InvalidArgument
 from telegrad.weights.layout import Layout
-from telegrad.weights.loading import (
-    Source,
-    hidden,
-    load_by_its_rules,
-    own_state,
-    paired,
-    pour,
-    swap,
-    tensors_of,
-)
+from telegrad.weights.loading import Source, load, load_by_its_rules, own_state, swap, tensors_of
 
 _MODULE = "a module, or its state dict"
 
@@ -44,6 +35,7 @@ class Version:
         self._layout = layout
         self._memory: Tensor | None = memory
         self._size = memory.numel()
+        self._plans = layout.plans
         self._state: Any = None
 
     @property
@@ -69,14 +61,12 @@ class Version:
         """
         check_module(module)
         theirs = self._sources()
-        if not isinstance(module, nn.Module):
-            pour(self._memory, paired(self.number, theirs, tensors_of(module)))
-            return
-        own = own_state(module)
+        own = own_state(module) if isinstance(module, nn.Module) else tensors_of(module)
         if own is None:
+            assert isinstance(module, nn.Module)
             load_by_its_rules(self._memory, self.number, self.state, theirs, module)
         else:
-            pour(self._memory, paired(self.number, theirs, own))
+            self._plans[0] = load(self._memory, self.number, theirs, own, self._plans[0])
 
     def swap_into(self, module: nn.Module) -> None:
         """Have the parameters and buffers of a module lie in this version's memory, without a copy.
@@ -98,7 +88,7 @@ class Version:
                 f"version {self.number} cannot be swapped into {type(module).__name__}, whose state is more than its "
                 "parameters and buffers: load_into has it load the state"
             )
-        swap(self._memory, self.number, paired(self.number, self._sources(), own), hidden(module, own))
+        swap(self._memory, self.number, self._sources(), own, module)
 
     def _sources(self) -> Mapping[str, Source]:
         """Where its tensors are, by name.
@@ -112,7 +102,7 @@ class Version:
         if not isinstance(self.state, Mapping):
             raise InvalidArgument(f"version {self.number} is no state dict, but of type {type(self.state).__name__}")
         found = tensors_of(self.state)
-        if len({*map(id, found.values())}) < self._layout.count:
+        if len({*map(id, found.values())}) < len(self._layout.views):
             raise InvalidArgument(
                 f"version {self.number} has tensors inside of other things than dictionaries, lists and tuples, and so "
                 "without a name: take them from its state"

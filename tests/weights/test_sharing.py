@@ -40,7 +40,7 @@ _names = (f"tree{number}" for number in itertools.count())
 
 def in_one_process(seed: int) -> None:
     """Several versions of one publisher, read whole, by deltas, and into other tensors."""
-    maker, layouts = Maker(seed), Layouts()
+    maker, layouts, read, apart = Maker(seed), Layouts(), Layouts(), dict[str, Tensor]()
     torch.manual_seed(seed)
     before: tuple[Layout, Tensor] | None = None
     for step in range(4):
@@ -54,7 +54,7 @@ def in_one_process(seed: int) -> None:
         before = arranged.layout, memory.clone()
         state = layout.tree(memory)
         assert_equal(state, tree)
-        assert_loaded(tree)
+        assert_loaded(tree, read, apart)
         assert_shared_alike(state, tree, seed + step)
 
 
@@ -69,11 +69,15 @@ def assert_rebuilt(layout: Layout, old: Tensor, new: Tensor) -> None:
         assert torch.equal(one, other)
 
 
-def assert_loaded(tree: dict[str, Any]) -> None:
+def assert_loaded(tree: dict[str, Any], layouts: Layouts, apart: dict[str, Tensor]) -> None:
     """Into tensors of their own, and into ones that share memory as those that were published do."""
-    version, other = published(tree), published(tree)
+    version, other = published(tree, layouts), published(tree)
     values = dict(named(version.state))
-    apart = {name: torch.zeros_like(bare(value).contiguous()) for name, value in values.items()}
+    for name, value in values.items():
+        if name not in apart or (apart[name].shape, apart[name].dtype) != (value.shape, value.dtype):
+            apart[name] = torch.zeros_like(bare(value).contiguous())
+    for name in apart.keys() - values.keys():
+        del apart[name]
     version.load_into(apart)
     alike = other.state
     assert other._memory is not None
@@ -241,7 +245,9 @@ def test_a_language_model_with_tied_weights() -> None:
         model.head.weight = nn.Parameter(model.head.weight + 1)  # tied no more
     with pytest.raises(InvalidArgument, match=r"embedding\.weight, head\.weight share memory here"):
         published(model.state_dict()).load_into(twin)
-    with pytest.raises(InvalidArgument, match=r"embedding\.weight, head\.weight share memory in the module"):
+    with pytest.raises(
+        InvalidArgument, match=r"share memory in another way: embedding\.weight, head\.weight\. load_into"
+    ):
         published(model.state_dict()).swap_into(twin)
 
 
@@ -325,8 +331,12 @@ def test_dictionaries_in_dictionaries() -> None:
         assert torch.equal(twins[name].weight, model.weight)
     with pytest.raises(InvalidArgument, match=r"only in it: critic\.bias"):
         version.load_into({"actor": models["actor"].state_dict()})
-    parameters = published(dict(models["actor"].named_parameters()))
-    parameters.load_into(twins["actor"])
+    layouts = Layouts()
+    for number in range(3):  # by a plan that the last one made, or not
+        nn.init.constant_(models["actor"].weight, number)
+        for each in (dict(models["actor"].named_parameters()), models["actor"].state_dict()):
+            published(each, layouts).load_into(twins["actor"])
+            assert twins["actor"].weight.unique().tolist() == [number]
 
 
 # What a publisher notices
@@ -366,6 +376,21 @@ def test_sharing_and_strides_that_change() -> None:
         assert_shared_alike(state, tree, 0)
 
 
+def test_what_was_refused_is_refused_again() -> None:
+    """And is not taken for the tree before it."""
+    layouts, memory = Layouts(), torch.zeros(16, dtype=torch.uint8)
+    published({"a": torch.ones(2), "b": torch.ones(2)}, layouts)
+    split = torch.from_numpy(memory.numpy()[2:10]).view(torch.float32)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="overlap in memory by a part of an element"):
+            published({"b": memory[:8].view(torch.float32), "c": split}, layouts)
+        with pytest.raises(InvalidArgument, match="is on the meta device"):
+            published({"a": torch.ones(2), "b": torch.ones(2, device="meta")}, layouts)
+    assert_equal(
+        published({"c": torch.zeros(2), "d": torch.ones(2)}, layouts).state, {"c": torch.zeros(2), "d": torch.ones(2)}
+    )
+
+
 def test_memory_that_is_gone() -> None:
     layouts = Layouts()
     for size in (4, 1_000_000):
@@ -374,8 +399,10 @@ def test_memory_that_is_gone() -> None:
         weights["w"].untyped_storage().resize_(size // 2)
         with pytest.raises(InvalidArgument, match="memory was freed, or made smaller"):
             published(weights, layouts)
-    with pytest.raises(InvalidArgument, match="4 bytes cannot be copied from a tensor that has 3"):
-        move(torch.zeros(4), 0, torch.zeros(3, dtype=torch.uint8), 0, 4)
+    row = torch.zeros(4, dtype=torch.uint8)
+    for tensor, skip, at, size in ((row[:3].clone(), 0, 0, 4), (row, 1, 0, 4), (row, 0, 1, 4), (row, -1, 0, 4)):
+        with pytest.raises(InvalidArgument, match="4 bytes cannot be copied between a tensor"):
+            move(row, [(tensor, skip, at, size)], True)
 
 
 def test_a_source_that_changes_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -127,12 +128,19 @@ VIEWS: list[Callable[[random.Random, Tensor], Tensor]] = [
 ]
 
 
+_layouts: WeakKeyDictionary[Layouts, Layout] = WeakKeyDictionary()  # the last that a reader was told
+
+
 def published(tree: Any, layouts: Layouts | None = None, rounding: Rounding = None) -> Version:
-    """A version as a reader has it."""
-    arranged = (layouts or Layouts(rounding)).of(tree)
+    """A version as a reader has it, who knows the layout if the last version from `layouts` had it, too."""
+    layouts = layouts or Layouts(rounding)
+    arranged = layouts.of(tree)
     memory = torch.randint(0, 256, (arranged.layout.size,), dtype=torch.uint8)
     arranged.fill(memory)
-    return Version(1, Layout(1, arranged.layout.description), memory)
+    known = _layouts.get(layouts)
+    if known is None or known.number != arranged.layout.number:
+        known = _layouts[layouts] = Layout(arranged.layout.number, arranged.layout.description)
+    return Version(1, known, memory)
 
 
 def bits(tensor: Tensor) -> Tensor:
