@@ -349,7 +349,14 @@ class Plan:
         owned = {owner: [content.part for content in theirs] for owner, theirs in contents.items()}
         for copy in plan(owned, self._parts):
             self._copies[copy.wanted].append(copy)
-        self.owners = sorted({copy.owner for copies in self._copies for copy in copies})
+        owners: dict[str, tuple[str, str]] = {}  # by names: one, and which of its parts it is
+        for owner, theirs in owned.items():
+            for index, each in enumerate(theirs):
+                owners.setdefault(each.name, (owner, str(index)))
+        bare = [part for part, copies in zip(self._parts, self._copies, strict=True) if not copies]
+        self._empty = {part: owners[part.name] for part in bare}  # without elements, but of a type
+        used = {copy.owner for copies in self._copies for copy in copies}
+        self.owners = sorted(used.union(owner for owner, _ in self._empty.values()))
 
     def state(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """By name; what is a part as somebody owns it stays where it is.
@@ -359,6 +366,10 @@ class Plan:
         made: dict[Any, Tensor] = {}
         state: dict[str, Tensor] = {}
         for part, copies in zip(self._parts, self._copies, strict=True):
+            if not copies:
+                owner, index = self._empty[part]
+                state[part.name] = parts[owner][index].new_empty(part.box.sizes)
+                continue
             sources = [parts[copy.owner][str(copy.owned)][slices(copy.source)] for copy in copies]
             same = (
                 part.box.sizes,
@@ -383,7 +394,7 @@ def _joined(part: Part, targets: list[Box], sources: list[Tensor]) -> Tensor:
             f"the parts of {part.name!r} are of several types, {', '.join(sorted(map(str, types)))}: have its owners "
             "publish one"
         )
-    made = torch.empty(sizes, dtype=types.pop() if types else None)
+    made = torch.empty(sizes, dtype=types.pop())
     assert made.numel() == sum(prod(target.sizes) for target in targets)
     for target, source in zip(targets, sources, strict=True):
         made[slices(target)] = source
