@@ -25,6 +25,7 @@ from telegrad.weights.layout import Layout
 from telegrad.weights.rounding import named
 from telegrad.weights.spans import bare, move
 from telegrad.weights.words import About
+from tests.weights.test_tied import Language
 from tests.weights.test_weights import on, on_hosts, speaking_for
 from tests.weights.trees import Maker, assert_equal, assert_shared_alike, bits, published
 
@@ -223,18 +224,9 @@ def test_modules_that_tie_other_weights(seed: int, other: int) -> None:
                 parameter.add_(1)
 
 
-class Language(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 def test_a_language_model_with_tied_weights() -> None:
     """Through the publishers of a module and of parts."""
-    model, twin = Language(), Language()
+    model, twin = Language(50, 8), Language(50, 8)
     version = published(model.state_dict())
     assert version._layout.size < model.embedding.weight.nbytes + 2 * (8 * 8 * 4 + 64) + 64  # its memory goes once
     version.load_into(twin)
@@ -249,17 +241,6 @@ def test_a_language_model_with_tied_weights() -> None:
         InvalidArgument, match=r"share memory in another way: embedding\.weight, head\.weight\. load_into"
     ):
         published(model.state_dict()).swap_into(twin)
-
-
-def test_one_object_under_two_names_again_and_again() -> None:
-    tensor = torch.full((3,), 1.0)
-    tree = {"a": tensor, "c": tensor, "b": torch.full((100_000,), 2.0), "d": torch.full((3,), 3.0)}
-    layouts = Layouts()
-    for _ in range(3):
-        tensor.add_(1)
-        state = published(tree, layouts).state
-        assert_equal(state, tree)
-        assert state["a"] is state["c"]
 
 
 class Extra(nn.Module):
