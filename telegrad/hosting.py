@@ -27,7 +27,7 @@ from telegrad.group.keys import of_environment
 from telegrad.group.members import check_name, check_role
 from telegrad.interrupts import install, uninterrupted
 from telegrad.keyring import Keyring, new_key
-from telegrad.processes import named, own_session, quoted, shared_cores
+from telegrad.processes import SAFE_PATH, named, own_session, quoted, shared_cores
 from telegrad.progress import Wait, attended, make_room
 from telegrad.wire import program as programs
 
@@ -229,7 +229,7 @@ class _Worker:
             *(["--main", programs.to_text(main)] if main.guarded else []),
         ]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "telegrad", "worker", name, *own],
+            [sys.executable, *SAFE_PATH, "-m", "telegrad", "worker", name, *own],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

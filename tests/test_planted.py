@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -170,3 +172,31 @@ def test_logs_of_a_run_are_in_a_folder_that_it_has_made(
     with pytest.raises(FileExistsError):
         Output(str(shared)).raw("w0", b"line\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no option for that")
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["{program}"],
+        ["-P", "-m", "telegrad", "run", "--role", "a", "--", sys.executable, "{other}"],
+    ],
+    ids=["local", "run"],
+)
+def test_modules_in_the_current_folder_are_not_imported(
+    shared: pathlib.Path, tmp_path: pathlib.Path, start: list[str]
+) -> None:
+    """A program elsewhere does not import them, so the processes that Telegrad starts for it do not, either."""
+    for name in ("telegrad", "torch", "json", "numpy"):
+        (shared / f"{name}.py").write_text("import os; os._exit(77)\n")
+    (tmp_path / "program.py").write_text(
+        "import telegrad\n"
+        "if __name__ == '__main__':\n"
+        "    with telegrad.local(1) as workers:\n"
+        "        print(telegrad.rpc.rpc_sync(workers[0], pow, (2, 3)))\n"
+    )
+    (tmp_path / "other.py").write_text("print(8)\n")
+    command = [each.format(program=tmp_path / "program.py", other=tmp_path / "other.py") for each in start]
+    done = subprocess.run([sys.executable, *command], cwd=shared, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8" in done.stdout

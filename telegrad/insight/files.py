@@ -12,6 +12,9 @@ from telegrad.instruments import Event
 from telegrad.private_files import open_regular
 from telegrad.witness.account import Account
 from telegrad.witness.decoding import FILE, Malformed, decode
+from telegrad.witness.dump import LARGEST
+
+MOST = 2 * LARGEST  # bytes of a file: one with no events may have some more
 
 
 class Written:
@@ -23,7 +26,10 @@ class Written:
         for path in map(pathlib.Path, paths):
             try:
                 with open_regular(path) as file:
-                    content = decode(FILE, file.read())
+                    text = file.read(MOST + 1)
+                if len(text) > MOST:
+                    raise Malformed(f"it has over {MOST >> 20} MiB")
+                content = decode(FILE, text)
                 account: Account = content["account"]
                 before = self._told.get(account["worker"])
                 if before is None or before["account"]["time"] < account["time"]:

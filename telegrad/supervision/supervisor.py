@@ -29,7 +29,7 @@ from telegrad.group.address import is_address, listening_address
 from telegrad.group.keys import FILE, FILE_VARIABLE, given_keys, user_keys
 from telegrad.keyring import new_key
 from telegrad.private_files import create_once
-from telegrad.processes import named, own_session, shared_cores
+from telegrad.processes import SAFE_PATH, named, own_session, shared_cores
 from telegrad.progress import spelled
 from telegrad.supervision import children
 from telegrad.supervision.children import Child
@@ -218,7 +218,7 @@ class Supervisor:
             descriptors = [self._listener.fileno()]
             place = [str(descriptors[0])]
         process = subprocess.Popen(
-            [sys.executable, "-m", "telegrad.supervision.storekeeper", *place],
+            [sys.executable, *SAFE_PATH, "-m", "telegrad.supervision.storekeeper", *place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=descriptors,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import CallTimeout
+from telegrad.errors import CallTimeout, UsageError
 from telegrad.insight.files import Written
 from telegrad.insight.outside import look_at
 from telegrad.insight.sources import HostGroup, OwnGroup, groups_here
@@ -408,3 +408,11 @@ def test_a_timeout_has_a_file_written(
     assert written.wait(PATIENCE)
     gate.set()
     assert reasons == [f"a call of {__name__}.wait_here on worker 'w1' ran out of time"]
+
+
+def test_a_file_that_no_worker_can_have_written_is_not_read_whole(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "huge.json"
+    with path.open("wb") as file:
+        file.truncate(200 << 30)  # of zeros, which take no room
+    with pytest.raises(UsageError, match="it has over 32 MiB"):
+        Written([path])
