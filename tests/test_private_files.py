@@ -123,7 +123,14 @@ def test_no_other_file_of_the_package_makes_files() -> None:
 
 
 READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file that the command line names
-    *("group/address.py", "group/places.py", "insight/collect.py", "insight/outside.py", "insight/web.py"),
+    *(
+        "group/address.py",
+        "group/places.py",
+        "host_memory.py",
+        "insight/collect.py",
+        "insight/outside.py",
+        "insight/web.py",
+    ),
     *("supervision/command.py", "transport/processes.py"),
     *("witness/desk.py", "witness/observer.py", "witness/stacks.py"),
 }
