@@ -103,6 +103,9 @@ class Supply(Generic[W]):
 
     def _due(self) -> list[Answer]:
         due = []
+        if self.closed:  # all that wait: those before them may have been lost with their connection
+            due = [Answer(waiting, [], True) for waiting in self._pulls.values()]
+            self._pulls.clear()
         while (self._items or self._over) and self._next in self._pulls:
             due.append(Answer(self._pulls.pop(self._next), list(self._items), self._over))
             self._items.clear()

@@ -103,6 +103,15 @@ def test_what_has_not_left_is_kept() -> None:
     assert supply.kept == 0
 
 
+def test_once_closed_pulls_are_answered_without_those_before_them() -> None:
+    """Those may have been lost with their connection, and would never come: the calls of these would never end."""
+    supply = fed()
+    supply.pull(1, 0, "b")
+    supply.pull(3, 0, "d")
+    assert supply.close() == [Answer("b", [], True), Answer("d", [], True)]
+    assert supply.pull(5, 0, "f") == [Answer("f", [], True)]
+
+
 def test_the_end_comes_with_the_last_items() -> None:
     supply = fed()
     supply.put(1, 0)
@@ -123,11 +132,11 @@ def test_closing_drops_what_is_there_and_lets_the_function_go() -> None:
     supply.put(1, 0)
     assert not supply.may_go_on
     supply.pull(1, 0, "b")
-    assert supply.close() == []
+    assert supply.close() == [Answer("b", [], True)]
     assert supply.may_go_on
     assert supply.closed
     assert supply.put(2, 0) == []
-    assert supply.pull(0, 0, "a") == [Answer("a", [], True), Answer("b", [], True)]
+    assert supply.pull(0, 0, "a") == [Answer("a", [], True)]
     supply.take(1)
     assert "closed" in repr(supply)
 
