@@ -96,12 +96,13 @@ class Forked:
     """As much of a `Popen` as `telegrad.local` needs, for a process that is `python -m telegrad worker`."""
 
     def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
-        assert tuple(command[2:4]) == STARTED
+        given = command[command.index("-m") + 1 :]  # behind what the interpreter is told
+        assert tuple(given[:2]) == STARTED
         pipes = [os.pipe() for _ in range(3)]
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            self._be_worker(command[4:], env, [pipes[0][0], pipes[1][1], pipes[2][1]])
+            self._be_worker(given[2:], env, [pipes[0][0], pipes[1][1], pipes[2][1]])
         for number in (pipes[0][0], pipes[1][1], pipes[2][1]):
             os.close(number)
         self.stdin = os.fdopen(pipes[0][1], "w")
