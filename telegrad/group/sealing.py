@@ -68,8 +68,8 @@ class Sealer:
         kind, _, rest = sealed.partition(" ")
         number, _, rest = rest.partition(" ")
         life, _, rest = rest.partition(" ")
-        mac, _, value = rest.partition(" ")
-        if kind == _FORMAT and number.isdecimal() and len(number) < _LONGEST_NUMBER and mac.isascii():
+        mac, space, value = rest.partition(" ")
+        if space and kind == _FORMAT and number.isdecimal() and len(number) < _LONGEST_NUMBER and mac.isascii():
             text = json.dumps([group, place, int(number), life, value])
             for position, expected in enumerate(_macs(self._keys, text)):
                 if hmac.compare_digest(mac, expected):
