@@ -47,6 +47,7 @@ FLOORS = [
 PURE = [
     "wire/messages.py",
     "wire/frames.py",
+    "wire/strides.py",
     "devices/maps.py",
     "transport/handshake.py",
     "transport/noise.py",

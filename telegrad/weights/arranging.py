@@ -17,22 +17,9 @@ from torch.nn.parameter import is_lazy
 from telegrad.errors import InvalidArgument
 from telegrad.weights.layout import ALIGNED, Layout
 from telegrad.weights.rounding import Rounding, named, published_type
-from telegrad.weights.spans import (
-    SMALL,
-    Span,
-    Strides,
-    bare,
-    contiguous_strides,
-    distinct,
-    extent,
-    flags_of,
-    groups,
-    looks,
-    move,
-    padding,
-    repeats,
-)
+from telegrad.weights.spans import SMALL, Span, bare, flags_of, groups, looks, move, padding
 from telegrad.wire.pickling import encode
+from telegrad.wire.strides import Strides, contiguous_strides, distinct, extent, repeats
 
 TRIES = 3  # copies of a source that goes on changing, before it is refused
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from telegrad.errors import TelegradError
 from telegrad.weights.rounding import named
-from telegrad.weights.spans import Strides, contiguous_strides, flagged
+from telegrad.weights.spans import flagged
 from telegrad.wire.pickling import decode
+from telegrad.wire.strides import Strides, contiguous_strides
 
 ALIGNED = 64  # bytes: of a line of the processor's cache
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

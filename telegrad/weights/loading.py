@@ -19,7 +19,8 @@ from torch.nn.parameter import is_lazy
 from telegrad.errors import InvalidArgument, TelegradError
 from telegrad.weights.layout import View
 from telegrad.weights.rounding import named
-from telegrad.weights.spans import LINE, SMALL, Span, extent, flagged, flags_of, groups, looks, move, padding, repeats
+from telegrad.weights.spans import LINE, SMALL, Span, flagged, flags_of, groups, looks, move, padding
+from telegrad.wire.strides import extent, repeats
 
 SHOWN = 5  # names in a message
 PLAIN = (Tensor, nn.Parameter)  # types whose values are in their own memory

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import InvalidArgument
+from telegrad.wire.strides import extent
 
 LINE = 16  # bytes: no element is larger, so that addresses which agree up to a multiple of it suit every type
 SMALL = 1 << 20  # bytes up to which a copy takes less by itself than torch takes to begin one
-
-Strides = tuple[int, ...]
 
 _LOOKS: tuple[Callable[[Tensor], Any], ...] = (
     *(type, attrgetter("device", "dtype", "shape"), Tensor.stride, Tensor.is_conj, Tensor.is_neg, Tensor.data_ptr),
@@ -35,35 +33,6 @@ class Span(NamedTuple):
     start: int
     end: int
     number: int  # of the tensor
-
-
-def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Return the strides of a new tensor of that shape."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
-
-
-def extent(shape: Sequence[int], strides: Strides) -> int:
-    """Return how many elements lie between the first one and the end of the last one."""
-    return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
-
-
-def distinct(shape: Sequence[int], strides: Strides) -> tuple[int, ...]:
-    """Return the shape without the repetitions that `expand` makes."""
-    return tuple(1 if step == 0 and n else n for n, step in zip(shape, strides, strict=True))
-
-
-def repeats(shape: Sequence[int], strides: Strides) -> bool:
-    """Return whether two elements may lie at one place."""
-    reach = 0
-    for step, n in sorted((step, n) for n, step in zip(shape, strides, strict=True) if n > 1):
-        if step <= reach:
-            return True
-        reach += (n - 1) * step
-    return False
 
 
 def looks(tensors: Sequence[Tensor]) -> list[list[Any]] | None:

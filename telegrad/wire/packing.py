@@ -14,6 +14,7 @@ import ctypes
 import io
 import pickle
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from telegrad.errors import CannotEncode, CodecError, DeviceError
+from telegrad.wire.strides import contiguous_strides, distinct, extent, repeats
 from telegrad.wire.tensors import CONJ, GRAD, HOST, NAMES, NEG, Blob, Bound, Memory, Spec, keep_for, nothing
 
 SMALL = 4096  # fewer bytes than these travel inside the description
@@ -116,7 +118,7 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
         ):
             return None
         size, address, shape = tensor.nbytes, tensor.data_ptr(), tuple(tensor.shape)
-        if 1 in shape and tensor.stride() != _dense_stride(shape):
+        if 1 in shape and tensor.stride() != contiguous_strides(shape):
             return None
         if size:
             spans.append((address, address + size))
@@ -192,7 +194,7 @@ def _pack_any(tensors: Sequence[Tensor], place: Place, fixed: int) -> tuple[byte
             specs.append((*head, *parts[number], leaf.stride()))
         elif leaf.is_meta:
             specs.append((*head, None, 0, leaf.stride()))
-        elif leaf.is_contiguous() and leaf.stride() == _dense_stride(head[1]):
+        elif leaf.is_contiguous() and leaf.stride() == contiguous_strides(head[1]):
             specs.append((*head, _carry(leaf, leaf.data_ptr(), leaf.nbytes, blobs, target)))
         else:
             specs.append((*head, *_carry_strided(leaf, blobs, target)))
@@ -230,45 +232,21 @@ def _bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
 
 def _carry_strided(leaf: Tensor, blobs: list[Blob], target: int) -> tuple[Memory, int | None, tuple[int, ...]]:
     """All that lies between the first and the last element, or the elements alone where they are far apart."""
-    stride, extent = leaf.stride(), extent_of(leaf)
-    distinct = tuple(1 if step == 0 else n for n, step in zip(leaf.shape, stride, strict=True))
-    used = leaf.itemsize
-    for n in distinct:
-        used *= n
-    if 2 * used >= extent or _overlaps(distinct, stride):
-        return _carry(leaf, leaf.data_ptr(), extent, blobs, target), 0, stride
-    _check_memory(leaf, extent)
+    stride, size = leaf.stride(), extent_of(leaf)
+    shape = distinct(leaf.shape, stride)
+    used = prod(shape) * leaf.itemsize
+    if 2 * used >= size or repeats(shape, stride):
+        return _carry(leaf, leaf.data_ptr(), size, blobs, target), 0, stride
+    _check_memory(leaf, size)
     raw = nothing(NAMES[leaf.dtype], leaf.device)
-    raw.set_(leaf.untyped_storage(), leaf.storage_offset(), distinct, stride)
+    raw.set_(leaf.untyped_storage(), leaf.storage_offset(), shape, stride)
     dense = raw.contiguous()
     return _carry(dense, dense.data_ptr(), used, blobs, target), None, stride
 
 
-def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The stride of a new tensor of that shape; a contiguous one may differ where it has one element."""
-    stride, step = [], 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(stride))
-
-
 def extent_of(leaf: Tensor) -> int:
     """The bytes from the first element to the end of the last one."""
-    if not leaf.numel():
-        return 0
-    last = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
-    return (last + 1) * leaf.itemsize
-
-
-def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two elements may lie at one place."""
-    reach = 0
-    for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n > 1):
-        if step <= reach:
-            return True
-        reach += (n - 1) * step
-    return False
+    return extent(leaf.shape, leaf.stride()) * leaf.itemsize
 
 
 def _find_shared(leaves: _Leaves, blobs: list[Blob], shared: list[bytes]) -> dict[int, tuple[Memory, int]]:

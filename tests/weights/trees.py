@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from telegrad.weights.arranging import Layouts
 from telegrad.weights.layout import Layout
 from telegrad.weights.rounding import Rounding, named
-from telegrad.weights.spans import bare, distinct, extent, repeats
+from telegrad.weights.spans import bare
 from telegrad.weights.version import Version
+from telegrad.wire.strides import distinct, extent, repeats
 
 TYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
