@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,23 +18,12 @@ from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import current, rpc_sync
 from telegrad.rpc.worker import Worker
-from tests.cluster import agents, in_threads, wait_until
+from tests.cluster import in_threads
 
 Found = Sequence[Tensor | None]
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    with agents(3) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(workers: list[Worker]) -> Iterator[None]:
-    current.enter(workers[0])
-    yield
-    current.enter(None)
-    wait_until(lambda: not any(len(worker.conductor.contexts) for worker in workers))
+pytestmark = pytest.mark.usefixtures("contexts_end")
 
 
 class Local:
@@ -323,9 +312,9 @@ def test_what_a_hook_leaves_in_grad_is_the_gradient(change: Callable[[Tensor], N
     check_same(after_accumulation(change))
 
 
-def test_contexts_in_threads_that_run_each_graph_twice(workers: list[Worker]) -> None:
+def test_contexts_in_threads_that_run_each_graph_twice(five: list[Worker]) -> None:
     def run(seed: int) -> Found:
-        current.enter(workers[0])
+        current.enter(five[0])
         x = leaf(seed=seed)
         with autograd.context() as context:
             loss = (rpc_sync("w1", mix, (x, x)) ** 2).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,25 +13,12 @@ from torch import Tensor, nn
 from telegrad import autograd
 from telegrad.errors import ContextEnded, UsageError
 from telegrad.rpc import current, rpc_sync
-from telegrad.rpc.worker import Worker
-from tests.cluster import agents, wait_until
 
 Grad = Callable[..., Sequence[Any]]
 Call = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    with agents(3) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(workers: list[Worker]) -> Iterator[None]:
-    current.enter(workers[0])
-    yield
-    current.enter(None)
-    wait_until(lambda: not any(len(worker.conductor.contexts) for worker in workers))
+pytestmark = pytest.mark.usefixtures("contexts_end")
 
 
 def leaf(*shape: int, seed: int = 1) -> Tensor:

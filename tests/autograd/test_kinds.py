@@ -16,23 +16,10 @@ from typing_extensions import Self
 from telegrad import autograd
 from telegrad.errors import CannotEncode, TelegradError, UsageError
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
-from telegrad.rpc import current, remote, rpc_stream, rpc_sync
-from telegrad.rpc.worker import Worker
-from tests.cluster import Process, agents, free_port, group, wait_until
+from telegrad.rpc import remote, rpc_stream, rpc_sync
+from tests.cluster import Process, free_port, group
 
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    with agents(2) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def here(workers: list[Worker]) -> Iterator[None]:
-    current.enter(workers[0])
-    yield
-    current.enter(None)
-    wait_until(lambda: not any(len(worker.conductor.contexts) for worker in workers))
+pytestmark = pytest.mark.usefixtures("contexts_end")
 
 
 def leaf(size: int = 3) -> Tensor:
