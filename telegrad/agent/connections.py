@@ -104,7 +104,7 @@ class Connections:
         self._lock = threading.Lock()
         self._peers: dict[str, OutgoingCalls] = {}  # by incarnation
         self._accepted: dict[Link, tuple[str, str]] = {}  # and whose connection it is, and which
-        self._warned: set[str] = set()  # the incarnations of those whose loss was told, or who left in order
+        self._warned: set[str] = set()  # incarnations of workers whose loss was logged, or that left in order
         self._health = Health(
             settings.silence,
             settings.heartbeat,
@@ -429,7 +429,7 @@ class Connections:
             peer.close(reason, how)
         for link in accepted:
             part(link, reason, how)
-        self.listener.close()  # only now: who connects anew before it has heard is told the same
+        self.listener.close()  # last: a worker that connects before it has read its BYE gets another one
 
     def release_memory(self) -> None:
         """Once nothing uses it any more."""

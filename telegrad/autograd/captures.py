@@ -24,7 +24,7 @@ Place = tuple[Node, int]  # a node, and the number of one of its outputs
 
 
 class Capture:
-    """What one pass shall give: the gradients that come to some places of the graph of its driver."""
+    """The gradients that one pass is to return: those that reach some places of the graph of its driver."""
 
     def __init__(self, seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """`seeds` are the gradients of the roots."""

@@ -1,4 +1,4 @@
-"""Refuse what torch's engine would compute without the other workers, where a program runs it and no pass does.
+"""Refuse calls of torch's engine, outside of a pass, whose results would lack gradients of other workers.
 
 `loss.backward()` comes to a `Recv`, which raises. `torch.autograd.grad(loss, x)` and `backward(inputs=[x])` run only
 nodes that lead to x. In torch's graph a received tensor leads to nothing, so no node of it runs and no hook is called:
@@ -36,7 +36,7 @@ running: set[int] = set()  # the threads that run the graph for a pass; each use
 
 
 def install() -> None:
-    """From now on look at what torch's engine is asked for in this process."""
+    """From now on check the arguments of torch's engine in this process."""
     if type(Variable._execution_engine) is not _GuardedEngine:
         Variable._execution_engine = _GuardedEngine()
         torch._C._will_engine_execute_node = _will_run
@@ -44,7 +44,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def no_pass() -> Iterator[None]:
-    """Inside, what this thread runs is no part of a pass: gradients are in `.grad` as usual."""
+    """Inside, this thread takes part in no pass: gradients are in `.grad` as usual."""
     thread = threading.get_ident()
     outer = thread in running
     running.discard(thread)
@@ -135,7 +135,7 @@ def _as_edge(edge: GradientEdge | Tensor) -> GradientEdge:
 
 
 def _check_callback(callback: Any) -> None:
-    """Raise UsageError for what wants to see `.grad` at the end of torch's backward pass."""
+    """Raise UsageError for a callback that reads `.grad` at the end of torch's backward pass."""
     function = callback
     while isinstance(function, functools.partial):
         function = function.func

@@ -160,7 +160,7 @@ def serve_import(name: str, module: ModuleType) -> None:
 
 
 def import_before(first: str, names: Iterable[str]) -> None:
-    """Have `first` imported before the modules of these names, which what is done after `first` imports, too."""
+    """Import `first` before any of these modules: the act that follows its import needs them whole."""
     _finder.behind.update(dict.fromkeys(names, first))
     _stand_first()
 

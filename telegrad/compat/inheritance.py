@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
 VARIABLE = "PYTHONPATH"
-# The packages that import torch. What is done at the end of that import needs them, and none may be half imported then.
+# The packages that import torch. The act that follows torch's import needs all of them, none of them half imported.
 WITH_TORCH = ("autograd", "checkpoint", "nn", "optim", "rpc", "weights")
 
 log = logging.getLogger("telegrad")

@@ -244,7 +244,7 @@ class Together(Parting):
     # What happens
 
     def _act(self, event: Callable[[], list[Letter]]) -> None:
-        """Feed the farewell, and send what it says, unless another thread is at it, which sends this, too.
+        """Pass an event to the farewell and send its letters; a thread that is sending already sends these as well.
 
         Letters leave in the order in which they were decided: one that a slow thread sent after the other worker has
         left would make a connection to it, and the failure would look like its death.
@@ -266,7 +266,7 @@ class Together(Parting):
                 letter = self._next_letter()
 
     def _next_letter(self) -> Letter | None:
-        """With the lock held: what this thread is to send next; after None it sends no more."""
+        """With the lock held: return the next letter to send; after None this thread must not send any more."""
         self._is_sending = bool(self._letters)
         return self._letters.popleft() if self._is_sending else None
 

@@ -61,7 +61,7 @@ TAKEN = 1.0  # seconds for whoever has the port to prove that it is a store, whe
 GOING = 4.0  # seconds for the store of a group that is over to go, and for one on a busy host to answer
 MARKED = 1.0  # seconds for a store that answers to be marked as that of a group, which is done once it is served
 STRANGE = 3.0  # seconds that answers which no store gives are put down to a server that is being taken away
-MOST_WORKERS = 1 << 16  # looking for those who did not come takes longer than most time limits beyond that
+MOST_WORKERS = 1 << 16  # to look for the absent ones of more takes longer than most time limits
 OTHER = "; what is there was not written with this worker's key"
 RETURN = 10.0  # seconds for a store to be served anew by members who are on this host
 

@@ -33,7 +33,7 @@ _store = partial(dist.TCPStore, wait_for_workers=False, use_libuv=sys.platform !
 
 
 def check_is_store(host: str, port: int, patience: float) -> None:
-    """Ask what listens at a place for the number of its keys, as clients of torch do.
+    """Ask the program that listens at an address for its number of keys, as clients of torch do.
 
     torch's own client waits without an end where another program accepts its connection and is silent, and a process
     that ends while a thread is in there is aborted. So it is used only where a store has answered.

@@ -3,8 +3,8 @@
 The feed of a stream is the value of a reference that its reader holds. So the stream is closed when that reference
 ends: the reader has closed or dropped it, or has died.
 
-What is kept for one worker that reads streams has limits, in all of its streams together (`Reader`). Above MOST_KEPT
-bytes that it has not asked for, its functions wait, but for one whose item a pull waits for: that item leaves at once.
+A reader's streams share limits (`Reader`). Above MOST_KEPT bytes of items that it has not asked for, its functions
+wait, except one with a pull that waits for its item: that item leaves at once.
 Such a pull that came over a connection which the reader does not read waits in the queue of that connection, as its
 calls do, and so does the function. Each function that waits holds a thread, so no more than MOST_STREAMS begin.
 """
@@ -79,12 +79,12 @@ class Room(Signal):
 
 
 class Reader:
-    """What is kept here for one worker, in all of its streams."""
+    """The streams of one reading worker, and the limits that they share."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self.agent = agent
         self.name = name
-        # Guards all below, and what the feeds of this reader say that it does. Reentrant, since the garbage collector
+        # Guards all below, and the state of this reader's feeds as they note it. Reentrant, since the garbage collector
         # may free a `Held` at any line, and so close another feed.
         self.lock = threading.RLock()
         self.kept = 0  # bytes that have not left
@@ -136,7 +136,7 @@ def _caller() -> Caller:
 
 
 def reader() -> Reader:
-    """Return what is kept for the caller of the call that this thread serves."""
+    """Return the `Reader` of the worker whose call this thread serves."""
     return current.here().attached(Readers).of(_caller().identity)
 
 
@@ -181,7 +181,7 @@ class Feed:
         return not pull.queue.is_held_up or supply.closed
 
     def _go_on(self) -> Callable[[], Any]:
-        """With the lock held: what is to be called without it, so that the function goes on now or when it may."""
+        """With the lock held: return a callback, to be called without it, that lets the function go on now or later."""
         room, supply, waiting = self._room, self._supply, self._reader.waiting
         waiting.pop(self, None)
         if room is None or not supply.may_go_on:

@@ -86,7 +86,7 @@ class Supply(Generic[W]):
         return self._due()
 
     def take(self, taken: int) -> list[Answer]:
-        """The reader has taken so many by now, whatever it says no more than have left."""
+        """The reader has taken this many items; a larger number than have left counts as those."""
         taken = min(taken, self._yielded - len(self._items))
         while self._taken < taken and not self.closed:
             self._bytes -= self._weights.popleft()

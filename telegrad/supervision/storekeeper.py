@@ -1,8 +1,8 @@
 """The program that keeps a group's store for `telegrad run`, and ends what that has started where it is killed.
 
 It reads words from its standard input: `+PID` and `-PID` for groups of processes that begin and end, `over` when the
-group has ended, and `key FOLDER` for a folder to be removed at the end. When that input ends, so does the supervisor,
-in whatever way.
+group has ended, and `key FOLDER` for a folder to be removed at the end. When that input ends, the supervisor has
+ended.
 """
 
 from __future__ import annotations

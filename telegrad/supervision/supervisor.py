@@ -303,8 +303,8 @@ def _listen(host: str, port: int) -> socket.socket:
 def _key_for_children(is_alone: bool) -> str:
     """Return a private folder with a new key for all that this starts; "" where each finds the group's key by itself.
 
-    A file and no variable, since programs print their environment; and no pipe, since what a worker starts, in turn,
-    needs the key as well.
+    A variable would not do, since programs print their environment, nor a pipe, since processes that a worker starts
+    need the key as well.
 
     Raises:
         UsageError: there is no key, and this host is not alone; or the one that is given cannot be used.

@@ -1,9 +1,9 @@
 """A subscriber's side of a feed: what it fetches, from whom, and what it passes on.
 
-Who has its source on the same host is lent versions whole, which takes no time: those that its user wants, and one
-ahead of that, where the user has taken the last. It passes none of these on, as its user may write there. Who is the
-first of its host fetches whatever there is, in pieces and in order, since others rely on it; a few pieces are asked for
-at a time, and each is passed on as soon as it is here.
+A subscriber on the host of its source is lent versions whole, which takes no time: those that its user wants, and one
+ahead of that, where the user has taken the last. It passes none of these on, as its user may write there. The first
+subscriber of a host fetches all versions, in pieces and in order, since others rely on it; it asks for a few pieces at
+a time, and passes each on as soon as it has come.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Layout:
         return found
 
     def tree(self, memory: Tensor) -> Any:
-        """What was published."""
+        """Return the published tree, with its tensors in the memory of a version."""
         with torch.inference_mode(False):
             as_type = {dtype: memory.view(dtype) for dtype in {view.dtype for view in self.views}}
             tensors = [

@@ -1,7 +1,7 @@
 """Which globals of the main program a function or class reads, and which of them workers do not have.
 
-Workers that import the driver's program have what its source binds outside of the guard. The rest exists only in the
-driver: what is made under the guard, or by a function that the driver has called.
+Workers that import the driver's program have the globals that its source binds outside of the guard. All others exist
+only in the driver: they were made under the guard, or by a function that the driver has called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lookups(NamedTuple):
 
 @functools.lru_cache(_CACHED)
 def lookups_of(code: CodeType) -> Lookups:
-    """Return what the code, and the functions and classes defined in it, do with globals."""
+    """Return the globals that the code, with the functions and classes defined in it, reads and writes."""
     read, written = set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _READS:
@@ -46,7 +46,7 @@ def lookups_of(code: CodeType) -> Lookups:
 
 
 def lookups_from(thing: Any, names: dict[str, Any]) -> Lookups:
-    """Return what a function or class of the program, and all of the program that it uses, do with globals."""
+    """Return the globals that a function or class of the program, with all that it uses of it, reads and writes."""
     read: set[str] = set()
     written: set[str] = set()
     seen: set[int] = set()

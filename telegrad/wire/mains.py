@@ -7,7 +7,7 @@ The receiver has one for each program. It is, in this order:
 - the program's file, imported, where the receiver's host has the same file, and a guard keeps it from running again;
 - a module that is filled by what arrives, and is kept.
 
-With a function come the globals that it reads. The receiver takes those that it lacks. What it has stays: a counter
+With a function come the globals that it reads. The receiver binds those that it lacks and keeps its own: a counter
 goes on, a model stays trained, a class stays one class. Each global that is sent has a version, which grows when the
 sender binds the name to another object: a newer version replaces what arrived before. So a cell of a notebook that is
 run again has its effect. What the receiver has from importing the program's file is never replaced.
@@ -37,7 +37,7 @@ from telegrad.wire.program import GUARD, MAIN, Program
 from telegrad.wire.sent import ATOMS, SentGlobals
 
 LONGEST_IMPORT = 300.0  # seconds that other threads wait for one that imports a program
-OWN = sys.maxsize  # the version of what a program's own file has made
+OWN = sys.maxsize  # the version of globals that a program's own file has made
 
 log = logging.getLogger("telegrad")
 
@@ -63,7 +63,7 @@ class Scope:
     def __init__(self, program: Program, names: dict[str, Any], own: bool, imported: bool = False) -> None:
         self.program = program
         self.names = names
-        self._own = own  # what is there without a version came from the program itself
+        self._own = own  # a name without a version came from the program itself
         self._versions = dict.fromkeys(names, OWN) if imported else {}  # of a name that a function has deleted, too
         self._first: dict[str, Any] = {}  # numbers and texts as they came
         if imported:
@@ -79,11 +79,11 @@ class Scope:
         return self._versions.get(name, OWN if self._own else 0)
 
     def first(self, name: str) -> Any:
-        """Return the value to be passed on: of a number or text, what came, else what is there now."""
+        """Return the value to pass on: a number or text as it came, anything else as it is now."""
         return self._first.get(name, self.names[name])
 
     def find(self, path: str, version: int) -> Any:
-        """Return what has that path in this version or a later one, else None."""
+        """Return the object at a path if this version of it or a later one is here, else None."""
         name, *rest = path.split(".")
         if name not in self.names or self.version(name) < version:
             return None
@@ -304,7 +304,7 @@ def _can_be_sent(pickler: Any, value: Any) -> bool:
 
 
 def version_of(scope: Scope, path: str) -> int:
-    """Return the version of what a path begins with."""
+    """Return the version of the global with which a path begins."""
     name = path.partition(".")[0]
     if scope is not _own:
         version = scope.version(name)

@@ -116,14 +116,14 @@ def _bound(node: ast.AST) -> set[str]:
 
 
 def to_text(program: Program) -> str:
-    """Return what a worker's command line says of the program that it shall import."""
+    """Return a program as an argument of the command line of a worker that is to import it."""
     return json.dumps([program.path, program.module, program.argv])
 
 
 def adopt(text: str, name: str) -> None:
     """Import the program that a command line tells of, and make it the main module of this process.
 
-    What the import raises is raised here.
+    An exception of the import is raised here.
     """
     path, module, argv = json.loads(text)
     try:

@@ -1,4 +1,4 @@
-"""What a program has sent of its globals: in which version, and which of them share objects."""
+"""The globals that a program has sent: their versions, and which of them share objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SentGlobals:
     """The globals of one program, as its functions take them along."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all that follows; what is done under it runs no code of the user
+        self._lock = threading.Lock()  # guards all that follows; no code of the user runs under it
         self._last: dict[str, Any] = {}  # by the name, the value that has the version
         self._versions: dict[str, int] = {}
         self._looked: dict[str, Any] = {}  # the values whose objects were looked at
