@@ -144,10 +144,11 @@ def test_the_bytes_of_all_streams_of_a_worker_count(function: Any, three: tuple[
 def test_a_reader_gets_its_items_however_much_it_leaves_unread(three: tuple[Worker, Worker, Worker]) -> None:
     """One stream after the other, each of more than all may keep: the others must not hold it up."""
     callee, caller, _ = three
-    streams = [rpc_stream("w0", numbered, (20,)) for _ in range(MOST)]
+    count = 4 * KEPT // SIZE  # of which the two pulls that each stream begins with can take half at most
+    streams = [rpc_stream("w0", numbered, (count,)) for _ in range(MOST)]
     wait_until(lambda: waits_for_others(callee, caller))
     for stream in reversed(streams):
-        assert [int.from_bytes(item[:2], "big") for item in stream] == [*range(20)]
+        assert [int.from_bytes(item[:2], "big") for item in stream] == [*range(count)]
     wait_until(lambda: is_forgotten(callee, caller))
 
 

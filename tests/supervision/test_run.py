@@ -244,7 +244,7 @@ def test_who_looks_on_may_go(launch: Launch, tmp_path: pathlib.Path) -> None:
 
 def test_a_store_that_cannot_be_served_ends_the_group(launch: Launch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
-    code, said = launch("--", *SLEEPS).end()
+    code, said = launch("--", *SLEEPS, PYTHONPATH=str(tmp_path)).end()
     assert code == 1
     assert "ImportError: there is no torch here" in said
     assert "the group's store could not be served (exit code 1): the group ends" in said
