@@ -19,6 +19,7 @@ test-only: $(INSTALLED)
 nightly: lint
 	-$(BIN)/pip install --disable-pip-version-check -q 'atheris>=3.0'  # where there is none, fuzzing is skipped
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[torchrl]'  # likewise, its tests
+	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[models]'  # and those that cut models
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[launchers]'  # and theirs
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'  # and those of the pages
 	-$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt basedpyright  # and what judges the public types

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 
 from telegrad import checks
@@ -16,6 +17,7 @@ from telegrad.checkpoint.beside import Beside
 from telegrad.checkpoint.folders import Path, discard, keep_newest, tidy
 from telegrad.checkpoint.saver import Saver, begin, write_beside, writer_to
 from telegrad.checkpoint.state import NO_LIMIT, folder_of, shares_of
+from telegrad.nn import Pipeline
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef, current, get_worker_info, rpc_async
 from telegrad.rpc.together import together
@@ -78,6 +80,10 @@ def _beside() -> Beside:
 
 
 def _begin(state: Mapping[str, Any], path: str, copies: bool) -> Begun:
+    for value in state.values():
+        for part in value.modules() if isinstance(value, nn.Module) else ():
+            if isinstance(part, Pipeline):
+                part._lend()
     shares, own = shares_of(state)
     own |= {
         key: {"param_groups": value.state_groups()}

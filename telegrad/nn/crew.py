@@ -16,9 +16,9 @@ from telegrad.errors import TelegradError, UsageError
 from telegrad.nn.batches import Ends, Job, Product
 from telegrad.nn.schedule import INTERLEAVED, takes_turns
 from telegrad.nn.stage import Bundle, bundled
-from telegrad.nn.station import Station, make_station, run_stage
+from telegrad.nn.station import Station, lent_weight, make_station, run_stage, set_weight
 from telegrad.nn.ties import Tie
-from telegrad.rpc import RRef, current, remote, rpc_async
+from telegrad.rpc import RRef, current, remote, rpc_async, rpc_sync
 from telegrad.rpc.together import together
 
 
@@ -43,6 +43,14 @@ class Crew(NamedTuple):
         for stage, station in before:
             value = remote(station.owner(), run_stage, (station, stage, value))
         return rpc_async(last[1].owner(), run_stage, (last[1], last[0], value))
+
+    def lend(self) -> None:
+        """Send the weights that stages of other workers borrow, as before a batch."""
+        for tie in self.ties:
+            owner, borrower = (self.stations[self.stations_of[stage]] for stage in (tie.owner, tie.borrower))
+            with torch.no_grad():
+                value = rpc_sync(owner.owner(), lent_weight, (owner, tie.owner, tie.name))
+                rpc_sync(borrower.owner(), set_weight, (borrower, tie.borrower, tie.borrowed, value))
 
     def play(self, job: Job, ends: Ends) -> list[Product]:
         """Have all go through a batch; what each gives back, or the error of the first that fails."""

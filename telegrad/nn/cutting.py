@@ -1,39 +1,49 @@
 """A model cut into stages, one after the other; knows no worker.
 
 A model that consists of `nn.Sequential`s down to the cuts is taken apart between their children. Of any other, the
-forward passes of the modules inside of which a stage begins are traced (`torch.fx`), and cut; all other modules stay as
-they are. What an early stage makes and a late one needs goes through those between.
+forward pass is recorded (`exporting`), and cut where modules begin. What an early stage makes and a late one needs goes
+through those between. With an example of the inputs, the stages are compared with the model (`proving`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from telegrad import checks
 from telegrad.errors import UsageError
-from telegrad.nn.tracing import can_open, hint_at_modes, put, record, shown
+from telegrad.nn.exported import Inputs, adopted, put
+from telegrad.nn.exporting import Level, Program
+from telegrad.nn.proving import copied, prove
 
 STAGES = "stages"  # the attribute of a pipeline
 Shared = tuple[int, str, int, str]  # an early stage, the name of a parameter in it; a late one, and its name there
 
 
 class Cut(NamedTuple):
-    """The stages share their modules with the model."""
+    """The stages share their parameters and buffers with the model."""
 
     stages: list[nn.Module]
     parts: list[list[str]]  # what each stage has of the model, by qualified names, which are the same in it
     ties: list[Shared]  # parameters that several stages have
+    inputs: Inputs | None  # what the first stage takes, where the forward pass was recorded
 
 
 _AT = "a list of the names of modules"
 
 
-def cut(model: nn.Module, count: int, at: Sequence[str] | None = None, balance: Sequence[int] | None = None) -> Cut:
+def cut(
+    model: nn.Module,
+    count: int,
+    at: Sequence[str] | None = None,
+    balance: Sequence[int] | None = None,
+    example: Any = None,
+    check: bool = True,
+) -> Cut:
     """Cut into `count` stages, which begin `at` the modules of these names, or have so many children of a sequence.
 
     Raises:
@@ -48,22 +58,86 @@ def cut(model: nn.Module, count: int, at: Sequence[str] | None = None, balance: 
     if at is not None and balance is not None:
         raise UsageError("say where a model is cut by `at` or by `balance`, not by both")
     if balance is not None:
-        names = _counted(model, count, balance)
+        at = _counted(model, count, balance)
     elif at is not None:
-        names = _known(model, count, at)
+        at = _known(model, count, at)
+    elif _is_sequence(model):
+        at = _even_in_chain(model, count, example is None)
+    opened = {"", *(parent for name in at or () for parent in _parents(name))}
+    inputs = None
+    if at is not None and all(_is_sequence(model.get_submodule(name)) for name in opened):
+        made = _chained(model, opened, at)
     else:
-        names = _even(model, count)
-    opened = {"", *(parent for name in names for parent in _parents(name))}
-    _check_hooks(model, opened)
-    chained = all(_is_sequence(model.get_submodule(name)) for name in opened)
-    if not chained:
-        hint_at_modes(model, opened)
-    whole = _Chain(model, opened) if chained else record(model, opened, opened)
-    made = whole.cut(_starts(names, whole.step_of))
-    for stage, _ in made:
-        stage.training = model.training
+        made, inputs = _exported(model, count, at, example)
     stages, parts = [stage for stage, _ in made], [part for _, part in made]
-    return Cut(stages, parts, _ties(stages))
+    found = Cut(stages, parts, _ties(stages), inputs)
+    if check and example is not None:
+        prove(model, stages, inputs, example)
+    return found
+
+
+def _chained(model: nn.Module, opened: set[str], names: Sequence[str]) -> list[tuple[nn.Module, list[str]]]:
+    _check_hooks(model, opened, backward_only=False)
+    links = list(_links(model, "", opened))
+    starts = _starts(
+        names, {name: at for at, link in reversed([*enumerate(links)]) for name in (link, *_parents(link))}
+    )
+    made: list[tuple[nn.Module, list[str]]] = []
+    for start, end in pairwise([0, *starts, len(links)]):
+        stage = nn.Sequential()
+        for name in links[start:end]:
+            put(stage, name, model.get_submodule(name), nn.Sequential)
+        stage.training = model.training
+        made.append((stage, links[start:end]))
+    _check_buffers([stage for stage, _ in made])
+    return made
+
+
+def _check_buffers(stages: Sequence[nn.Module]) -> None:
+    """Raise UsageError where stages of a sequence would have copies of one buffer."""
+    first: dict[Tensor, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for name, buffer in stage.named_buffers():
+            early = first.setdefault(buffer, (number, name))
+            if early[0] != number:
+                raise UsageError(
+                    f"{name!r} is used by the stages {[early[0], number]}: each would have a copy of it, and not see "
+                    "what another one does to its own. Let one stage alone use it"
+                )
+
+
+def _exported(
+    model: nn.Module, count: int, names: Sequence[str] | None, example: Any
+) -> tuple[list[tuple[nn.Module, list[str]]], Inputs]:
+    _check_hooks(model, dict(model.named_modules()), backward_only=True)
+    inputs = Inputs(model, example)
+    twin = copied(model)
+    programs = {mode: _recorded(twin.train(mode), inputs, names) for mode in (model.training, not model.training)}
+    inputs.guards = [guard for program in programs.values() for guard in program.guards]
+    if names is None:
+        names = _even(*programs[model.training].levels(), count)
+    same: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        same.setdefault(module, []).append(name)
+    pieces = {}
+    for mode, program in programs.items():
+        begun = {name: at for own, at in program.begun.items() for name in same[model.get_submodule(own)]}
+        pieces[mode] = program.cut(_starts(names, begun))
+    return adopted(model, pieces, {mode: program.outputs for mode, program in programs.items()}), inputs
+
+
+def _recorded(model: nn.Module, inputs: Inputs, names: Sequence[str] | None) -> Program:
+    try:
+        return Program(model, inputs.example)
+    except Exception as error:
+        where = "" if names is None else f" at {', '.join(map(repr, names))}"
+        mode, reason = "training" if model.training else "evaluation", str(error).partition("\n")[0]
+        raise UsageError(
+            f"{type(model).__name__} cannot be cut{where}, as torch.export cannot record its forward in {mode}: "
+            f"{type(error).__name__}: {reason}\nWhat depends on values of tensors must not choose what is computed, "
+            "and outputs are tensors, in containers that torch.utils._pytree knows. Write it so (torch.where), or "
+            "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+        ) from error
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -77,19 +151,21 @@ def _is_sequence(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
-def _check_hooks(model: nn.Module, opened: Iterable[str]) -> None:
-    for name in sorted(opened):
+def _check_hooks(model: nn.Module, names: Iterable[str], backward_only: bool) -> None:
+    """Raise UsageError where hooks would be lost."""
+    for name in sorted(names):
         module = model.get_submodule(name)
-        hooks = (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        if any(hooks):
+        of_forward = () if backward_only else (module._forward_hooks, module._forward_pre_hooks)
+        if any((*of_forward, module._backward_hooks, module._backward_pre_hooks)):
             raise UsageError(
-                f"{shown(model, name)} has hooks, which see it as a whole: it cannot be cut. Register hooks of the "
-                "modules inside of it instead"
+                f"{name!r} ({type(module).__name__}) has hooks, and is cut: nothing would call them. "
+                "Remove them first, or make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"the parameter {name!r} has hooks, which do not travel: register them where the stages are, as with "
+                "rpc_sync(worker, register, (pipeline.stages[0].module_rref,))"
             )
 
 
@@ -97,7 +173,7 @@ def _ties(stages: Sequence[nn.Module]) -> list[Shared]:
     first: dict[nn.Parameter, tuple[int, str]] = {}
     found = []
     for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
+        for name, parameter in stage.named_parameters():
             early = first.setdefault(parameter, (number, name))
             if early[0] != number:
                 found.append((*early, number, name))
@@ -146,35 +222,32 @@ def _counted(model: nn.Module, count: int, balance: Sequence[int]) -> list[str]:
     return [children[start] for start in accumulate(balance[:-1])]
 
 
-def _even(model: nn.Module, count: int) -> list[str]:
-    """So that the stages have about as many parameters each."""
-    if count == 1:
-        return []
-    found = _sizes(model, count)
-    names, before = list(found), [0, *accumulate(found.values())]
-    if len(names) < count:
+def _even(levels: Sequence[Level], total: int, count: int) -> list[str]:
+    """Find places so that the stages have about as many parameters each, and few values go from one to the next."""
+    if len(levels) < count - 1:
         raise UsageError(
-            f"the model cannot be cut by itself into {count} stages: of its parts that have parameters there are "
-            f"{len(names)} {names}. Name fewer workers, or say with `at` with which modules the stages begin"
+            f"the model cannot be cut by itself into {count} stages: behind the first, stages could begin with "
+            f"{[level.name for level in levels]}. Name fewer workers, or say with `at` where the stages begin"
         )
-    starts = [0]
+    share, starts = total / count, [-1]
     for stage in range(1, count):
-        wanted = before[-1] * stage / count
-        possible = range(starts[-1] + 1, len(names) - (count - stage) + 1)
-        starts.append(min(possible, key=lambda start: abs(before[start] - wanted)))
-    return [names[start] for start in starts[1:]]
+        possible = range(starts[-1] + 1, len(levels) - (count - stage) + 1)
+        off = {at: abs(levels[at].before - share * stage) for at in possible}
+        near = [at for at in possible if off[at] <= share / 4] or [min(possible, key=off.__getitem__)]
+        starts.append(min(near, key=lambda at: (levels[at].crossing, levels[at].name.count("."), off[at])))
+    return [levels[at].name for at in starts[1:]]
 
 
-def _sizes(model: nn.Module, count: int) -> dict[str, int]:
-    """The modules in the order in which they are called, and how many numbers are trained in each.
-
-    Those that have more than a stage shall have are opened, where they have parts and can be traced.
-    """
+def _even_in_chain(model: nn.Module, count: int, must: bool) -> list[str] | None:
+    """The same for a sequence; None where its modules are too large for that, unless it `must` be."""
     share = _size(model) / count
-    large = {name for name, module in model.named_modules() if _size(module) > share and can_open(module)}
-    called = record(model, {"", *large}, needed={""}).called
-    sizes = {name: _size(model.get_submodule(name)) for name in called}
-    return {name: size for name, size in sizes.items() if size}
+    opened = {name for name, module in model.named_modules() if _is_sequence(module) and _size(module) > share} | {""}
+    sizes = {name: _size(model.get_submodule(name)) for name in _links(model, "", opened)}
+    if not must and max(sizes.values(), default=0) > 1.5 * share:
+        return None
+    pairs = zip(sizes, accumulate(sizes.values(), initial=0), strict=False)
+    levels = [Level(name, before, 1) for name, before in pairs if before and sizes[name]]
+    return _even(levels, _size(model), count)
 
 
 def _size(module: nn.Module) -> int:
@@ -182,14 +255,15 @@ def _size(module: nn.Module) -> int:
     return sum(each.numel() for each in own)
 
 
-def _starts(names: Sequence[str], step_of: Callable[[str], int | None]) -> list[int]:
+def _starts(names: Sequence[str], begun: Mapping[str, int]) -> list[int]:
     """How many steps of the forward pass come before each of these modules."""
     steps: dict[str, int] = {}
     for name in names:
-        step = step_of(name)
-        if step is None:
-            raise UsageError(f"{name!r} is not called itself: let the stage begin with a module inside of it")
-        steps[name] = step
+        if name not in begun:
+            raise UsageError(
+                f"{name!r} is not called itself, or in torch.no_grad() or autocast: let the stage begin with another"
+            )
+        steps[name] = begun[name]
     in_order = sorted(steps, key=steps.__getitem__)
     if in_order != list(steps):
         raise UsageError(f"stages follow one another as their modules are called: name these in the order {in_order}")
@@ -198,27 +272,6 @@ def _starts(names: Sequence[str], step_of: Callable[[str], int | None]) -> list[
             f"a stage would be empty: between two of {list(names)}, or before the first, the model computes nothing"
         )
     return list(steps.values())
-
-
-class _Chain:
-    """A sequence of modules, some of which may be sequences themselves."""
-
-    def __init__(self, model: nn.Module, opened: set[str]) -> None:
-        self._model = model
-        self._links = list(_links(model, "", opened))
-
-    def step_of(self, name: str) -> int | None:
-        return next(at for at, link in enumerate(self._links) if link == name or link.startswith(f"{name}."))
-
-    def cut(self, starts: Sequence[int]) -> list[tuple[nn.Module, list[str]]]:
-        """The stages, and what of the model each has."""
-        made: list[tuple[nn.Module, list[str]]] = []
-        for start, end in pairwise([0, *starts, len(self._links)]):
-            stage = nn.Sequential()
-            for name in self._links[start:end]:
-                put(stage, name, self._model.get_submodule(name), nn.Sequential)
-            made.append((stage, self._links[start:end]))
-        return made
 
 
 def _links(module: nn.Module, name: str, opened: set[str]) -> Iterator[str]:

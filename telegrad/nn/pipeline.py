@@ -23,6 +23,7 @@ from telegrad.nn.batches import Ends, Job, Numbers, Product
 from telegrad.nn.checks import check_context_id, gradients_are_lost, hint_at_context
 from telegrad.nn.crew import Crew, gather
 from telegrad.nn.cutting import STAGES, cut, keep_names
+from telegrad.nn.exported import Inputs
 from telegrad.nn.losses import Loss, shares
 from telegrad.nn.microbatches import joined, parts_of, sizes_of
 from telegrad.nn.place import parse_place
@@ -97,7 +98,8 @@ class Pipeline(nn.Module):
         self._ties = [tie for names in groups for tie in parse_ties(names, len(self.stages))]
         self._numbers = Numbers()
         self._crew: Crew | None = None
-        self.register_state_dict_post_hook(Pipeline._complete_state)  # type: ignore[no-untyped-call]
+        self._inputs: Inputs | None = None  # of a model whose forward was recorded
+        self.register_state_dict_pre_hook(Pipeline._lend)  # type: ignore[no-untyped-call]
         self._gather()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -149,12 +151,9 @@ class Pipeline(nn.Module):
         self._crew = None
         self._gather()  # now, since stages that are new own weights that they are to borrow
 
-    def _complete_state(self, state: Any, prefix: str, *_: Any) -> None:
+    def _lend(self, *_: Any) -> None:
         """What stages have borrowed is as old as the last batch: the owners have the value."""
-        for tie in self._ties:
-            owned = state.get(f"{prefix}{STAGES}.{tie.owner}.{tie.name}")
-            if owned is not None:
-                state[f"{prefix}{STAGES}.{tie.borrower}.{tie.borrowed}"] = owned
+        self._gather().lend()
 
     def _gather(self) -> Crew:
         """The stations, which are made where there are none."""
@@ -172,17 +171,18 @@ class Pipeline(nn.Module):
         chunks: int = 8,
         schedule: str = "1f1b",
         *,
+        example: Any = None,
+        check: bool = True,
         restore: Restore = False,
     ) -> Self:
         """A pipeline of copies of the parts of a model, one stage on each worker.
 
         Without `at` and `balance`, stages get about as many parameters each.
 
-        Only the modules inside of which a stage begins are taken apart. They may be `nn.Sequential`s; of any others
-        the forward pass is recorded as it runs now, without choices that depend on tensors: training mode and the
-        arguments that have defaults stay as they are. What remains whole, such as `nn.Dropout`, follows `train` and
-        `eval`. A model with one argument takes the inputs as they are; to others they are given as a tuple, or as
-        a dictionary by the arguments' names.
+        An `nn.Sequential` is cut between its children. Of any other model `torch.export` records the forward pass, with
+        `example`, in training and in evaluation: `train` and `eval` choose between the two. Then the stages run beside
+        the model, on this worker, with copies of both. A model with one argument takes the inputs as they are; to
+        others they are given as a tuple, or as a dictionary by the arguments' names.
 
         Its state, optimizers and checkpoints have the names of the model:
         `pipeline.load_state_dict(model.state_dict())`, and the other way.
@@ -195,6 +195,10 @@ class Pipeline(nn.Module):
             balance: how many of the children of an `nn.Sequential` each stage gets.
             chunks: as for `Pipeline`.
             schedule: as for `Pipeline`.
+            example: inputs such as the pipeline will get, of a few samples; needed where the model is cut elsewhere
+                than between the children of an `nn.Sequential`.
+            check: with an example, compare outputs, gradients, buffers and random numbers of the stages with those of
+                the model, which needs memory for copies of it.
             restore: the stages can be recovered, as a `RemoteModule` that is made with it: this worker keeps the parts
                 of the model as they are, and sends them anew.
 
@@ -202,7 +206,7 @@ class Pipeline(nn.Module):
             The pipeline.
 
         Raises:
-            UsageError: the model cannot be cut so; it says why, and what can be done.
+            UsageError: the model cannot be cut so, or the stages differ from it; it says why, and what can be done.
         """
         if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
             raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
@@ -210,19 +214,31 @@ class Pipeline(nn.Module):
         checks.count("chunks", chunks, what=_CHUNKS)
         checks.one_of("schedule", schedule, SCHEDULES)
         places = [(worker, parse_place(worker)[0]) for worker in workers]
-        found = cut(model, len(workers), at, balance)
+        checks.flag("check", check)
+        found = cut(model, len(workers), at, balance, example, check)
         stages = _sent(found.stages, places, restore)
         tied = [(f"{early}.{name}", f"{late}.{other}") for early, name, late, other in found.ties]
         pipeline = cls(stages, chunks, schedule, tied)
+        pipeline.training = model.training
+        pipeline._inputs = found.inputs
         keep_names(pipeline, found.parts)
         return pipeline
+
+    def _parts_of(self, inputs: Any) -> list[Any]:
+        """The inputs for each micro-batch."""
+        if self._inputs is None:
+            return parts_of(inputs, self.chunks)
+        parts = parts_of(self._inputs(inputs), self.chunks)
+        for part in parts:
+            self._inputs.check(part)
+        return parts
 
     @not_compiled
     def forward(self, inputs: Any) -> Any:
         """The outputs of the whole batch."""
         if gradients_are_lost(self.training and any(map(_trains, self.stages)), inputs):
             hint_at_context("a pipeline")
-        parts = parts_of(inputs, self.chunks)
+        parts = self._parts_of(inputs)
         crew = self._gather()
         if torch.is_grad_enabled() and entered_id() is not None:
             if any(crew.ties):
@@ -272,7 +288,7 @@ class Pipeline(nn.Module):
         sizes = sizes_of(inputs, targets, self.chunks)
         loss, weights = shares(loss, reduction, sizes, targets)
         crew = self._gather()
-        own = [crew.bundled(0, part) for part in parts_of(inputs, self.chunks)]
+        own = [crew.bundled(0, part) for part in self._parts_of(inputs)]
         wanted = [crew.bundled(-1, part) for part in parts_of(targets, self.chunks)]
         ends = Ends([each.detached() for each in own], [each.detached() for each in wanted], loss, weights)
         context = current.conductor().contexts.find(context_id)

@@ -51,17 +51,23 @@ class Stage:
     def share_weight(self, name: str, weight: Tensor) -> None:
         """Another stage of this worker has the same parameter."""
         self._check_shape(name, weight)
-        path, _, last = name.rpartition(".")
-        setattr(self._module.get_submodule(path), last, weight)
+        for holder, last in self._names_of(name):
+            setattr(holder, last, weight)
 
     def borrow_weight(self, name: str) -> None:
         """From now on a parameter is another worker's: it is no parameter here, and gets gradients all the same."""
         weight = self.weight(name)
-        path, _, last = name.rpartition(".")
-        holder = self._module.get_submodule(path)
-        if last in holder._parameters:
-            del holder._parameters[last]
-            holder.register_buffer(last, weight.detach().requires_grad_(weight.requires_grad))
+        borrowed = weight.detach().requires_grad_(weight.requires_grad)
+        for holder, last in self._names_of(name):
+            if last in holder._parameters:
+                del holder._parameters[last]
+                holder.register_buffer(last, borrowed)
+
+    def _names_of(self, name: str) -> list[tuple[nn.Module, str]]:
+        """All modules that have a parameter, which may be tied in the stage, too, and its name in each."""
+        weight = self.weight(name)
+        names = {name, *(each for each, own in self._module.named_parameters(remove_duplicate=False) if own is weight)}
+        return [(self._module.get_submodule(path), last) for path, _, last in (each.rpartition(".") for each in names)]
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """What the owner has lent."""

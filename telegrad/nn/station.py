@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.naming import known_as, runs_as
@@ -148,3 +148,15 @@ def run_stage(station: RRef[Station], stage: int, value: Any) -> Any:
 
 
 runs_as(run_stage, lambda station, stage, _: station.local_value().stages[stage].name)
+
+
+@known_as("checkpoint.save")
+def lent_weight(station: RRef[Station], stage: int, name: str) -> Tensor:
+    """At the owner of a weight that is tied."""
+    return station.local_value().stages[stage].weight(name).detach()
+
+
+@known_as("checkpoint.save")
+def set_weight(station: RRef[Station], stage: int, name: str, value: Tensor) -> None:
+    """At a borrower of that."""
+    station.local_value().stages[stage].set_weight(name, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils._pytree import tree_leaves
 
-from telegrad.errors import TelegradWarning, UsageError
+from telegrad.errors import UsageError
 from telegrad.nn.cutting import Cut, cut
 
 WIDTH = 6
@@ -36,15 +35,23 @@ def named() -> nn.Module:
 
 
 class Block(nn.Module):
-    """Cannot be traced, and need not."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.drop = linear(), nn.Dropout(0.5)
 
     def forward(self, value: Tensor) -> Tensor:
-        found = self.layer(value) if value.sum() > 0 else self.layer(-value)
-        return self.drop(found.tanh())
+        return self.drop(self.layer(value).tanh())
+
+
+class Choosing(nn.Module):
+    """Cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = linear(), linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(self.layer(value) if value.sum() > 0 else self.layer(-value))
 
 
 class Layers(nn.Module):
@@ -160,6 +167,13 @@ def applied(model: nn.Module, inputs: Any) -> Any:
     return model(inputs[0], inputs[1], other=inputs[2]) if isinstance(inputs, tuple) else model(inputs)
 
 
+def through(made: Cut, stages: list[nn.Module], inputs: Any) -> Any:
+    value = inputs if made.inputs is None else made.inputs(inputs)
+    for stage in stages:
+        value = stage(value)
+    return value
+
+
 def total(outputs: Any) -> Tensor:
     return torch.stack([each.square().sum() for each in tree_leaves(outputs)]).sum()
 
@@ -170,15 +184,13 @@ def test_stages_give_what_the_whole_gives(name: str) -> None:
     case = CASES[name]
     model, inputs = case.make(), case.inputs()
     before = dict(vars(model)), set(model.state_dict())
-    made = cut(model, len(case.at) + 1, at=case.at)
+    made = cut(model, len(case.at) + 1, at=case.at, example=inputs)
     assert (dict(vars(model)), set(model.state_dict())) == before
     stages = sent(made)
     torch.manual_seed(1)
     wanted = applied(model, inputs)
     torch.manual_seed(1)
-    found = inputs
-    for stage in stages:
-        found = stage(found)
+    found = through(made, stages, inputs)
     for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
         assert torch.equal(one, other)
     total(wanted).backward()
@@ -192,54 +204,40 @@ def test_stages_give_what_the_whole_gives(name: str) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_what_is_not_cut_stays_as_it_is() -> None:
-    model = Inside()
-    stages = cut(model, 3, at=["encoder.layers.2", "head"]).stages
-    assert stages[1].get_submodule("encoder.layers.2") is model.encoder.layers[2]
+def test_a_sequence_stays_one() -> None:
     chain = cut(named(), 2, at=["layers.2"]).stages
     assert [type(stage) for stage in chain] == [nn.Sequential, nn.Sequential]
     assert list(chain[0].state_dict()) == ["embed.weight", "embed.bias", "layers.0.weight", "layers.0.bias"]
 
 
-def test_dropout_follows_train_and_eval() -> None:
-    model = Layers().eval()
-    stages = sent(cut(model, 2, at=["layers.2"]))
-    assert [stage.training for stage in stages] == [False, False]
-    inputs = torch.randn(5, WIDTH)
-    assert torch.equal(stages[1](stages[0](inputs)), model(inputs))
-    for stage in stages:
-        stage.train()
-    assert not torch.equal(stages[1](stages[0](inputs)), model(inputs))
-
-
 class Switching(nn.Module):
+    """Looks at its mode."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = linear(), linear()
 
     def forward(self, value: Tensor) -> Tensor:
-        return self.second(self._noisy(self.first(value)))
-
-    def _noisy(self, value: Tensor) -> Tensor:
-        return value * 2 if self.training else value
+        value = self.first(value)
+        return self.second(dropout(value * 2 if self.training else value, 0.5, self.training))
 
 
-class Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.second(dropout(self.first(value), 0.5, self.training))
-
-
-def test_a_recorded_training_mode_is_told() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(TelegradWarning, match=r"Functional\) looks at self\.training, which is recorded"):
-            cut(Functional(), 2, at=["second"])
-        with pytest.raises(TelegradWarning, match=r"Switching\) looks at self\.training"):
-            cut(Switching(), 2, at=["second"])
+@pytest.mark.parametrize(("make", "at"), [(Layers, "layers.2"), (Switching, "second")])
+def test_stages_follow_train_and_eval(make: Callable[[], nn.Module], at: str) -> None:
+    model, inputs = make().eval(), torch.randn(5, WIDTH)
+    made = cut(model, 2, at=[at], example=inputs)
+    stages = sent(made)
+    for mode in (False, True, False):
+        model.train(mode)
+        outputs = []
+        for run in (model, lambda value: through(made, stages, value)):
+            torch.manual_seed(0)
+            outputs.append(run(inputs))
+        assert torch.equal(*outputs)
+        for stage in stages:
+            stage.train(not mode)
+    with pytest.raises(UsageError, match=r"in different modes: call train\(\) or eval\(\) of the pipeline"):
+        through(made, [stages[0].eval(), stages[1].train()], inputs)
 
 
 @pytest.mark.parametrize(
@@ -257,24 +255,13 @@ def test_a_recorded_training_mode_is_told() -> None:
 def test_by_itself_it_is_cut_into_stages_of_about_equal_size(
     make: Callable[[], nn.Module], count: int, wanted: list[int]
 ) -> None:
-    stages = cut(make(), count).stages
-    assert [sum(isinstance(part, nn.Linear) for part in stage.modules()) for stage in stages] == wanted
+    model = make()
+    stages = cut(model, count, example=torch.randn(4, WIDTH)).stages
+    assert [sum(name.endswith("weight") for name, _ in stage.named_parameters()) for stage in stages] == wanted
 
 
-class Large(nn.Module):
-    """Has more parameters than a stage shall have, and cannot be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 50), nn.Linear(50, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.second(self.first(value)) if value.sum() > 0 else value
-
-
-def test_a_large_module_that_cannot_be_traced_stays_whole() -> None:
-    made = cut(nn.Sequential(linear(), Large(), linear()), 3)
-    assert made.parts == [["0"], ["1"], ["2"]]
+def test_without_an_example_a_sequence_is_cut_between_its_children() -> None:
+    assert cut(nn.Sequential(linear(), Choosing(), linear()), 3).parts == [["0"], ["1"], ["2"]]
 
 
 def test_a_count_of_children_for_each_stage() -> None:
@@ -294,11 +281,11 @@ class Tied(nn.Module):
 
 
 def test_what_several_stages_train_is_listed() -> None:
-    assert cut(Tied(), 3, at=["middle", "head"]).ties == [
+    assert sorted(cut(Tied(), 3, at=["middle", "head"], example=torch.randn(4, WIDTH)).ties) == [
         (0, "embed.weight", 2, "head.weight"),
         (1, "middle.weight", 2, "middle.weight"),
     ]
-    assert cut(Tied(), 1).ties == []
+    assert cut(Tied(), 1, example=torch.randn(4, WIDTH)).ties == []
 
 
 class Counting(nn.Module):
@@ -315,11 +302,11 @@ class Counting(nn.Module):
         return self.last(value) / self.seen
 
 
-class Uncalled(nn.Module):
-    """Has no argument that must be given."""
+class Unnamed(nn.Module):
+    """Has no argument of a name."""
 
-    def forward(self, value: Any = None) -> Any:
-        return value
+    def forward(self, *values: Any) -> Any:
+        return values
 
 
 def hooked() -> nn.Module:
@@ -347,15 +334,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
     "one and its first part": (Inside, 3, {"at": ["encoder", "encoder.layers.0"]}, "a stage would be empty"),
     "the wrong order": (sequence, 3, {"at": ["4", "2"]}, r"name these in the order \['2', '4'\]"),
     "a list": (Layers, 2, {"at": ["layers"]}, "'layers' is not called itself"),
-    "no forward that can be traced": (Block, 2, {"at": ["drop"]}, r"the model \(Block\) cannot be cut.*\n.*by hand"),
-    "a part that cannot be traced": (
+    "values that choose": (Choosing, 2, {"at": ["last"]}, r"Choosing cannot be cut at 'last'.*\n.*by hand"),
+    "no name of an input": (Unnamed, 2, {}, "Unnamed.forward names no argument"),
+    "no example": (Layers, 2, {"example": None}, r"takes an example: Pipeline.split\(model, workers, example=inputs\)"),
+    "an empty example": (
         Layers,
         2,
-        {"at": ["layers.1.drop"]},
-        r"'layers.1' \(Block\) cannot be cut, as torch.fx cannot trace its forward: TraceError",
+        {"example": torch.ones(0, WIDTH)},
+        "`example` consists of tensors with the samples",
     ),
-    "no input": (Uncalled, 2, {}, "Uncalled.forward needs no argument"),
-    "hooks": (hooked, 2, {"at": ["2"]}, r"the model \(Sequential\) has hooks"),
+    "hooks": (hooked, 2, {"at": ["2"]}, r"'' \(Sequential\) has hooks"),
     "counts of no sequence": (Layers, 2, {"balance": [2, 2]}, "counts the children of an nn.Sequential, and Layers is"),
     "too many counts": (
         sequence,
@@ -365,9 +353,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
     ),
     "a wrong sum": (sequence, 2, {"balance": [2, 2]}, r"\[2, 2\] does not"),
     "an empty stage": (sequence, 3, {"balance": [5, 0, 0]}, "balance must be a whole number, 1 or more, not 0"),
-    "a buffer that one changes and another reads": (Counting, 2, {"at": ["last"]}, r"'seen' is used by .* \[0, 1\]"),
-    "too many stages": (sequence, 4, {}, r"there are 3 \['0', '2', '4'\]. Name fewer workers"),
-    "nothing to train": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), 2, {}, r"there are 0 \[\]"),
+    "a buffer that one changes and another reads": (
+        Counting,
+        2,
+        {"at": ["last"]},
+        r"'seen' is changed in place .* \[0, 1\]",
+    ),
+    "too many stages": (sequence, 4, {}, r"could begin with \['2', '4'\]. Name fewer workers"),
+    "nothing to train": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), 2, {}, r"could begin with \[\]"),
 }
 
 
@@ -375,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], int, dict[str, Any], str]] = {
 def test_what_cannot_be_cut(what: str) -> None:
     make, count, where, said = REFUSED[what]
     with pytest.raises(UsageError, match=said):
-        cut(make(), count, **where)
+        cut(make(), count, **{"example": torch.randn(4, WIDTH), **where})
 
 
 class Slow(nn.Module):
@@ -391,7 +384,7 @@ class Slow(nn.Module):
 
 
 def test_other_threads_use_their_modules_meanwhile() -> None:
-    other, inputs = Layers(), torch.randn(5, WIDTH)
+    other, inputs = Layers().eval(), torch.randn(5, WIDTH)  # which draws no random numbers
     found: list[Tensor] = []
 
     def meanwhile() -> None:
@@ -399,74 +392,8 @@ def test_other_threads_use_their_modules_meanwhile() -> None:
         thread.start()
         thread.join()
 
-    cut(Slow(meanwhile), 2, at=["second"])
+    cut(Slow(meanwhile), 2, at=["second"], example=inputs)
     assert found[0].shape == (5, WIDTH)
-
-
-class Scoped(nn.Module):
-    """Does a part of its work in another mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = linear(), linear()
-
-    def forward(self, value: Tensor) -> Tensor:
-        with torch.no_grad():
-            value = self.one(value)
-        return self.other(value)
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -gradient
-
-
-class Adversary(nn.Module):
-    """Has a function of the user's in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = linear(), linear()
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.other(Reversed.apply(self.one(value)))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [(Scoped, "changes the grad mode or autocast"), (Adversary, "Reversed is a torch.autograd.Function")],
-)
-def test_what_a_recording_would_lose_is_refused(make: Callable[[], nn.Module], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        cut(make(), 2, at=["other"])
-    value = torch.ones(2, WIDTH, requires_grad=True)
-    assert Reversed.apply(value).sum().backward() is None
-    assert value.grad is not None
-    assert value.grad.sum() == -2 * WIDTH
-
-
-class Remembering(nn.Module):
-    """Keeps what it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = linear(), linear()
-        self.seen: Any = None
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.seen = self.one(value)
-        return self.other(self.seen)
-
-
-def test_the_model_is_as_before() -> None:
-    model = Remembering()
-    cut(model, 2, at=["other"])
-    assert model.seen is None
 
 
 class Twins(nn.Module):
@@ -481,8 +408,7 @@ class Twins(nn.Module):
         return self.last(self.late(self.early(value)))
 
 
-def test_a_weight_that_a_stage_has_twice_is_tied_under_both_names() -> None:
-    assert set(cut(Twins(), 2, at=["late"]).ties) == {
-        (0, "early.weight", 1, "late.weight"),
-        (0, "early.weight", 1, "last.weight"),
-    }
+def test_a_weight_that_a_stage_has_twice_is_tied_once() -> None:
+    made = cut(Twins(), 2, at=["late"], example=torch.randn(4, WIDTH))
+    assert made.ties == [(0, "early.weight", 1, "late.weight")]
+    assert {"late.weight", "last.weight"} <= set(made.stages[1].state_dict())

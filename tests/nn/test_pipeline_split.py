@@ -79,13 +79,15 @@ def test_a_sequence_trains_as_in_one_process(schedule: str) -> None:
 def test_what_skips_stages_trains_as_in_one_process(schedule: str) -> None:
     model = Masked().double()
     workers = ["w1", "w0", "w1", "w0"]
-    pipeline = Pipeline.split(model, workers, at=[f"layers.{number}" for number in (1, 2, 3)], schedule=schedule)
+    pipeline = Pipeline.split(
+        model, workers, at=[f"layers.{number}" for number in (1, 2, 3)], schedule=schedule, example=masked_batch()[0]
+    )
     trains_alike(pipeline, model, masked_batch)
 
 
 def test_it_is_split_by_itself() -> None:
     model = Masked().double()
-    pipeline = Pipeline.split(model, WORKERS, chunks=3)
+    pipeline = Pipeline.split(model, WORKERS, chunks=3, example=masked_batch()[0])
     assert [stage.on for stage in pipeline.stages] == WORKERS
     inputs, _ = masked_batch()
     with torch.no_grad():
@@ -97,7 +99,7 @@ def test_it_is_split_by_itself() -> None:
 def test_outputs_are_those_of_the_whole(name: str) -> None:
     case = CASES[name]
     model, inputs = case.make().eval(), case.inputs()
-    pipeline = Pipeline.split(model, ["w1", "w2", "w0", "w1"][: len(case.at) + 1], at=case.at, chunks=1)
+    pipeline = Pipeline.split(model, ["w1", "w2", "w0", "w1"][: len(case.at) + 1], at=case.at, chunks=1, example=inputs)
     assert not pipeline.stages[0].training
     given = dict(zip(("input", "mask", "other"), inputs, strict=True)) if isinstance(inputs, tuple) else inputs
     with torch.no_grad():
@@ -133,7 +135,10 @@ def test_the_state_of_a_model_around_it_has_the_names_of_the_whole() -> None:
 
 def test_what_several_stages_use_is_loaded_into_each() -> None:
     model, other = Own().eval(), Own().eval()
-    pipeline, inputs = Pipeline.split(model, WORKERS, at=["first", "second"], chunks=1), torch.randn(5, WIDTH)
+    pipeline, inputs = (
+        Pipeline.split(model, WORKERS, at=["first", "second"], chunks=1, example=torch.randn(5, WIDTH)),
+        torch.randn(5, WIDTH),
+    )
     with torch.no_grad():
         other.bias.fill_(7)
         pipeline.load_state_dict(other.state_dict())
@@ -144,7 +149,10 @@ def test_what_several_stages_use_is_loaded_into_each() -> None:
 
 def test_train_and_eval_reach_the_stages() -> None:
     model = Layers()
-    pipeline, inputs = Pipeline.split(model, ["w1", "w2"], chunks=1), torch.randn(5, WIDTH)
+    pipeline, inputs = (
+        Pipeline.split(model, ["w1", "w2"], chunks=1, example=torch.randn(5, WIDTH)),
+        torch.randn(5, WIDTH),
+    )
     with torch.no_grad():
         wanted = model.eval()(inputs)
         assert not torch.allclose(pipeline(inputs), wanted)
@@ -153,7 +161,7 @@ def test_train_and_eval_reach_the_stages() -> None:
 
 def test_gradients_of_a_loss_of_ones_own() -> None:
     model, (inputs, _) = Masked().double(), masked_batch()
-    pipeline = Pipeline.split(model, WORKERS, chunks=3)
+    pipeline = Pipeline.split(model, WORKERS, chunks=3, example=masked_batch()[0])
     inputs["value"].requires_grad_()
     with autograd.context() as context:
         autograd.backward(context, pipeline(inputs).square().sum())
@@ -182,8 +190,8 @@ def trained(pipeline: Pipeline, optimizer: DistributedOptimizer, inputs: Any, ta
 def test_a_checkpoint_is_read_into_another_cut_and_into_the_whole(tmp_path: pathlib.Path) -> None:
     model, other, (inputs, targets) = Own().double().eval(), Own().double(), plain_batch()
     other.table, other.plain = model.table, model.plain  # which are in no state
-    first = Pipeline.split(model, ["w1", "w1", "w2"], at=["first", "second"])
-    second = Pipeline.split(other, ["w2", "w0"], at=["second"]).eval()
+    first = Pipeline.split(model, ["w1", "w1", "w2"], at=["first", "second"], example=inputs)
+    second = Pipeline.split(other, ["w2", "w0"], at=["second"], example=inputs).eval()
     states: list[dict[str, Any]] = []
     for pipeline in (first, second):
         optimizer = DistributedOptimizer.for_module(torch.optim.Adam, pipeline, lr=0.05)
@@ -206,14 +214,18 @@ def test_a_checkpoint_is_read_into_another_cut_and_into_the_whole(tmp_path: path
 @pytest.mark.parametrize("workers", [WORKERS, ["w1", "w2", "w1"], ["w1", "w1", "w1"]])
 def test_parameters_that_stages_share_are_one(workers: list[str], tmp_path: pathlib.Path) -> None:
     model = Tied().double()
-    pipeline = Pipeline.split(model, workers, at=["middle", "head"], chunks=3)
+    pipeline = Pipeline.split(model, workers, at=["middle", "head"], chunks=3, example=plain_batch()[0])
     trains_alike(pipeline, model, plain_batch)
     state = pipeline.state_dict()
     assert state.keys() == model.state_dict().keys()
     assert all(torch.allclose(state[name], value) for name, value in model.state_dict().items())
     Tied().double().load_state_dict(state)
     checkpoint.save({"model": pipeline}, tmp_path)
-    other = Pipeline.split(Tied().double(), workers, at=["middle", "head"], chunks=3)
+    flat = {f"model.{name}": torch.empty_like(value) for name, value in model.state_dict().items()}
+    torch.distributed.checkpoint.load(flat, checkpoint_id=tmp_path, no_dist=True)
+    for name, value in model.state_dict().items():  # of the last step, what a stage has borrowed, too
+        assert torch.allclose(flat[f"model.{name}"], value, rtol=1e-6, atol=1e-9), name
+    other = Pipeline.split(Tied().double(), workers, at=["middle", "head"], chunks=3, example=plain_batch()[0])
     checkpoint.load({"model": other}, tmp_path)
     inputs, _ = plain_batch()
     with torch.no_grad():

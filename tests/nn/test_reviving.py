@@ -157,7 +157,9 @@ def test_a_stage_whose_worker_stays_away_goes_on_elsewhere(crowd: Crowd, tmp_pat
 
 
 def test_a_model_that_was_cut_goes_on_and_so_do_its_ties(crowd: Crowd, tmp_path: pathlib.Path) -> None:
-    pipeline = Pipeline.split(Tied(), ["w1", "w2"], at=["layers.2"], chunks=2, restore=True)
+    pipeline = Pipeline.split(
+        Tied(), ["w1", "w2"], at=["layers.2"], chunks=2, restore=True, example=torch.ones(4, 4).double()
+    )
     check(crowd, tmp_path, pipeline, Tied(), "w1", "w2")
 
 

@@ -1,0 +1,315 @@
+"""A comparison of a model with the stages into which it was cut, with an example and in this process.
+
+A recording has operators alone. What a forward pass does besides (Python state, globals, the training flags of a part,
+hooks of tensors) and memory that stages would need in common show in outputs, gradients, buffers or random numbers, or
+are looked for where the model runs (activation checkpointing, functions with a backward of their own). So the model
+and its stages run beside each other, with one seed, in both modes, with several sizes of the batch. Both are copies:
+the model stays as it is. Between stages, tensors are copied as between workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from telegrad.errors import UsageError
+from telegrad.nn.exported import Inputs, resized
+
+_BY_HAND = "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
+_MODES = {True: "training", False: "evaluation"}
+_INSTEAD = f"Keep such state in a buffer that one stage uses, cut elsewhere, or {_BY_HAND}"
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Copy a model. Tensors that operations have made, which torch does not copy, lose their history."""
+    made = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in made if not value.is_leaf})
+
+
+def prove(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
+    """Compare a model with its stages.
+
+    Raises:
+        UsageError: they differ, or the model does what stages could not.
+    """
+    comparison = _Comparison(model, stages, inputs, example)
+    size = comparison.size
+    for mode, samples, with_backward in [
+        *((True, size, True), (True, size + 1, True), (False, size, True), (False, size + 1, False)),
+        *((False, 1, False), (True, 1, False)),
+    ]:
+        with _random_numbers(model), torch.inference_mode(False), torch.set_grad_enabled(with_backward):
+            differing = comparison.run(mode, samples, with_backward)
+        if differing and samples == 1 and inputs is not None:
+            inputs.refuse_one()
+            return
+        if differing:
+            raise UsageError(
+                f"the stages of {type(model).__name__} differ from the model in {_MODES[mode]}, with {samples} "
+                f"samples: {'; '.join(differing[:4])}. A stage has no tensors in common with another, and of a forward "
+                "pass that is recorded only operators: no Python state or globals that change, no hooks of tensors. "
+                f"{_INSTEAD}"
+            )
+
+
+class _Comparison:
+    """Copies of a model and of its stages."""
+
+    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, example: Any) -> None:
+        self._model = model
+        self._whole, self._parts = copied(model), [copy.deepcopy(stage) for stage in stages]
+        self._inputs = inputs
+        leaves, self._form = tree_flatten(example)
+        self._leaves = leaves if inputs is None else inputs.leaves
+        self._returned = {} if inputs is None else _heard(self._whole)
+        self.size = max((len(leaf) for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.dim()), default=0)
+
+    def run(self, mode: bool, samples: int, with_backward: bool) -> list[str]:
+        """Run both; name what differs."""
+        for each in (self._whole, *self._parts):
+            each.train(mode)
+        given = resized(self._leaves, samples)
+        try:
+            wanted = _results(self._run_whole, [self._whole], given, with_backward)
+        except Exception as error:
+            if samples == self.size or isinstance(error, UsageError):
+                raise
+            return []  # the model does not take as many
+        _check_heard(self._returned)
+        try:
+            if self._inputs is not None:
+                self._inputs.check((None, given))
+            found = _results(self._run_parts, self._parts, given, with_backward)
+        except Exception as error:
+            return [f"the stages raise {type(error).__name__}: {error}"]
+        return _differing(wanted, found, self._model)
+
+    def _run_whole(self, given: Sequence[Any]) -> Any:
+        if self._inputs is None:
+            return self._whole(tree_unflatten(list(given), self._form))
+        before = _python_state(self._whole)
+        with _no_saving():
+            found = self._whole(**self._inputs.named(given))
+        _check_functions(found)
+        _check_state(self._whole, before)
+        return found
+
+    def _run_parts(self, given: Sequence[Any]) -> Any:
+        value = tree_unflatten(list(given), self._form) if self._inputs is None else (None, list(given))
+        for part in self._parts:
+            value = part(_sent(value))
+        return value
+
+
+@contextlib.contextmanager
+def _random_numbers(model: nn.Module) -> Iterator[None]:
+    """Seed the generators; leave them as they were."""
+    devices = {
+        each.device for each in (*model.parameters(), *model.buffers()) if each.device.type not in ("cpu", "meta")
+    }
+    numpy = sys.modules.get("numpy")
+    kept, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for device in devices:
+            stack.enter_context(torch.random.fork_rng(devices=[device.index or 0], device_type=device.type))
+        try:
+            yield
+        finally:
+            random.setstate(kept)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+
+
+def _results(
+    call: Callable[[Sequence[Any]], Any], modules: Sequence[nn.Module], given: Sequence[Any], with_backward: bool
+) -> dict[str, Any]:
+    """Run a model, or its stages; what comes of it, by what it is."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+    led = [
+        leaf.requires_grad_() for leaf in own if with_backward and isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+    outputs = tree_leaves(call([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in own]))
+    results: dict[str, Any] = {f"output {number}": value for number, value in enumerate(outputs)}
+    if with_backward:
+        trained = [(name, each) for module in modules for name, each in module.named_parameters() if each.requires_grad]
+        ends = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+        entering = [
+            torch.arange(each.numel(), device=each.device).cos().reshape(each.shape).to(each.dtype) for each in ends
+        ]
+        wanted = [*led, *(each for _, each in trained)]
+        found = (
+            torch.autograd.grad(ends, wanted, entering, allow_unused=True) if ends and wanted else [None] * len(wanted)
+        )
+        results |= {f"the gradient of input {number}": each for number, each in enumerate(found[: len(led)])}
+        for (name, _), each in zip(trained, found[len(led) :], strict=True):
+            results.setdefault(f"the gradient of {name!r}", []).append(each)
+    for module in modules:
+        for name, value in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ):
+            results.setdefault(f"the value of {name!r}", []).append(value.detach().clone())
+    results["the random generator of torch"] = torch.get_rng_state()
+    results["the random generator of Python"] = random.getstate()
+    if numpy:
+        results["the random generator of NumPy"] = repr(numpy.random.get_state())
+    return results
+
+
+def _differing(wanted: Mapping[str, Any], found: dict[str, Any], model: nn.Module) -> list[str]:
+    """Name what differs."""
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # tied ones are one, with one gradient
+        known = first.setdefault(parameter, name)
+        if f"the gradient of {name!r}" in found and known != name:
+            own = found.pop(f"the gradient of {name!r}")
+            found.setdefault(f"the gradient of {known!r}", []).extend(own)
+    differing = []
+    for name in wanted.keys() | found.keys():
+        one, other = wanted.get(name), found.get(name)
+        if name.startswith("the gradient of '"):
+            one, other = _sum(one), _sum(other)
+        elif name.startswith("the value of "):
+            if not one or not other:  # not used, or a constant
+                continue
+            one = one * len(other)
+        try:
+            torch.testing.assert_close(other, one, equal_nan=True) if isinstance(one, (Tensor, list)) else _same(
+                one, other
+            )
+        except (AssertionError, TypeError, ValueError):
+            differing.append(name)
+    return sorted(differing)
+
+
+def _same(one: Any, other: Any) -> None:
+    if type(one) is not type(other) or one != other:
+        raise AssertionError
+
+
+def _sum(gradients: Sequence[Tensor | None] | None) -> Tensor | None:
+    there = [each for each in gradients or () if each is not None]
+    return torch.stack(there).sum(0) if there else None
+
+
+def _sent(value: Any) -> Any:
+    """As it arrives at another worker: what shared memory does not any more, and what was one tensor is one."""
+    made: dict[Tensor, Tensor] = {}
+    return tree_map_only(Tensor, lambda tensor: made.setdefault(tensor, tensor.clone()), value)
+
+
+# What a forward pass does besides
+
+_one_by_one = threading.RLock()  # guards saved_tensors_hooks.__enter__
+
+
+def _python_state(model: nn.Module) -> dict[str, Any]:
+    """The attributes of all modules that are numbers, texts or containers, these with what is in them."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE:
+                continue
+            if isinstance(value, (dict, list, set, tuple)):
+                found[f"{path}.{name}"] = list(value.items()) if isinstance(value, dict) else list(value)
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _check_state(model: nn.Module, before: Mapping[str, Any]) -> None:
+    after = _python_state(model)
+    for name in before.keys() | after.keys():
+        one, other = (
+            [*map(id, tree_leaves(each))] if isinstance(each, list) else each
+            for each in (before.get(name), after.get(name))
+        )
+        if one != other:
+            raise UsageError(
+                f"the forward pass of {type(model).__name__} changes {name.lstrip('.')!r}, which is Python state: it "
+                f"would not in a stage. {_INSTEAD}"
+            )
+
+
+@contextlib.contextmanager
+def _no_saving() -> Iterator[None]:
+    """Refuse, on this thread, what decides how tensors are kept for backward."""
+    here, own = threading.get_ident(), saved_tensors_hooks.__enter__
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        if threading.get_ident() == here:
+            raise UsageError(
+                "the forward pass uses activation checkpointing, or other saved_tensors_hooks, which no recording has: "
+                f"cut the model without it, with more micro-batches (`chunks`), or {_BY_HAND}"
+            )
+        own(hooks)
+
+    with _one_by_one:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
+
+
+def _check_functions(outputs: Any) -> None:
+    seen: set[Any] = {None}
+    stack: list[Any] = [each.grad_fn for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+    while stack:
+        if (node := stack.pop()) in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise UsageError(
+                f"the forward pass uses a torch.autograd.Function ({type(node).__name__.removesuffix('Backward')}), of "
+                f"which only the operators of its forward would be recorded: write it with operators, or {_BY_HAND}"
+            )
+
+
+def _heard(model: nn.Module) -> dict[str, bool]:
+    """Have the forward hooks of a model's modules note whether they return something."""
+    returned: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in hooks.items():
+                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                    returned[name := f"{getattr(hook, '__qualname__', hook)} of {path!r}"] = False
+                    hooks[key] = _noting(hook, name, returned)
+    return returned
+
+
+def _noting(hook: Callable[..., Any], name: str, returned: dict[str, bool]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = hook(*args, **kwargs)
+        returned[name] |= found is not None
+        return found
+
+    return call
+
+
+def _check_heard(returned: Mapping[str, bool]) -> None:
+    for name, does in returned.items():
+        if not does:
+            raise UsageError(
+                f"the hook {name} returns nothing, so it is there for what it does besides, which no stage would do: "
+                "remove it before Pipeline.split, or have it return what it changes"
+            )
