@@ -42,6 +42,7 @@ class Layers(nn.Module):
         return self.layers(value)
 
 
+batch = torch.randn(8, 4)
 model, sequence = Layers(), nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
 
 
