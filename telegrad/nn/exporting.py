@@ -271,7 +271,8 @@ class _Memory:
             crossing = [
                 node
                 for node in group
-                if max(map(self._stage_of.__getitem__, node.users), default=0) > self._stage_of.get(node, 0)
+                if node not in self._state
+                and max(map(self._stage_of.__getitem__, node.users), default=0) > self._stage_of.get(node, 0)
             ]
             if len(crossing) > 1:
                 raise UsageError(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -156,6 +156,13 @@ def parametrized() -> nn.Module:
     return made
 
 
+def with_spectral_norm() -> nn.Module:
+    made = Two(normalized)  # the second part writes to two buffers of its own in one operation
+    spectral_norm(made.a)
+    spectral_norm(made.b)
+    return made
+
+
 def averaged_without_gradients(m: Two, value: Tensor) -> Tensor:
     found = m.a(value)
     with torch.no_grad():
@@ -183,7 +190,12 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
         *(data_type, asserted, no_grad, value_changed_behind, normalized, attribute, weight_used_twice),
         averaged_without_gradients,
     )
-} | {"hooks that return": changed_hook, "parametrized": parametrized, "half frozen": half_frozen}
+} | {
+    "hooks that return": changed_hook,
+    "parametrized": parametrized,
+    "half frozen": half_frozen,
+    "spectral norm": with_spectral_norm,
+}
 
 
 def copied(value: Any) -> Any:
