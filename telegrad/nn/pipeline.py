@@ -22,10 +22,10 @@ from telegrad.nn.backward import root_of
 from telegrad.nn.batches import Ends, Job, Numbers, Product
 from telegrad.nn.checks import check_context_id, gradients_are_lost, hint_at_context
 from telegrad.nn.crew import Crew, gather
-from telegrad.nn.cutting import STAGES, cut, keep_names
 from telegrad.nn.exported import Inputs
 from telegrad.nn.losses import Loss, shares
 from telegrad.nn.microbatches import joined, parts_of, sizes_of
+from telegrad.nn.naming import STAGES, keep_names
 from telegrad.nn.place import parse_place
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.schedule import SCHEDULES
@@ -208,6 +208,8 @@ class Pipeline(nn.Module):
         Raises:
             UsageError: the model cannot be cut so, or the stages differ from it; it says why, and what can be done.
         """
+        from telegrad.nn.cutting import cut  # torch.export imports sympy: 35 MB in each process
+
         if not isinstance(workers, list | tuple) or isinstance(workers, WorkerInfo) or not workers:
             raise UsageError('`workers` is a list, with a worker for each stage: Pipeline.split(model, ["w1", "w2"])')
         check_restore(restore)

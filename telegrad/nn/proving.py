@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import io
+import pickle
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -218,34 +222,69 @@ def _sent(value: Any) -> Any:
 _one_by_one = threading.RLock()  # guards saved_tensors_hooks.__enter__
 
 
-def _python_state(model: nn.Module) -> dict[str, Any]:
-    """The attributes of all modules that are numbers, texts or containers, these with what is in them."""
+class _Writer(pickle.Pickler):
+    """Writes a value with all that it holds, but for what is compared or refused elsewhere: that by its identity."""
+
+    def persistent_id(self, value: Any) -> int | None:
+        return id(value) if isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)) else None
+
+
+def _written(value: Any) -> bytes | None:
+    """None: it cannot be written."""
+    file = io.BytesIO()
+    try:
+        _Writer(file).dump(value)
+    except Exception:
+        return None
+    return file.getvalue()
+
+
+def _python_state(model: nn.Module) -> dict[str, bytes | None]:
+    """The attributes of all modules and of their classes, and the globals that their methods use."""
+    attributes = {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    }
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_users(kind)}
+    of_classes = {f"{kind.__name__}.{name}": value for kind in kinds for name, value in vars(kind).items()}
+    first = [each for each in (*attributes.values(), *of_classes.values()) if isinstance(each, FunctionType)]
+    found = attributes | of_classes | _globals_of(first)
+    return {name: _written(value) for name, value in found.items()}
+
+
+def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
+    """The globals and outer variables that functions use, and the functions that they call in the same packages."""
+    packages = {each.__module__.partition(".")[0] for each in functions}
     found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE:
-                continue
-            if isinstance(value, (dict, list, set, tuple)):
-                found[f"{path}.{name}"] = list(value.items()) if isinstance(value, dict) else list(value)
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                found[f"{path}.{name}"] = value
+    while functions:
+        function = functions.pop()
+        used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        with contextlib.suppress(ValueError):  # a variable without a value
+            used |= inspect.getclosurevars(function).nonlocals
+        for name, value in used.items():
+            path = f"{function.__module__}.{name}"
+            if path not in found and isinstance(value, FunctionType) and value.__module__.partition(".")[0] in packages:
+                functions.append(value)
+            found[path] = value
     return found
+
+
+def _is_of_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("torch", "builtins")
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def _check_state(model: nn.Module, before: Mapping[str, Any]) -> None:
+def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:
     after = _python_state(model)
-    for name in before.keys() | after.keys():
-        one, other = (
-            [*map(id, tree_leaves(each))] if isinstance(each, list) else each
-            for each in (before.get(name), after.get(name))
-        )
-        if one != other:
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
             raise UsageError(
-                f"the forward pass of {type(model).__name__} changes {name.lstrip('.')!r}, which is Python state: it "
-                f"would not in a stage. {_INSTEAD}"
+                f"the forward pass of {type(model).__name__} changes {name!r}, which is Python state: it would not in "
+                f"a stage. {_INSTEAD}"
             )
 
 

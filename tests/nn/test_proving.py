@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ GLOBAL: list[int] = []
 class Two(nn.Module):
     """Two layers, a buffer, and a function between and behind them."""
 
+    counts = 0
     state: Tensor
     a: nn.Linear
     b: nn.Linear
@@ -45,6 +47,7 @@ class Two(nn.Module):
         self.a, self.b, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
         self.register_buffer("state", torch.zeros(WIDTH))
         self.calls, self.function = 0, forward
+        self.counter = SimpleNamespace(count=0)
 
     def forward(self, value: Tensor) -> Tensor:
         assert self.function is not None
@@ -303,9 +306,34 @@ def python_state(m: Two, value: Tensor) -> Tensor:
     return m.b(m.a(value))
 
 
+def state_of_an_object(m: Two, value: Tensor) -> Tensor:
+    m.counter.count += 1
+    return m.b(m.a(value)) * (1 if m.counter.count < 100 else 0)
+
+
+def state_of_a_class(m: Two, value: Tensor) -> Tensor:
+    Two.counts += 1
+    return m.b(m.a(value)) * (1 if Two.counts < 100 else 0)
+
+
 def global_state(m: Two, value: Tensor) -> Tensor:
     GLOBAL.append(1)
     return m.b(m.a(value)) * len(GLOBAL)
+
+
+def global_state_of_a_function(m: Two, value: Tensor) -> Tensor:
+    return global_state(m, value)
+
+
+def _counting() -> Callable[[Two, Tensor], Tensor]:
+    count = 0
+
+    def state_of_a_closure(m: Two, value: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return m.b(m.a(value)) * (1 if count < 100 else 0)
+
+    return state_of_a_closure
 
 
 def random_of_python(m: Two, value: Tensor) -> Tensor:
@@ -369,7 +397,11 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (of(detached_across), "a view of it goes to another stage"),
     (of(python_state), "changes .calls., which is Python state"),
     (of(mode_of_a_part), "changes .calls., which is Python state"),
-    (of(global_state), "differ from the model in training, with 8 samples: output 0"),
+    (of(state_of_an_object), "changes 'counter', which is Python state"),
+    (of(state_of_a_class), r"changes 'Two.counts', which is Python state"),
+    (of(global_state), r"changes '.*test_proving.GLOBAL', which is Python state"),
+    (of(global_state_of_a_function), r"changes '.*test_proving.GLOBAL', which is Python state"),
+    (of(_counting()), r"changes '.*test_proving.count', which is Python state"),
     (of(random_of_python), "differ from the model in training, with 8 samples: output 0"),
     (of(hook_of_a_tensor), "differ from the model in training, with 8 samples: the gradient of 'a.bias'"),
     (of(recomputed), "uses activation checkpointing"),
