@@ -384,7 +384,7 @@ class Slow(nn.Module):
 
 
 def test_other_threads_use_their_modules_meanwhile() -> None:
-    other, inputs = Layers().eval(), torch.randn(5, WIDTH)  # which draws no random numbers
+    other, inputs = Layers(), torch.randn(5, WIDTH)
     found: list[Tensor] = []
 
     def meanwhile() -> None:
@@ -392,7 +392,7 @@ def test_other_threads_use_their_modules_meanwhile() -> None:
         thread.start()
         thread.join()
 
-    cut(Slow(meanwhile), 2, at=["second"], example=inputs)
+    cut(Slow(meanwhile), 2, at=["second"], example=inputs, check=False)  # Slow changes `found`
     assert found[0].shape == (5, WIDTH)
 
 
