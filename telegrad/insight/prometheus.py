@@ -5,6 +5,7 @@ What happens is counted as it happens, by `Tallies`; all else is looked at when 
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 from telegrad import instruments
 from telegrad.errors import TelegradError, UsageError
 from telegrad.group.address import loopback
+from telegrad.insight.serving import BoundedServer
 from telegrad.insight.tallies import Durations, Tallies, by_function
 from telegrad.rpc import current
 from telegrad.version import VERSION
 from telegrad.witness.account import GOING_ON, JOINING, LEAVING, MEMBER, QUEUED, RUNNING, Account, counts
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+    from prometheus_client import REGISTRY, CollectorRegistry, MetricsHandler
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -192,13 +194,19 @@ def register(registry: CollectorRegistry = REGISTRY, account: Callable[[], Accou
     return Registered(account, registry)
 
 
+class _Handler(MetricsHandler):
+    server_version, sys_version = "telegrad", ""
+    timeout = 10.0  # seconds, for a request to come
+
+
 class Served(Registered):
     """Metrics under an address, until `close`."""
 
     def __init__(self, account: Callable[[], Account], registry: CollectorRegistry, host: str, port: int) -> None:
         super().__init__(account, registry)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+            self._server = BoundedServer(str(address), port, type("_Handler", (_Handler,), {"registry": registry}))
         except (OSError, OverflowError) as error:
             super().close()
             why = error.strerror if isinstance(error, OSError) else error
@@ -209,12 +217,11 @@ class Served(Registered):
         except BaseException:
             super().close()
             raise
-        self.host, self.port = host, int(self._server.server_port)
+        self.host, self.port = host, self._server.port
+        self._server.start("telegrad metrics")
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
         super().close()
 
     def __repr__(self) -> str:

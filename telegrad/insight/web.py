@@ -6,33 +6,28 @@ and kept by the browser in a cookie. Nothing can be changed from here.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import ipaddress
 import json
 import secrets
 import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Callable
 from errno import EINVAL
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from telegrad import forks
-from telegrad.addresses import bracketed, family_of
+from telegrad.addresses import bracketed
 from telegrad.insight.history import SECONDS, History
+from telegrad.insight.serving import BoundedServer
 from telegrad.insight.snapshot import snapshot
 from telegrad.insight.source import Sight, Source
 
 PAUSE = 1.0  # seconds at least from one look at the group to the next
-MOST_CONNECTIONS = 64  # each has a thread; a browser makes six at most
-LONGEST_CONNECTION = 60.0  # seconds, for a request to come and its answer to be taken
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -76,11 +71,7 @@ class Dashboard:
             number, said = (error.errno, error.strerror) if isinstance(error, OSError) else (EINVAL, error)
             told = f"the dashboard cannot listen at {host}:{port} ({said}); take another port, or 0 for a free one"
             raise OSError(number, told) from None
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="telegrad dashboard", daemon=True
-        )
-        self._thread.start()
-        self._depth = forks.depth
+        self._server.start("telegrad dashboard")
 
     @property
     def url(self) -> str:
@@ -89,7 +80,7 @@ class Dashboard:
 
     @property
     def port(self) -> int:
-        return int(self._server.server_address[1])
+        return self._server.port
 
     def lets_in(self, token: str, cookies: str) -> bool:
         """Whether the token is right, or one of the cookies; takes the same time for all that are wrong."""
@@ -111,10 +102,7 @@ class Dashboard:
             return False
 
     def close(self) -> None:
-        if self._depth == forks.depth:  # else the thread that serves is the parent's, and goes on
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
+        self._server.stop()
 
     def __enter__(self) -> Dashboard:  # noqa: PYI034
         return self
@@ -162,51 +150,12 @@ class Watch:
             self._trouble = f"{type(error).__name__}: {error}"
 
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = MOST_CONNECTIONS
-
+class _Server(BoundedServer):
     def __init__(self, dashboard: Dashboard, host: str, port: int) -> None:
         self.dashboard = dashboard
         files = resources.files("telegrad.insight").joinpath("pages").iterdir()
         self.pages = {file.name: file.read_bytes() for file in files}
-        self.address_family = family_of(host)
-        self._lock = threading.Lock()  # guards _ends
-        self._ends: dict[socket.socket, float] = {}  # open connections, the oldest first: when each is ended
-        super().__init__((host, port), _Handler)
-
-    def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # that of HTTPServer asks for its name, which may take long
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection; where there are too many, end the oldest, which is the likeliest to be idle."""
-        with self._lock:
-            oldest = next(iter(self._ends), None) if len(self._ends) >= MOST_CONNECTIONS else None
-            if oldest is not None:
-                self._end(oldest)
-            self._ends[request] = time.monotonic() + LONGEST_CONNECTION
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """End the connections that last for too long; called several times a second."""
-        now = time.monotonic()
-        with self._lock:
-            for late in [sock for sock, until in self._ends.items() if until < now]:
-                self._end(late)
-
-    def _end(self, sock: socket.socket) -> None:
-        """With the lock held: have the connection's thread read and write no more."""
-        del self._ends[sock]
-        with contextlib.suppress(OSError):  # the thread has just closed it
-            sock.shutdown(socket.SHUT_RDWR)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._ends.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # else, somebody has closed a page
-            super().handle_error(request, client_address)
+        super().__init__(host, port, _Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import re
-import socket
-import threading
 from collections.abc import Iterator
 from importlib import resources
-from time import monotonic
 from typing import Any
 
 import pytest
 
-from telegrad.insight import web
 from telegrad.insight.source import Sight
 from telegrad.insight.web import Dashboard, Watch
-from tests.cluster import PATIENCE, wait_until
 from tests.insight.group import WORKERS, Group
 
 TOKEN = "secret"
@@ -113,39 +107,6 @@ def test_answers_are_kept_nowhere_and_load_nothing_from_elsewhere(dashboard: Das
 @pytest.mark.parametrize("path", ["/nothing", "/../dashboard.py", "/%2e%2e/dashboard.py", "//etc/passwd", "/pages/"])
 def test_only_pages_are_served(dashboard: Dashboard, path: str) -> None:
     assert ask(dashboard, path, Cookie=cookie(dashboard))[0] == 404
-
-
-def threads_that_serve() -> int:
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
-
-
-def test_a_crowd_of_silent_connections_is_bounded_and_viewers_are_served(dashboard: Dashboard) -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(2 * web.MOST_CONNECTIONS):
-            stack.enter_context(socket.create_connection(("127.0.0.1", dashboard.port), 10))
-        assert ask(dashboard, f"/?token={TOKEN}")[0] == 200
-        wait_until(lambda: threads_that_serve() <= web.MOST_CONNECTIONS)
-    wait_until(lambda: not threads_that_serve())
-    assert not dashboard._server._ends
-
-
-def test_a_request_that_comes_by_drops_is_ended(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "LONGEST_CONNECTION", 0.3)
-    with socket.create_connection(("127.0.0.1", dashboard.port), 10) as sock:
-        sock.settimeout(0.02)
-        until = monotonic() + PATIENCE
-        while not was_ended(sock):
-            assert monotonic() < until
-
-
-def was_ended(sock: socket.socket) -> bool:
-    try:
-        sock.sendall(b"G")
-        return not sock.recv(1)
-    except TimeoutError:
-        return False
-    except ConnectionError:
-        return True
 
 
 def test_data(dashboard: Dashboard) -> None:
