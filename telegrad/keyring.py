@@ -81,6 +81,11 @@ class Keyring:
         self._secrets = (_OPEN,) if is_open else tuple(map(_stretch, keys))
         self._version = _version_of(path) if path else None
 
+    @property
+    def may_change(self) -> bool:
+        """Whether the keys come from a file, which is read again when it has changed."""
+        return bool(self._path)
+
     def secrets(self) -> tuple[bytes, ...]:
         """Return 32 bytes for each key; the first is the one to prove with."""
         if self._path:

@@ -68,6 +68,12 @@ class AskedAside:
     def multi_get(self, *args: Any) -> Any:
         return self._ask(self._store.multi_get, args)
 
+    def num_keys(self) -> Any:
+        return self._ask(self._store.num_keys, ())
+
+    def list_keys(self) -> Any:
+        return self._ask(self._store.list_keys, ())
+
     def close(self) -> None:
         """Ask no more; what waits for an answer is left to itself."""
         self._questions.put(None)

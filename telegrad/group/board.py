@@ -9,10 +9,9 @@ from time import monotonic, sleep
 
 from telegrad.errors import StoreLost, StoreUntrusted, TelegradError
 from telegrad.group.asking import AskedAside
-from telegrad.group.sealing import SealedStore, spoiled
+from telegrad.group.sealing import TERMS, SealedStore, spoiled
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-4, 5e-2  # seconds between two looks
-TERMS = "terms"  # a list, of which the group's identity is the first; itself bound to no group
 SERVED, OPEN, OVER, SETTLING = "telegrad/served", "open", "over", "settling"
 REFUSED = "telegrad/refused"  # a hint: how many have come with another key
 GONE = "gone"  # what stands for the mark where no store answers, or not yet
@@ -122,7 +121,7 @@ class Board:
         return spoiled(self._place(key), how)
 
     def renew(self) -> None:
-        """Seal what this process has seen anew, where the group's key has been replaced."""
+        """Seal what is in the store anew, where the group's key is being replaced."""
         with self._while_it_lasts() as store:
             store.renew()
 

@@ -244,6 +244,11 @@ class DynamicGroup:
             self.directory.board.close("it was given up")
             self.serves = False
 
+    def renew(self) -> None:
+        """Seal what is in the stores of this group anew, where its key is being replaced."""
+        for directory in (self.directory, *self._given_up):  # those that were given up tell newcomers where to go
+            directory.board.renew()
+
     def end(self, why: str) -> None:
         """Nobody can be looked up any more."""
         with self._moving:

@@ -91,6 +91,10 @@ class FileStore(dist.Store):
         with self._opened():
             return len(self._values)
 
+    def list_keys(self) -> list[str]:
+        with self._opened():
+            return list(self._values)
+
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         until = monotonic() + (WAIT if timeout is None else timeout.total_seconds())
         while not self.check(keys):

@@ -12,6 +12,7 @@ from telegrad.group.dynamic import DynamicGroup, Moved, dynamic_group_lives, fix
 from telegrad.group.generations import Coming, Formed, Ground, lives_at
 from telegrad.group.members import Member, Members
 from telegrad.group.rendezvous import Roster, StoreOver, Terms, join_static, mixed
+from telegrad.group.renewing import Renewal
 from telegrad.group.stores import LONGEST, Meeting, find_store, join_store, open_dynamic
 from telegrad.keyring import Keyring
 
@@ -26,6 +27,7 @@ class Joined(NamedTuple):
     directory: Members | DynamicGroup
     keys: Keyring  # bound to this group
     generation: Formed | None = None  # of an elastic group
+    renewal: Renewal | None = None  # of a store that outlives a group of fixed size
 
 
 def join(meeting: Meeting, me: Member, timeout: float) -> Joined:
@@ -43,7 +45,9 @@ def join(meeting: Meeting, me: Member, timeout: float) -> Joined:
         raise mixed(me)
     roster = _join_static(meeting, me, meeting.world_size, timeout)
     formed = Formed(roster.round, list(roster.members), 0) if coming is not None else None
-    return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed)
+    lasts = me.id == 0 and meeting.keys.may_change and not meeting.serves
+    renewal = Renewal(meeting.store) if lasts else None
+    return Joined(roster.members.find(me.id), roster.members, meeting.keys.within(roster.group), formed, renewal)
 
 
 def _join_dynamic(meeting: Meeting, me: Member, timeout: float) -> Joined:

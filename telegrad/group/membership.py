@@ -348,7 +348,7 @@ class Membership:
                 return  # another thread has just seen its end
             try:
                 directory = self._directory_of(group)
-                directory.board.renew()
+                group.renew()
                 changes = directory.changes()
                 missed = monotonic() >= self._missed_at
                 if missed or changes != self._seen_changes:

@@ -14,10 +14,13 @@ A counter that is no number, or is lower than this process has seen it, raises S
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import itertools
 import json
 import secrets
+from collections.abc import Iterable
+from time import monotonic
 from typing import Any, NamedTuple
 
 from telegrad.errors import StoreUntrusted
@@ -27,6 +30,10 @@ from telegrad.keyring import Keyring
 ABSENT = secrets.token_hex(16)
 _FORMAT = "tg1"
 _LONGEST_NUMBER = 20  # digits
+TERMS = "terms"  # a list, of which the group's identity is the first; itself bound to no group
+RENEW_AGAIN = 10.0  # seconds between two renewals of the whole store, while the file has two keys
+_MOST_PLACES = 1 << 16  # of a store that is renewed as a whole: a stranger may have put any number of keys into it
+_OWN = "telegrad/"  # with which the places of this package begin
 _LONGEST_COUNT = 15  # digits: torch adds 64-bit integers, and one near their limit would become negative
 
 
@@ -88,7 +95,8 @@ class SealedStore:
         self.raw = store
         self.keys = keys
         self._sealer = Sealer(keys, secrets.token_hex(8))
-        self._sealed_with = keys.secrets()[0]
+        self._sealed_with = keys.secrets()[0]  # at the last renewal
+        self._renew_at = 0.0  # when the next one is due, while there are two keys
         # The highest serial number seen, by group and place. No lock: where two threads store at once, the lower number
         # may stay, and one older value would be taken.
         self._seen: dict[tuple[str, str], int] = {}
@@ -177,12 +185,35 @@ class SealedStore:
         return count
 
     def renew(self) -> None:
-        """Seal all that this process has seen with the first key, where another one has become that."""
-        first = self.keys.secrets()[0]
-        if first != self._sealed_with:
-            self._sealed_with = first
-            for group, place in list(self._seen):
-                self.read(group, place)
+        """Seal each value in the store with the first key, where another one has become that.
+
+        A value is read by workers that come once the older key is refused, and its writer may have left long before.
+        So all places are gone through that the store lists, whoever wrote there. While the file has two keys this is
+        repeated, since a worker on a host where it was replaced later may have sealed with the older one meanwhile.
+        """
+        first, *others = self.keys.secrets()
+        if first == self._sealed_with and (not others or monotonic() < self._renew_at):
+            return
+        groups: dict[str, str] = {}  # the identities of those that meet in this store, by the prefix of their places
+        for place in sorted(self._places(), key=lambda place: (place.count("/"), not place.endswith(f"/{TERMS}"))):
+            above = place.rpartition("/")[0]
+            if place.endswith(f"/{TERMS}"):
+                with contextlib.suppress(StoreUntrusted):  # a worker's name may be that
+                    if terms := self.read("", place):
+                        groups[above] = str(json.loads(terms)[0])
+                    continue
+            while above and above not in groups:
+                above = above.rpartition("/")[0]
+            with contextlib.suppress(StoreUntrusted):  # it is a counter, or was spoiled: whoever needs it says so
+                self.read(groups.get(above, ""), place)
+        self._sealed_with, self._renew_at = first, monotonic() + RENEW_AGAIN
+
+    def _places(self) -> Iterable[str]:
+        """Return the places in the store; where it cannot list them, or has too many, those that were seen."""
+        with contextlib.suppress(AttributeError, RuntimeError, UnicodeDecodeError):
+            if self.raw.num_keys() <= _MOST_PLACES:
+                return [place for place in self.raw.list_keys() if place.startswith(_OWN)]
+        return [place for _, place in list(self._seen)]
 
     def _look_up(self, group: str, place: str) -> tuple[Opened, str]:
         """Return what is there, opened and as it stands."""

@@ -74,7 +74,7 @@ class Worker:
 
     def join(self, joined: Joined, used: Iterable[int]) -> None:
         """Take part in a group; calls may touch the accelerators that are `used`."""
-        self.me, self.directory, keys, generation = joined
+        self.me, self.directory, keys, generation, renewal = joined
         directory = self.directory
         self.references.name_is(self.me.name)
         # Before the agent joins, since the others may say farewell from that moment on.
@@ -90,6 +90,9 @@ class Worker:
                 self.turning.went_on = self.parting.went_on
         self.agent.join(self.me, keys, directory, used)
         self.membership.begin()
+        if renewal is not None:
+            renewal.begin()
+            self.at_end.append(renewal.close)
         self.witness.joined(self.me.name, self.me.id, self.membership.present)
 
     def shutdown(

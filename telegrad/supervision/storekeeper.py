@@ -57,12 +57,14 @@ def _serve(listener: str) -> None:
 
         from telegrad.group.board import OPEN, SERVED, Board
         from telegrad.group.keys import find_keys
+        from telegrad.group.renewing import Renewal
         from telegrad.group.sealing import SealedStore
         from telegrad.group.tcp import serve_on
 
         with socket.socket(fileno=int(listener)) as listening:
             store = SealedStore(serve_on(listening)[0], find_keys())
         Board(store).write(SERVED, OPEN)
+        Renewal(store).begin()
         _stores.append(store)
     except BaseException:
         traceback.print_exc()

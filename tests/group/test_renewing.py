@@ -1,0 +1,225 @@
+"""Once the key was replaced as docs/security.md says, the new key alone reads all that is in a group's store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad import errors
+from telegrad.group import sealing
+from telegrad.group.board import DYNAMIC, OPEN, SERVED, Board
+from telegrad.group.files import FileStore
+from telegrad.group.generations import Coming, Ground, waiting_at
+from telegrad.group.members import Member
+from telegrad.group.quorum import Before, Limits
+from telegrad.group.renewing import Renewal
+from telegrad.group.sealing import SealedStore, Sealer
+from telegrad.group.stores import Meeting, join_store, open_store
+from telegrad.keyring import Keyring, new_key, read_keys
+from telegrad.rpc import current
+from telegrad.rpc.cluster import start
+from telegrad.rpc.options import TelegradOptions
+from telegrad.rpc.worker import Worker
+from tests.cluster import PATIENCE, in_threads, wait_until
+
+OLD, NEW = new_key(), new_key()
+names = st.sampled_from(["a", "terms", "b/terms", "rank", "7"])
+
+
+class KeyFile:
+    """A key file, as it is during the recipe."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.path = str(folder / "group.key")
+        self.put(OLD)
+
+    def put(self, *keys: bytes) -> None:
+        with open(f"{self.path}.new", "wb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(b"\n".join(keys))
+        os.replace(f"{self.path}.new", self.path)
+
+    def ring(self) -> Keyring:
+        return Keyring(read_keys(self.path), self.path)
+
+    def replace(self, raw: Any) -> None:
+        """Go through the recipe; it says how long to wait before the last step."""
+        self.put(OLD, NEW)
+        self.put(NEW, OLD)
+        wait_until(lambda: not unreadable(raw))
+        self.put(NEW)
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> KeyFile:
+    return KeyFile(tmp_path)
+
+
+def unreadable(raw: Any) -> list[str]:
+    """Return the places in a store where something is that the new key does not open."""
+    sealer, groups = Sealer(Keyring([NEW]), "reader"), {""}
+    places = sorted(raw.list_keys(), key=lambda place: (place.count("/"), not place.endswith("/terms")))
+    found = []
+    for place in places:
+        text = raw.get(place).decode()
+        if text.isdecimal():
+            continue  # a counter, which has no seal
+        for group in groups:
+            with contextlib.suppress(errors.StoreUntrusted):
+                value = sealer.open(group, place, text).value
+                if place.endswith("/terms") and not group:
+                    groups.add(json.loads(value)[0])
+                break
+        else:
+            found.append(place)
+    return found
+
+
+@contextlib.contextmanager
+def ending(workers: list[Worker]) -> Iterator[list[Worker]]:
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.end("")
+
+
+def begin(name: str, meet: Any) -> Worker:
+    return start(name, lambda _: meet(), TelegradOptions(rpc_timeout=PATIENCE), current.enter)
+
+
+@given(st.dictionaries(st.sampled_from(["telegrad/1", DYNAMIC, "telegrad/1/2"]), st.sets(names)), st.booleans())
+def test_whoever_wrote_it(boards: dict[str, set[str]], lists: bool) -> None:
+    """The writers have gone, and the one that renews has seen nothing of it."""
+    with contextlib.ExitStack() as stack:
+        monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+        store = dist.HashStore()
+        for number, (prefix, keys) in enumerate(boards.items()):
+            board = Board(SealedStore(store, Keyring([OLD])), prefix)
+            board.claim_terms(json.dumps([f"group {number}"]))
+            for key in keys - {"terms"}:
+                board.write(key, "value")
+                board.write(key, "" if key == "7" else "value")
+            board.add_hint("changes")
+        Board(SealedStore(store, Keyring([OLD]))).write(SERVED, OPEN)
+        member = SealedStore(store, Keyring([OLD, NEW]))
+        monkeypatch.setattr(member.keys, "secrets", Keyring([NEW, OLD]).secrets)
+        if lists:
+            member.renew()
+            assert unreadable(store) == []
+        else:  # a stranger has filled the store: what was seen is renewed still
+            monkeypatch.setattr(sealing, "_MOST_PLACES", 0)
+            member._renew_at = 0
+            member.read("", SERVED)
+            member.renew()
+            assert SERVED not in unreadable(store)
+
+
+def leaves_behind(file: KeyFile, raw: Any) -> None:
+    """Have a worker claim a rank, and die before anybody has seen it."""
+    board = Board(SealedStore(raw, Keyring([OLD])), DYNAMIC)
+    board.terms()
+    board.swap("rank/3", "", Member("dead", 3, "d", "program", "host", "", ("127.0.0.1", 1)).to_json())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_dynamic_group(file: KeyFile, tmp_path: pathlib.Path, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its store is kept by no worker, as by `telegrad run`."""
+    monkeypatch.setattr(sealing, "RENEW_AGAIN", 0.1)
+    raw: Any = FileStore(f"{tmp_path}/store")
+    if kept:
+        raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def meet(ring: Keyring | None = None) -> Meeting:
+        keys = ring or file.ring()
+        if not kept:
+            return open_store(f"file://{tmp_path}/store", -1, None, keys, PATIENCE)
+        store = join_store("127.0.0.1", raw.port, keys, PATIENCE, lasting=True)
+        return Meeting(store, "127.0.0.1", -1, None, raw.port, places=(("127.0.0.1", raw.port),))
+
+    with ending([begin("first", meet), begin("guest", meet)]) as workers:
+        if kept:
+            Board(SealedStore(raw, file.ring())).write(SERVED, OPEN)  # behind the first look of the workers
+        workers[1].shutdown(True, PATIENCE)
+        workers.append(begin("second", meet))
+        leaves_behind(file, raw)
+        file.put(OLD, NEW)
+        file.put(NEW, OLD)
+        wait_until(lambda: not unreadable(raw))
+        slow = begin("slow", partial(meet, Keyring([OLD, NEW])))  # on a host that is a step behind
+        slow.shutdown(True, PATIENCE)
+        file.replace(raw)
+        for name in ("guest", "slow", "another"):
+            workers.append(begin(name, partial(meet, Keyring([NEW]))))
+        assert {each.name for each in workers[0].membership.workers()} >= {"first", "second", "guest", "another"}
+
+
+def test_a_group_of_fixed_size_in_a_store_that_lasts(file: KeyFile, tmp_path: pathlib.Path) -> None:
+    """As with torchrun, which starts the workers again in the same store."""
+
+    def meet(rank: int, keys: Keyring) -> Meeting:
+        return open_store(f"file://{tmp_path}/store", rank, 2, keys, PATIENCE)
+
+    def form(keys: Keyring) -> list[Worker]:
+        return in_threads(*(partial(begin, f"w{rank}", partial(meet, rank, keys)) for rank in range(2)))
+
+    with ending(form(file.ring())):
+        pass
+    with ending(form(file.ring())):
+        file.replace(FileStore(f"{tmp_path}/store"))
+    with ending(form(Keyring([NEW]))):
+        pass
+
+
+def test_an_elastic_group(file: KeyFile, tmp_path: pathlib.Path) -> None:
+    keys = file.ring()
+    ground = Ground(f"file://{tmp_path}/store", keys)
+    one = Member("w", -1, "life", "program", "host", "", ("127.0.0.1", 1))
+    formed = Coming(ground, keys, Limits(1, 1), Before(), -1, PATIENCE).join(ground, one, lambda _: True)
+    store = ground.open(PATIENCE).store
+    file.put(OLD, NEW)
+    file.put(NEW, OLD)
+    assert not waiting_at(store, formed, 1, lambda _: True)  # the look of the leader
+    assert unreadable(store.raw) == []
+    file.put(NEW)
+    before = Before(formed.number, tuple(formed.members), (), "life")
+    other = Ground(f"file://{tmp_path}/store", Keyring([NEW]))
+    coming = Coming(other, other.keys, Limits(1, 1), before, -1, PATIENCE)
+    assert coming.join(other, one._replace(incarnation="next"), lambda _: True).number == 2
+
+
+def test_a_store_without_workers(file: KeyFile) -> None:
+    """As the one that `telegrad run` keeps while it starts all workers again."""
+    raw = dist.HashStore()
+    store = SealedStore(raw, file.ring())
+    Board(store).write(SERVED, OPEN)
+    renewal = Renewal(store)
+    renewal.begin()
+    file.replace(raw)
+    renewal.close()
+    assert Board(SealedStore(raw, Keyring([NEW]))).read(SERVED) == OPEN
+
+
+def test_a_renewal_that_fails_is_repeated(file: KeyFile) -> None:
+    """As where the store is lost, and found again over another connection."""
+    raw = dist.HashStore()
+    store = SealedStore(raw, file.ring())
+    for place in ("telegrad/a", "telegrad/b"):
+        store.write("", place, "value")
+    file.put(NEW, OLD)
+    with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(1):
+        monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.renew()
+    store.renew()
+    assert unreadable(raw) == []
