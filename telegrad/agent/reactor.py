@@ -320,7 +320,9 @@ class Reactor:
             if work.cost == LONG:
                 self.send_unsent()
                 self._pass_lead(worker)
-                self._run(worker, work)
+                worker.waited = 0.0
+                self._do(work)
+                self._run_waiting(worker, work)
             else:
                 began = self._run_leading(worker, work)
             del work  # and what it holds, before waiting for more
@@ -345,16 +347,12 @@ class Reactor:
                 if self._slots.waiting:
                     self._release_waiting()
         if not still:
-            self._run_waiting(worker)
+            self._run_waiting(worker, work)
         return began
 
-    def _run(self, worker: Runner, work: Work) -> None:
-        worker.waited = 0.0
-        self._do(work)
-        self._run_waiting(worker)
-
-    def _run_waiting(self, worker: Runner) -> None:
+    def _run_waiting(self, worker: Runner, ended: Work) -> None:
         """A thread that does not lead has ended a call: its slot goes to the calls that wait for one."""
+        ended.argument = None  # the frames below this one keep `ended` for as long as the next calls run
         while worker.counted is not None:
             with self._lock:
                 self._end_call(worker)

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.cancelling import serving
-from telegrad.agent.entrance import Caller, Incoming
+from telegrad.agent.entrance import Incoming
 from telegrad.agent.futures import Signal
 from telegrad.agent.naming import known_as
 from telegrad.agent.server import Later
@@ -128,16 +128,16 @@ class Readers:
             return reader
 
 
-def _caller() -> Caller:
-    """Return the caller of the call that this thread serves."""
+def current_call() -> Incoming:
+    """Return the call that this thread or task serves."""
     call = serving.get()
     assert isinstance(call, Incoming)
-    return call.caller
+    return call
 
 
 def reader() -> Reader:
     """Return the `Reader` of the worker whose call this thread serves."""
-    return current.here().attached(Readers).of(_caller().identity)
+    return current.here().attached(Readers).of(current_call().caller.identity)
 
 
 class Feed:
@@ -271,7 +271,7 @@ def hold(_: str, window: int) -> Held:
 @known_as("the next items of a stream")
 def pull(maker: str, number: int, index: int, taken: int) -> Any:
     """All there is, as soon as anything is there: whether it is the end, and the items."""
-    box, queue = current.references().box((maker, number)), _caller().queue
+    box, queue = current.references().box((maker, number)), current_call().caller.queue
     if box.full:
         found = _feed_in(box).pull(index, taken, queue)
         return found.answer if found.done() else Later(found, pull)

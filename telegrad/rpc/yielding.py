@@ -16,7 +16,7 @@ from telegrad.agent.server import Later
 from telegrad.errors import UsageError
 from telegrad.rpc import current
 from telegrad.rpc.actors import Step, steps_of
-from telegrad.rpc.feeding import Feed, feed_of, reader
+from telegrad.rpc.feeding import Feed, current_call, feed_of, reader
 from telegrad.rpc.parcels import NOTHING_TO_CHECK, Counts, packed
 from telegrad.rpc.values import Method, opened
 from telegrad.rref.letters import Id
@@ -47,6 +47,7 @@ class Streamed:
             feed = feed_of(self._stream)
             if feed is None or not feed.begin():
                 return None
+            _end_with_call(feed)
             agent, name = current.agent(), user_name(self._function, args)
             try:
                 steps = self._steps(agent, args)
@@ -99,6 +100,7 @@ class Streamed:
     async def _drive(self, agent: Agent, feed: Feed, steps: Steps, made: Any, name: str) -> Any:
         """The same on the event loop."""
         counts = NOTHING_TO_CHECK
+        _end_with_call(feed)
         try:
             if isinstance(made, CoroutineType):
                 made = await _awaited_in_turn(steps, lambda: made)
@@ -130,6 +132,25 @@ class Streamed:
         agent.streams.publish()
         feed.put(sent, weight)
         return counts
+
+
+def _end_with_call(feed: Feed) -> None:
+    """Close the feed as soon as its call is cancelled: its reader, or the connection to it, has gone.
+
+    The reader's reference closes the feed, too, but only where the reader is known to have died. On the event loop the
+    task is cancelled besides, and may go on all the same.
+    """
+    call = current_call()
+    stop = call.stop
+
+    def end() -> None:
+        feed.close()
+        if stop is not None:
+            stop()
+
+    call.stop = end
+    if call.cancelled:  # maybe before there was anything to end
+        end()
 
 
 def _in_turn(steps: Steps, agent: Agent, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,13 +7,15 @@ import itertools
 import os
 import random
 import threading
+import weakref
+from time import perf_counter
 from typing import NoReturn
 
 import pytest
 
 from telegrad.agent import reactor as module
 from telegrad.agent.reactor import TURN, Reactor
-from telegrad.agent.works import QUICK, Work, WorkQueue
+from telegrad.agent.works import LONG, QUICK, Work, WorkQueue
 from tests.cluster import PATIENCE
 
 
@@ -95,3 +97,45 @@ def test_the_leader_looks_at_all_connections_again_soon_however_long_works_take(
     # One work begins at the last moment, and it is seen as the next one begins.
     assert max(gaps) <= TURN + 2 * longest
     assert now[0] > 3 * longest
+
+
+class Value:
+    pass
+
+
+@pytest.mark.parametrize("first", [QUICK, LONG])
+def test_what_a_call_held_is_let_go_before_its_thread_runs_the_next(first: int) -> None:
+    """For as long as the next one runs, a value that nobody wants any more would be kept."""
+    reactor = Reactor(1, 1, lambda: None, lambda: None)
+    begun, goes_on, runs, ends = (threading.Event() for _ in range(4))
+    threads: list[int] = []
+
+    def hold(_: Value) -> None:
+        threads.append(threading.get_ident())
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+
+    def wait(_: None) -> None:
+        threads.append(threading.get_ident())
+        runs.set()
+        assert ends.wait(PATIENCE)
+
+    value = Value()
+    kept = weakref.ref(value)
+    queue = WorkQueue()
+    reactor.start()
+    try:
+        reactor.submit(Work(hold, value, first), queue)
+        del value
+        assert begun.wait(PATIENCE)
+        reactor.submit(Work(wait, None, LONG), queue)
+        while not reactor.backed_up:  # until another thread leads and has found no slot
+            reactor.unstick(perf_counter() + 1)
+        goes_on.set()
+        assert runs.wait(PATIENCE)
+        assert threads[0] == threads[1]
+        assert kept() is None
+    finally:
+        goes_on.set()
+        ends.set()
+        reactor.close()

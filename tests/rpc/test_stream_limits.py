@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import operator
@@ -170,6 +171,33 @@ def test_what_a_worker_had_open_is_dropped_when_it_has_gone(three: tuple[Worker,
     assert set(closed) == set(yielded)
     del kept
     wait_until(lambda: callee.agent.idle)
+
+
+async def endless_uncancelled(name: str, item: Any = 0) -> AsyncIterator[Any]:
+    """As `endless_async`, and goes on where its task is cancelled."""
+    yielded[name] = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    async for each in endless_async(name, item):
+        yield each
+
+
+@pytest.mark.parametrize("function", [endless, endless_async, endless_uncancelled])
+def test_functions_end_with_the_connection_of_their_reader(
+    function: Any, three: tuple[Worker, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait, and those that have not begun, whatever becomes of the references of the reader."""
+    callee, caller, _ = three
+    monkeypatch.setattr(callee.references, "_on_lost", lambda who, reason: None)
+    kept = [rpc_stream("w0", function, (str(number), SIZE)) for number in range(MOST)]
+    wait_until(lambda: len(yielded) == MOST)
+    if function is not endless_uncancelled:
+        wait_until(lambda: waits_for_others(callee, caller))
+    caller.agent.close(PeerError("the end"))
+    wait_until(lambda: (reader := reader_of(callee, caller)) is not None and reader._running == 0)
+    assert set(closed) == set(yielded)
+    wait_until(lambda: callee.agent.idle)
+    del kept
 
 
 def test_no_items_are_made_for_a_connection_that_is_not_read(
