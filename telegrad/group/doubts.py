@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import NamedTuple
 
 from telegrad.errors import PeerError, PeerSilent
@@ -21,15 +20,17 @@ class Doubt(NamedTuple):
     due: float
     why: PeerError  # it is doubted
 
-    def has_died(self) -> bool | None:
-        """Knock; None where that is not known yet."""
+    def knock(self) -> bool | None:
+        """Return True if the worker listens, False if nobody does; None where its host is silent."""
         if isinstance(self.why, PeerSilent):  # the kernel would answer in its place
-            return True
-        answer = knock(self.who.tcp, PATIENCE)
+            return False
+        return knock(self.who.tcp, PATIENCE)
+
+    def after(self, answer: bool | None, now: float) -> Doubt | bool:
+        """Return whether the worker has died, given what a knock was answered; the next doubt if that is not known."""
         if answer is False:
             return True
-        return answer is not True if self.knocks + 1 == len(KNOCKS) else None
-
-    def later(self) -> Doubt:
-        """The same, for the next knock."""
-        return self._replace(knocks=self.knocks + 1, due=monotonic() + KNOCKS[self.knocks + 1])
+        knocks = self.knocks + 1
+        if knocks >= len(KNOCKS):
+            return answer is None
+        return self._replace(knocks=knocks, due=now + KNOCKS[knocks])

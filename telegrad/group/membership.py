@@ -293,13 +293,13 @@ class Membership:
     def _look_around(self) -> float | None:
         """See to what there is to see; seconds until the next time, None for when something happens."""
         with self._changed:
-            doubts, self._doubts = self._doubts, []
-        for doubt in doubts:
-            if doubt.due > monotonic() or not self._settle(doubt):
-                with self._changed:
-                    self._doubts.append(doubt if doubt.due > monotonic() else doubt.later())
-        with self._changed:
-            pause = LOOK if self._doubts else None
+            due = [doubt for doubt in self._doubts if doubt.due <= monotonic()]
+        for doubt in due:  # each stays until it is settled, should one raise
+            left = self._settle(doubt)
+            with self._changed:
+                self._doubts.remove(doubt)
+                self._doubts += left
+        pause = LOOK if self._doubts else None
         if self._group is None or self._takeover is None or self._group.over:
             return pause
         if not self.serving.leaves:  # it leaves by itself, and is no successor
@@ -308,12 +308,12 @@ class Membership:
         self._look(self._group)
         return pause
 
-    def _settle(self, doubt: Doubt) -> bool:
-        """Whether it is known now what has become of a worker."""
-        has_died = doubt.has_died()
-        if has_died is None:
-            return False
-        if has_died:
+    def _settle(self, doubt: Doubt) -> list[Doubt]:
+        """See what has become of a worker; return what is still in doubt."""
+        fate = doubt.after(doubt.knock(), monotonic())
+        if isinstance(fate, Doubt):
+            return [fate]
+        if fate:
             parted = LEFT if doubt.who.incarnation in self._parted else LOST
             how = self._gone.get(doubt.who.incarnation, parted)  # it may have said so since it was doubted
             if how == LOST:
@@ -327,7 +327,7 @@ class Membership:
                 self._take_out(doubt.who, doubt.why if how == LOST else None)
         elif self._teller.hears_of_ends:  # it lives, and its next end shall be heard of, too
             self._greet([doubt.who])
-        return True
+        return []
 
     def doubt(self, member: Member) -> None:
         """See whether it lives."""
