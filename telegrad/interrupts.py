@@ -9,8 +9,8 @@ timeout) is raised right there. Hundreds of such points lie within one remote ca
 So the handler waits instead. `install` puts a `_Handler` in front of each handler. It looks at the interrupted frame:
 
 - The innermost frame that is neither of the standard library nor of torch belongs to the user: the handler runs. (But
-  not where what it raises would not reach the caller: in a callback of a future, a hook, a handler of `logging`,
-  or a module that this package imports, since torch imports some in C and drops their exceptions.)
+  not where what it raises would not reach the caller: in a callback of a future, a handler of `logging`, or a module
+  that this package imports, since torch imports some in C and drops their exceptions.)
 - It belongs to this package, and the thread is blocked in a call of C (`poll`, `acquire`, `sleep`): the handler runs,
   and what it raises comes out of that call, which has done nothing yet.
   The same holds for the backward jumps of a function that is marked as a `waiting_loop`, which may never block.
@@ -18,7 +18,8 @@ So the handler waits instead. `install` puts a `_Handler` in front of each handl
   point, until the frame is another. That costs about 2 us per point, and nothing where there is no signal.
 
 So code of this package that may run on the main thread must expect such an exception, or any other, from what blocks
-and from what it calls of the user; nowhere else.
+and from what it calls of the user; nowhere else. It must reach the caller as the object that it is. So code that makes
+a failure of a call, of a worker or of a pass from what it catches asks `raised_by_handler` first.
 
 A blocked thread is known by this: between two runs of `_Handler`, BLOCKED seconds apart, no other point was passed.
 A thread of C (`_kick`) sends the signal again for that. A lock that is taken by `with` is no such call, since what
@@ -62,10 +63,8 @@ MOST = 10_000  # points, after which a handler runs in any case: something goes 
 
 _PACKAGE = __name__.partition(".")[0]
 # What is raised in code that these call does not reach the caller: exporters of metrics; callbacks of futures, of which
-# torch prints it; hooks in a backward pass, of which the pass fails, on all workers.
-_TELLERS = tuple(
-    f"{_PACKAGE}.{name}" for name in ("insight", "witness", "agent.futures", "compat.rpc.futures", "autograd")
-)
+# torch prints it.
+_TELLERS = tuple(f"{_PACKAGE}.{name}" for name in ("insight", "witness", "agent.futures", "compat.rpc.futures"))
 _BETWEEN = sys.stdlib_module_names | {"torch"}  # who has called these decides
 _NEVER = {"SIGSEGV", "SIGFPE", "SIGILL", "SIGBUS", "SIGABRT"}  # the interrupted instruction would fail again
 _RESUME = dis.opmap.get("RESUME")
@@ -185,6 +184,8 @@ class _Handler:
                 _look_for_signals()
             finally:
                 _drained = 0
+        if signum in _postponed:
+            raise _postponed.pop(signum)
         if frame is None or not is_ours or not _hands_over(frame):
             return self.inner(signum, frame)
         self.inner(signum, frame)
@@ -192,6 +193,38 @@ class _Handler:
 
     def __repr__(self) -> str:
         return f"<handler of {_PACKAGE} in front of {self.inner!r}>"
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Return True if a handler of a signal has raised this error."""
+    return _signal_of(error) is not None
+
+
+def _signal_of(error: BaseException) -> int | None:
+    """Return the signal whose handler has raised an error, if one has."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _Handler.__call__.__code__:
+            return int(trace.tb_frame.f_locals["signum"])
+        trace = trace.tb_next
+    return None
+
+
+_postponed: dict[int, BaseException] = {}  # by signals; only the main thread uses it
+
+
+def postpone(error: BaseException) -> bool:
+    """Have an error of a signal handler raised again where it reaches the caller; False for an error of others.
+
+    For an `except` block whose caller, such as torch, would drop the error. On other threads no handler has raised it
+    just now, so it is False there.
+    """
+    signum = _signal_of(error)
+    if signum is None or threading.current_thread() is not threading.main_thread():
+        return False
+    _postponed[signum] = error
+    _thread.interrupt_main(signum)  # type: ignore[arg-type]
+    return True
 
 
 class Resumed(BaseException):
@@ -387,6 +420,7 @@ def _forget_after_fork() -> None:
     _lock = threading.Lock()
     _kicking = False
     _deferred.clear()
+    _postponed.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -32,6 +32,7 @@ from telegrad.agent.reactor import Reactor
 from telegrad.agent.underway import Underway
 from telegrad.agent.wording import attach, encoded
 from telegrad.group.members import Identity
+from telegrad.interrupts import raised_by_handler
 from telegrad.wire.failures import fresh
 from telegrad.wire.messages import CALL, Message
 from telegrad.wire.packing import pack
@@ -105,6 +106,8 @@ class _Wording:
             try:
                 self._made[key] = make(key, *args)
             except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 self._made[key] = error.with_traceback(None)  # whose frames hold this
         made = self._made[key]
         if isinstance(made, Exception):
@@ -149,6 +152,8 @@ class Fanout:
                 said.packed.near += peer.is_near
                 ready.append((each, peer, said))
             except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 failed.append((each, error.with_traceback(None)))
         self.encodings += wording.encodings
         general = next((why for _, why in failed if wording.failed_for_all(why)), None)
@@ -180,6 +185,8 @@ class Fanout:
             try:
                 waits, nearer = peer.call(pending, message, weight, False)
             except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 if peer.unsent(pending):
                     _tell(each, asked, error)
             else:
@@ -209,6 +216,8 @@ class Fanout:
                 parent.admit(pending)
             attach(self._layers, message, body, pending, function, tensors, references, each.creation)
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             _tell(each, asked, error)
             return None
         each.outcome.call = pending

@@ -16,6 +16,7 @@ from telegrad.agent.awaiting import check_knows_threads, happening, make_known_t
 from telegrad.agent.compiling import not_compiled
 from telegrad.agent.unseen import Unseen
 from telegrad.errors import CallCancelled, GroupError
+from telegrad.interrupts import postpone, raised_by_handler
 from telegrad.wire.failures import fresh, kept
 from telegrad.wire.pickling import encode
 
@@ -188,7 +189,7 @@ class Future(torch.futures.Future[T]):
                 forks.end_if_over()
                 child.about = "a callback that was given to `then`"
                 child.set_exception(error)  # type: ignore[arg-type]
-                if not isinstance(error, Exception):
+                if not isinstance(error, Exception) or raised_by_handler(error):
                     raise
             else:
                 child.set_result(value)
@@ -213,9 +214,10 @@ class Future(torch.futures.Future[T]):
         def run(future: torch.futures.Future[T]) -> None:
             try:
                 context.run(callback, future)
-            except BaseException:
+            except BaseException as error:
                 forks.end_if_over()
-                raise
+                if not postpone(error):  # torch would print it
+                    raise
 
         super().add_done_callback(run)
 

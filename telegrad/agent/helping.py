@@ -17,6 +17,7 @@ from telegrad.agent.cancelling import serving
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.spinning import Spin
 from telegrad.agent.works import Work, WorkQueue
+from telegrad.interrupts import raised_by_handler
 from telegrad.transport.link import Link
 
 MOMENT = 1e-3  # seconds without anything, after which it sleeps
@@ -46,7 +47,9 @@ def run_for(future: Any, links: Sequence[Link], reactor: Reactor) -> None:
                 while own:
                     reactor.submit(own.popleft())  # by others, since this one may wait for them
                 work.run(work.argument)
-    except Exception:
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
         log.exception("telegrad: work of the agent failed")
     finally:
         _here.own = before

@@ -213,7 +213,7 @@ def backward_async(
         try:
             passed.wait()
             ride.end(driven.rode)
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too, of a backward function that has run here
             stepped.set_exception(error)  # type: ignore[arg-type]
         else:
             stepped.set_result(None)

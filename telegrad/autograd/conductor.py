@@ -118,7 +118,7 @@ class Conductor:
         self._driven: dict[PassSpec, DrivenPass] = {}  # no lock: each use is one operation of a dict, which is atomic
         self._closed = False
         agent.on(Report, lambda sender, message: self._on_report(sender.name, message))
-        agent.on(Failed, lambda sender, message: self._on_failed(message))
+        agent.on(Failed, lambda sender, message: self._on_failed(message.spec, rebuild(message.failure)))
         agent.layers.graphs = self
         agent.lost.append(self._on_lost)
         agent.ticking.append(self._tick)
@@ -276,10 +276,10 @@ class Conductor:
             driven.note()
             driven.outcome.set_result(None)
 
-    def _on_failed(self, failed: Failed) -> None:
-        driven = self._driven.get(failed.spec)
+    def _on_failed(self, spec: PassSpec, error: BaseException) -> None:
+        driven = self._driven.get(spec)
         if driven is not None:
-            self._fail(driven, rebuild(failed.failure))
+            self._fail(driven, error)
 
     def _fail(self, driven: DrivenPass, error: BaseException) -> None:
         """End a pass everywhere, and tell who waits for it."""

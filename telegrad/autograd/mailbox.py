@@ -78,6 +78,11 @@ class Mailbox:
             self.busy = bool(tasks)
             return tasks
 
+    def put_back(self, tasks: list[Task]) -> None:
+        """Put tasks that were taken and not done in front of those that have come since."""
+        with self._lock:
+            self._tasks[:0] = tasks
+
     def call(self, calls: queue.SimpleQueue[bool] | None) -> None:
         """From now on have the thread that waits for `calls` do what comes: True calls it. None ends that."""
         with self._lock:

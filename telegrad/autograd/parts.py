@@ -25,7 +25,8 @@ from telegrad.autograd.passes import Abandon, Bury, Failed, Mark, PassSpec, Repo
 from telegrad.autograd.record import AutogradContext, Inside
 from telegrad.errors import ContextLost, LimitReached, PeerLost, TelegradError
 from telegrad.group.members import Identity
-from telegrad.wire.failures import describe
+from telegrad.interrupts import raised_by_handler
+from telegrad.wire.failures import describe, rebuild
 
 SHORT = 1e-3  # tasks that took less last time are run by the thread that reads, as they are expected to be short again
 
@@ -50,7 +51,7 @@ class LocalParts:
         contexts: Contexts,
         open_roots: OpenRoots,
         reported: Callable[[str, Report], None],
-        failed: Callable[[Failed], None],
+        failed: Callable[[PassSpec, BaseException], None],
     ) -> None:
         """`open_roots` gives the tensors of values that live here, once they are there.
 
@@ -144,27 +145,34 @@ class LocalParts:
         calls = queue.SimpleQueue[bool]()
         mailbox.call(calls)
         outcome.add_done_callback(lambda _: calls.put(False))
-        with self._agent.waiting():
-            while calls.get():
-                self._work(mailbox)
-        mailbox.call(None)
-        while not calls.empty():
-            if calls.get():
-                self._work(mailbox)
+        try:
+            with self._agent.waiting():
+                while calls.get():
+                    self._work(mailbox)
+        finally:
+            mailbox.call(None)
+            while not calls.empty():
+                if calls.get():
+                    self._agent.run(self._work, mailbox, self._short)
 
     def _work(self, mailbox: Mailbox) -> None:
-        with self._agent.streams.turn():
-            start = perf_counter()
-            while tasks := mailbox.take():
-                if len(tasks) == 1:
-                    self._do(mailbox, tasks)
-                    continue
-                for _, group in itertools.groupby(tasks, lambda task: task.spec):
-                    self._do(mailbox, list(group))
-            self._short = perf_counter() - start < SHORT
+        """Do the tasks of a context until none is left; raises what a handler of a signal has raised meanwhile."""
+        left: list[list[Task]] = []
+        try:
+            with self._agent.streams.turn():
+                start = perf_counter()
+                while tasks := mailbox.take():
+                    left = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.spec)]
+                    while left:
+                        self._do(mailbox, left.pop(0))
+                self._short = perf_counter() - start < SHORT
+        except BaseException:  # the caller of this thread gets it, so another thread does the rest
+            mailbox.put_back([task for group in left for task in group])
+            self._agent.run(self._work, mailbox, False)
+            raise
 
     def _do(self, mailbox: Mailbox, tasks: list[Task]) -> None:
-        """Do tasks of one pass, and report."""
+        """Do tasks of one pass, and report. Raises only what a handler of a signal has raised on this thread."""
         spec, context = tasks[0].spec, mailbox.context
         begun = perf_counter()
         try:
@@ -194,6 +202,8 @@ class LocalParts:
                 self.tell(context, spec.driver, report)
         except BaseException as error:
             self._failed(spec, error)
+            if raised_by_handler(error):
+                raise
 
     def _let_ride(self, mailbox: Mailbox, part: LocalPart) -> None:
         """Give the pass's rider its turn, if that has come."""
@@ -212,6 +222,8 @@ class LocalParts:
             with Inside(None):
                 return True, rider.ride(context_id, request)
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             return False, describe(error, self._agent.name, user_name(rider.ride))
 
     def _begin(self, mailbox: Mailbox, spec: PassSpec, tasks: list[Task]) -> list[Task]:
@@ -265,13 +277,15 @@ class LocalParts:
 
     def _failed(self, spec: PassSpec, error: BaseException) -> None:
         """This worker cannot do its part: the driver has to know."""
-        failed = Failed(spec, describe(_advised(error), self._agent.name))
+        description = describe(_advised(error), self._agent.name)
         self.abandon(spec)
-        if spec.driver == self._agent.name:
-            self._tell_failed(failed)
-        else:
+        if spec.driver != self._agent.name:
             with contextlib.suppress(TelegradError):  # it has gone, and its context with it
-                self._agent.notify(spec.driver, failed)
+                self._agent.notify(spec.driver, Failed(spec, description))
+        elif isinstance(error, Exception):
+            self._tell_failed(spec, rebuild(description))
+        else:  # SystemExit, KeyboardInterrupt: code of this very process wants to end it
+            self._tell_failed(spec, error)
 
     def abandon(self, spec: PassSpec) -> None:
         """A pass has failed, here or elsewhere: do no more for it."""

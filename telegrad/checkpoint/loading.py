@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from telegrad.checkpoint.folders import CONTENTS, Files, Path
 from telegrad.checkpoint.state import NO_LIMIT, Share, folder_of, shares_of
 from telegrad.errors import UsageError
+from telegrad.interrupts import raised_by_handler
 from telegrad.nn.remote_module import apart
 from telegrad.nn.tree import Branch, joined, state_of
 from telegrad.optim import DistributedOptimizer
@@ -140,6 +141,8 @@ def _contents(path: str) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # a pickle that is none may raise anything
+        if raised_by_handler(error):
+            raise
         raise UsageError(
             f"the file {CONTENTS} in {path!r} is not that of a checkpoint, or is damaged: "
             f"{type(error).__name__}: {error}"

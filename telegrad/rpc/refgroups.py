@@ -15,6 +15,7 @@ from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
 from telegrad.errors import InvalidArgument, UnknownWorker
 from telegrad.group.members import Identity, WorkerInfo, listed
+from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current, persistence
 from telegrad.rpc.conversion import Call
 from telegrad.rpc.groupcalls import GroupFuture, Share, follow, group_error
@@ -52,6 +53,8 @@ def _identified(names: Sequence[str], identify: Callable[[str], Identity]) -> li
         try:
             found.append(identify(name))
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             errors[name] = error
     if errors:
         raise group_error("a remote call", errors, len(names), {})
@@ -214,6 +217,8 @@ class RefGroup:
             try:
                 each._reach()
             except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 raise Unusable(error) from error
             follow(share, partial(each._call_async, method, timeout, calls[share.number], {}))
 
@@ -231,6 +236,8 @@ class RefGroup:
             try:
                 calls.append(EachCall(share, each._reach(), each))
             except Exception as error:  # whatever its maker has raised
+                if raised_by_handler(error):
+                    raise
                 share.set_exception(error)
         current.agent().call_each(calls, methods.of_each(method), (self._ids(), *args), kwargs, timeout)
         return future
@@ -260,6 +267,8 @@ def _begin(share: Share, call: Callable[[], Future[Any]]) -> None:
     try:
         follow(share, call)
     except Exception as error:
+        if raised_by_handler(error):
+            raise
         share.set_exception(error)
 
 

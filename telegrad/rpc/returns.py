@@ -26,6 +26,7 @@ from telegrad.errors import (
     StoreLost,
     UnknownWorker,
 )
+from telegrad.interrupts import raised_by_handler
 from telegrad.progress import Wait
 from telegrad.rpc.lobby import Fate, Lobby
 from telegrad.wire.failures import fresh
@@ -156,6 +157,8 @@ class Returns:
         try:
             self.agent.call_for(_Look(self, to), to, hello, None, None, PATIENCE, None)
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             self.found(to, error)
 
     def found(self, to: str | int, error: BaseException | None) -> None:

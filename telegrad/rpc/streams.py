@@ -30,6 +30,7 @@ from telegrad.agent.naming import user_name
 from telegrad.agent.pending import Pending
 from telegrad.errors import CallTimeout, TelegradError, UsageError
 from telegrad.group.members import Identity
+from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current
 from telegrad.rpc.feeding import MOST_BYTES, Taken, Unfed, hold, pull
 from telegrad.rpc.flow import Intake
@@ -219,6 +220,8 @@ class Stream(Generic[T]):
                 self._agent.call_for(made, self._owner, pull, (*self._id, index, taken), None, 0, None, asked=asked)
             self._agent.expect(self._owner.name)
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             made.set_exception(error)
 
     # Waiting

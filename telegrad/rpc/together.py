@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from telegrad.agent.futures import Future
 from telegrad.errors import WorkersFailed
 from telegrad.group.members import listed
+from telegrad.interrupts import raised_by_handler
 from telegrad.progress import Wait
 from telegrad.rpc import current
 
@@ -37,6 +38,8 @@ def together(
         try:
             calls[worker] = call(worker, share)
         except Exception as error:  # the others shall be called all the same, as if this one had failed later
+            if raised_by_handler(error):
+                raise
             errors[worker] = error
     if doing:
         _follow(doing, calls, sizes or {})
@@ -44,6 +47,8 @@ def together(
         try:
             values[worker] = future.wait()
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             errors[worker] = error
     if len(errors) == 1:
         raise next(iter(errors.values()))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from telegrad import forks
 from telegrad.errors import CannotDecode, CannotEncode, CodecError
+from telegrad.interrupts import raised_by_handler
 from telegrad.wire.culprits import blame
 from telegrad.wire.functions import import_anew, not_found
 from telegrad.wire.rawmemory import held, of_buffer, to_text
@@ -96,11 +97,7 @@ def encode(value: Any, same_program: bool) -> Encoded:
     except CodecError:
         raise
     except Exception as error:
-        forks.end_if_over()
-        if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames
-            with contextlib.suppress(Exception):
-                return _dump(_Pickler, value, same_program, texts, at_once=True)
-        return _encode_by_value(value, same_program)
+        return _encode_again(value, same_program, texts, error)
 
 
 def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequence[Any] = ()) -> Any:
@@ -124,6 +121,8 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
     except CodecError:
         raise
     except Exception as error:
+        if raised_by_handler(error):
+            raise
         raise CannotDecode(
             f"a value arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
             "use the same versions of its packages on all workers, or send what it is made of"
@@ -381,12 +380,25 @@ class _CutUnpickler(_Unpickler):
         return self.found[number]
 
 
+def _encode_again(value: Any, same_program: bool, texts: bool, error: Exception) -> Encoded:
+    """In an `except` block: pickle what could not be pickled by the fast way."""
+    if raised_by_handler(error):
+        raise error
+    forks.end_if_over()
+    if type(error) is RuntimeError:  # another thread changed a dict or a set between two frames
+        with contextlib.suppress(Exception):
+            return _dump(_Pickler, value, same_program, texts, at_once=True)
+    return _encode_by_value(value, same_program)
+
+
 def _encode_by_value(value: Any, same_program: bool) -> Encoded:
     try:
         return _dump(_value_pickler(), value, same_program)
     except CodecError:
         raise
     except Exception as error:
+        if raised_by_handler(error):
+            raise
         raise blame(value, same_program, can_dump, error) from error
 
 
@@ -400,6 +412,8 @@ def blame_again(value: Any, said: CannotEncode, same_program: bool) -> CannotEnc
 def can_dump(value: Any, same_program: bool) -> bool:
     try:
         _dump(_value_pickler(), value, same_program)
-    except Exception:
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
         return False
     return True

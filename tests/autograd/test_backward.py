@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch import nn
 
 import telegrad.autograd as autograd
 from telegrad.autograd.schedule import GraphSchedule, GraphStep
-from telegrad.errors import CallTimeout, ContextEnded, NotOwner, UnusedSends, UsageError
+from telegrad.errors import CallTimeout, ContextEnded, NotOwner, RemoteError, UnusedSends, UsageError
 from telegrad.rpc import Future, RRef, current, functions, remote, rpc_async, rpc_sync
 from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, agents, in_threads, wait_until
@@ -626,6 +627,39 @@ def test_an_error_in_a_backward_function_far_away(trio: list[Worker]) -> None:
         wait_until(lambda: not any(each.conductor.passes for each in trio))
     with autograd.context() as context:
         autograd.backward(context, rpc_sync("w1", torch.sin, (x,)).sum())
+
+
+class Exiting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
+        sys.exit(7)
+
+
+def exiting(x: torch.Tensor) -> torch.Tensor:
+    return Exiting.apply(x)
+
+
+def test_the_end_of_the_program_in_a_backward_function(trio: list[Worker]) -> None:
+    """Here it ends the program of the caller, elsewhere not."""
+    x = leaf()
+    with autograd.context() as context:
+        here = Exiting.apply(rpc_sync("w1", torch.sin, (x,))).sum()
+        with pytest.raises(SystemExit) as ended:
+            autograd.backward(context, here)
+        assert ended.value.code == 7
+    with autograd.context() as context:
+        there = rpc_sync("w1", torch.sin, (Exiting.apply(x),)).sum()
+        future = autograd.backward_async(context, there)
+        with pytest.raises(SystemExit):
+            future.wait()
+    with autograd.context() as context:
+        loss = rpc_sync("w1", exiting, (x,)).sum()
+        with pytest.raises(RemoteError, match=r"SystemExit was raised[\s\S]*On worker 'w1'"):
+            autograd.backward(context, loss)
 
 
 def test_passes_that_have_ended_run_no_longer(trio: list[Worker]) -> None:

@@ -466,29 +466,186 @@ def sleep_there() -> None:
 
 
 class Stop(BaseException):
-    """What a handler raises."""
+    """What a handler raises to end the program."""
 
 
-def other_handlers(seed: int) -> None:
-    """What any handler raises comes out, once."""
+class Alarm(Exception):
+    """What a handler raises as an ordinary error."""
+
+
+def other_handlers(seed: int, count: int) -> int:
+    """What any handler raises comes out once, and as the object that it is; return how often."""
     before = prepare()
     chooser = random.Random(seed)
-    known = points(reference)
+    made: list[BaseException] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise Stop
+        made.append(chooser.choice((Stop, Alarm))())
+        raise made[-1]
 
+    known = {act: points(act) for act in SCENES.values() if act is not in_a_loop}  # asyncio makes others of it
     signal.signal(signal.SIGINT, stop)
-    for point in chooser.sample(range(known), 60):
-        injection, came = Injection(point), False
-        try:
-            interrupted(reference, injection)
-        except Stop:
-            came = True
-        assert came or not injection.where, (seed, point, injection.where)  # calls that wait shorter have less points
-        check_calls()
+    done = 0
+    for act, most in known.items():
+        for point in chooser.sample(range(most), count):
+            injection, came = Injection(point), None
+            made.clear()
+            try:
+                interrupted(act, injection)
+            except (Stop, Alarm) as error:
+                came = error
+            # Calls that wait shorter have less points.
+            about = f"SEED={seed} {act.__name__}, point {point}: {injection.where}"
+            assert [came] == made if injection.where else came is None, about
+            done += came is not None
+            check_calls()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     check_standing(before)
+    return done
+
+
+def blocked(value: Any = None) -> Any:
+    """Code of the user that a signal finds in the midst of something; on another thread, its caller is interrupted."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGALRM)
+    assert _came.wait(LIMIT), "what the handler has raised did not come"
+
+
+_came = threading.Event()  # what a handler has raised has reached the caller
+
+
+class Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        blocked()
+
+
+class BlockedSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        blocked()
+
+
+class BlockedPickle:
+    def __reduce__(self) -> Any:
+        return blocked()
+
+
+def over_there(weight: torch.Tensor) -> torch.Tensor:
+    """What another worker gives: so that the pass has a part there."""
+    there: torch.Tensor = rpc.rpc_sync(A, double, (weight,), timeout=LIMIT)
+    return there
+
+
+def in_a_backward_function(weight: torch.Tensor, context_id: int) -> None:
+    autograd.backward(context_id, [Blocked.apply(over_there(weight)).sum()])
+
+
+def behind_the_other_worker(weight: torch.Tensor, context_id: int) -> None:
+    autograd.backward(context_id, [over_there(Blocked.apply(weight)).sum()])
+
+
+def without_others(weight: torch.Tensor, context_id: int) -> None:
+    autograd.backward(context_id, [Blocked.apply(weight).sum()])
+
+
+def in_a_hook(weight: torch.Tensor, context_id: int) -> None:
+    there = over_there(weight) * 2
+    there.register_hook(blocked)
+    autograd.backward(context_id, [there.sum()])
+
+
+def in_a_hook_of_a_leaf(weight: torch.Tensor, context_id: int) -> None:
+    weight.register_post_accumulate_grad_hook(blocked)
+    autograd.backward(context_id, [(over_there(weight) + weight).sum()])
+
+
+def in_a_step(weight: torch.Tensor, context_id: int) -> None:
+    optimizer = DistributedOptimizer(BlockedSGD, [RRef(weight)], lr=0.1)
+    autograd.backward(context_id, [(over_there(weight) + weight).sum()], step=optimizer)
+
+
+def in_grad(weight: torch.Tensor, context_id: int) -> None:
+    autograd.grad(context_id, over_there(Blocked.apply(weight)).sum(), [weight])
+
+
+def in_pickling(weight: torch.Tensor, context_id: int) -> None:
+    rpc.rpc_sync(A, double, (BlockedPickle(),), timeout=LIMIT)
+
+
+def in_pickling_for_several(weight: torch.Tensor, context_id: int) -> None:
+    rpc.group([A, B]).rpc_sync(double, (BlockedPickle(),))
+
+
+def in_then(weight: torch.Tensor, context_id: int) -> None:
+    future = rpc.rpc_async(A, double, (2,), timeout=LIMIT)
+    future.wait()
+    future.then(blocked)
+
+
+def in_a_callback(weight: torch.Tensor, context_id: int) -> None:
+    future = rpc.rpc_async(A, double, (2,), timeout=LIMIT)
+    future.wait()
+    future.add_done_callback(blocked)
+
+
+def in_a_callback_of_what_is_cancelled(weight: torch.Tensor, context_id: int) -> None:
+    future = rpc.rpc_async(A, pause, (HELD,), timeout=LIMIT)
+    future.add_done_callback(blocked)
+    future.cancel()
+
+
+OWN_CODE = (
+    in_then,
+    in_a_callback,
+    in_a_callback_of_what_is_cancelled,
+    in_a_backward_function,
+    behind_the_other_worker,
+    without_others,
+    in_a_hook,
+    in_a_hook_of_a_leaf,
+    in_a_step,
+    in_grad,
+    in_pickling,
+    in_pickling_for_several,
+)
+
+
+def in_own_code() -> int:
+    """What a handler raises while a call runs code of the user comes out of that call, as the object it is.
+
+    Behind another worker, that code may run on a thread that is not interrupted. Return how often it came.
+    """
+    rpc.rpc_sync(rpc.get_worker_info().name, double, (1,))  # as an optimizer with parameters here does
+    before = prepare()
+    done = 0
+    for act in OWN_CODE:
+        for error in (KeyboardInterrupt(), SystemExit(7), Stop(), Alarm()):
+
+            def stop(signum: int, frame: FrameType | None, error: BaseException = error) -> None:
+                raise error
+
+            signal.signal(signal.SIGALRM, stop)
+            came: BaseException | None = None
+            with autograd.context() as context_id:
+                try:
+                    act(torch.ones(3, requires_grad=True), context_id)
+                    settle()
+                except BaseException as raised:
+                    came = raised
+            assert came is error, f"{act.__name__}: {came!r} came in place of {error!r}"
+            done += 1
+            del error, came
+            _came.set()
+            check_calls()
+            _came.clear()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    check_standing(before)
+    return done
 
 
 def beside_another_thread(seed: int) -> int:

@@ -36,7 +36,11 @@ def test_signals_at_random_times(three: list[Process]) -> None:
 
 
 def test_other_handlers(three: list[Process]) -> None:
-    three[0].run(interrupting.other_handlers, SEED)
+    assert three[0].run(interrupting.other_handlers, SEED, 6) > 60
+
+
+def test_exceptions_of_handlers_in_code_of_the_user(three: list[Process]) -> None:
+    assert three[0].run(interrupting.in_own_code) == 4 * len(interrupting.OWN_CODE)
 
 
 def test_calls_of_other_threads_go_on(three: list[Process]) -> None:
