@@ -32,6 +32,7 @@ TelegradError (RuntimeError)
 │       └── GenerationOver     the generation of an elastic group to which it belonged has ended
 ├── CallTimeout (TimeoutError) no answer in the call's time
 ├── LimitReached               a worker refused something: its limit for one other worker is reached
+├── AnswerLost                 an idempotent call may have run, and its answer is not kept any more
 ├── CallCancelled              the call was cancelled, or the one for whose sake it was made
 ├── CodecError                 a value could not travel
 │   ├── CannotEncode (TypeError) an argument or a result cannot be pickled
@@ -61,6 +62,7 @@ from typing import Any
 
 __all__ = [
     "AlreadyInitialized",
+    "AnswerLost",
     "AuthenticationFailed",
     "AutogradError",
     "CallCancelled",
@@ -243,6 +245,10 @@ class CallTimeout(TelegradError, TimeoutError):
 
 class LimitReached(TelegradError):
     """A worker refused something from another, of which it has as much as it keeps for one worker; it has not run."""
+
+
+class AnswerLost(TelegradError):
+    """An idempotent call was repeated whose answer its callee does not keep any more; it may have run."""
 
 
 class CallCancelled(TelegradError):

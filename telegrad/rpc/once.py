@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
-from types import CoroutineType
+from types import CoroutineType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.answers import its_future
@@ -17,20 +22,25 @@ from telegrad.agent.cancelling import MUST_FINISH, finishing
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import OWN_ARGUMENTS, runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later
-from telegrad.group.members import Identity
+from telegrad.errors import AnswerLost
+from telegrad.group.members import Identity, Member
 from telegrad.rpc import current
-from telegrad.rpc.ledger import Key, Ledger, Settled
+from telegrad.rpc.ledger import MOST, MOST_OF_CALLER, Key, Ledger, Settled
 
 LOOK_EVERY = 1.0  # seconds between looks for answers that nobody will ask for
+MOST_LOOKED_AT = 1 << 12  # objects, to see how large a value is: a millisecond
+SAMPLE = 1 << 8  # elements of one container
 
 
 class Desk:
     """The idempotent calls that were made to one worker."""
 
     def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._lock = threading.Lock()  # guards the ledger
         self._ledger: Ledger[Future[Any]] = Ledger()
         self._next_look = 0.0  # the clock's thread alone
+        self._dead: deque[str] = deque()  # callers that have died or left lately; each use is one operation of a deque
         agent.on(Settled, self._on_settled)
         agent.ticking.append(self._tick)
 
@@ -38,21 +48,36 @@ class Desk:
         return len(self._ledger)
 
     def enter(self, key: Key, left: float) -> tuple[Future[Any], bool]:
-        """A call has come: what becomes of it, and whether it is to be run."""
+        """A call has come: what becomes of it, and whether it is to be run.
+
+        Raises:
+            AnswerLost: neither.
+        """
         now = monotonic()
         outcome: Future[Any] = Future()
         with self._lock:
             entry = self._ledger.find(key, left, now)
             if entry is not None:
                 return entry.outcome, False
+            if self._ledger.has_forgotten(key):
+                raise AnswerLost(
+                    f"worker {self._agent.name!r} does not keep what came of this idempotent call any more, so it may "
+                    f"have run, and was not run once more: at most {MOST_OF_CALLER >> 20} MiB of answers are kept for "
+                    f"one worker that does not take them, {MOST >> 20} MiB for all, and none for one that was taken "
+                    "for dead. See what the function has done, and call it anew where it has not run or may run twice"
+                )
             self._ledger.begin(key, outcome, left, now)
         outcome.heed()  # the caller is told
         return outcome, True
 
-    def ended(self, key: Key) -> None:
+    def ended(self, key: Key, weight: int) -> None:
         with self._lock:
-            over = self._ledger.ended(key)
+            over = self._ledger.ended(key, weight)
         del over  # now: what it holds may be the user's
+
+    def gone(self, member: Member) -> None:
+        """A worker has died or left: what is kept for it goes within LOOK_EVERY."""
+        self._dead.append(member.incarnation)
 
     def _on_settled(self, sender: Identity, settled: Settled) -> None:
         with self._lock:
@@ -64,6 +89,8 @@ class Desk:
             self._next_look = now + LOOK_EVERY
             with self._lock:
                 over = self._ledger.expire(now)
+                while self._dead:
+                    over += self._ledger.died(self._dead.popleft())
             del over
         return self._next_look
 
@@ -130,8 +157,40 @@ def _pass_on(tell: Callable[..., None], done: Any) -> None:
 
 def _tell(desk: Desk, key: Key, outcome: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
     """A call has run: it is known to those that repeat it."""
-    desk.ended(key)
+    desk.ended(key, size_of(result if error is None else error.args))
     if error is not None:
         outcome.set_exception(error)
     else:
         outcome.set_result(result)
+
+
+def size_of(value: Any) -> int:
+    """Return about how many bytes a value has, with all that is in it; of large containers, a sample is looked at."""
+    size, seen, left = 0.0, set[int](), [(value, 1.0)]
+    while left and len(seen) < MOST_LOOKED_AT:
+        each, share = left.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(each))
+        size += share * _own_size(each)
+        inside: Any = ()
+        if isinstance(each, dict):
+            inside = [*itertools.chain.from_iterable(itertools.islice(each.items(), SAMPLE))]
+            share *= max(1.0, 2 * len(each) / max(1, len(inside)))
+        elif isinstance(each, list | tuple):
+            inside = each[:: len(each) // SAMPLE + 1]
+            share *= max(1.0, len(each) / max(1, len(inside)))
+        elif isinstance(each, set | frozenset | deque):
+            inside = [*itertools.islice(each, SAMPLE)]
+            share *= max(1.0, len(each) / max(1, len(inside)))
+        elif not isinstance(each, Tensor) and not type(each).__module__.startswith("telegrad."):
+            inside = gc.get_referents(each)
+        left += [(one, share) for one in inside]
+    return int(size)
+
+
+def _own_size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    known = sys.getsizeof(value, 0)
+    return max(known, int(value.nbytes)) if type(value).__module__ == "numpy" and hasattr(value, "nbytes") else known

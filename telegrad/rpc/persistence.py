@@ -29,7 +29,7 @@ def serve(worker: Worker) -> None:
     global by_default
     agent = worker.agent
     agent.run_at_once(hello)
-    worker.attached(Desk)
+    worker.at_gone.append(worker.attached(Desk).gone)
     returns = worker.attached(Returns)
     returns.may_come = partial(_may_come, worker)
     worker.at_end.append(returns.close)

@@ -18,7 +18,7 @@ from telegrad.autograd.conductor import Conductor
 from telegrad.errors import PeerError, PeerLost, UsageError
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.joining import Joined
-from telegrad.group.members import Members
+from telegrad.group.members import Member, Members
 from telegrad.group.membership import Membership
 from telegrad.group.parting import Alone, Parting, Together
 from telegrad.group.turning import Turning
@@ -55,6 +55,7 @@ class Worker:
         self.references = ReferenceTable(self.agent, wrap)
         self.conductor = Conductor(self.agent, partial(open_roots, self.references))
         self.witness = witness
+        self.at_gone: list[Callable[[Member], None]] = []  # as `Membership.gone`; filled before the worker joins
         self.at_end: list[Callable[[], None]] = []  # called as this worker leaves; `append` by any thread
         self.before_end: list[Callable[[float], None]] = []  # likewise, before it says so: each waits for something
         self.group_ends = False  # with this worker, however it leaves: its program has started the others
@@ -82,6 +83,7 @@ class Worker:
             Together(self.agent, self.me, directory) if isinstance(directory, Members) else Alone(self.agent, self.me)
         )
         self.membership = Membership(self.agent, self.me, directory, self._entered)
+        self.membership.gone += self.at_gone
         if generation is not None:
             self.turning = Turning(self.agent, self.me, generation)
             self.membership.gone.append(self.turning.note)

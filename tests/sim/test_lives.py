@@ -117,9 +117,8 @@ class FailsAll(Lobby[Asked]):
 class ForgetsAtOnce(Ledger[Run]):
     """Answers are not kept."""
 
-    def ended(self, key: Key) -> Entry[Run] | None:
-        super().ended(key)
-        return self._entries.pop(key, None)
+    def ended(self, key: Key, weight: int = 0) -> list[Entry[Run]]:
+        return super().ended(key, weight) or [self._take_out(key)]
 
 
 class ForgetsWhatRuns(Ledger[Run]):
@@ -255,11 +254,11 @@ def test_an_answer_is_kept_until_it_is_settled_or_out_of_time() -> None:
         assert ledger.find(key, 5.0, 0.0) is None
         ledger.begin(key, f"outcome {key.number}", 5.0, 0.0)
     assert ledger.settled(keys[0]) is None  # it runs still
-    assert ledger.ended(keys[0]).outcome == "outcome 0"
-    assert ledger.ended(keys[1]) is None
+    assert [entry.outcome for entry in ledger.ended(keys[0])] == ["outcome 0"]
+    assert ledger.ended(keys[1]) == []
     assert ledger.settled(keys[1]).outcome == "outcome 1"
     assert ledger.settled(keys[1]) is None
-    assert ledger.ended(keys[2]) is None
+    assert ledger.ended(keys[2]) == []
     assert ledger.find(keys[2], 0.0, 1.0).outcome == "outcome 2"  # now without a limit
     assert ledger.find(keys[3], 1.0, 1.0).outcome == "outcome 3"
     assert repr(ledger) == "<Ledger: 1 run, 1 answers kept>"

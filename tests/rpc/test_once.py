@@ -1,0 +1,192 @@
+"""What a worker keeps of idempotent calls for callers that do not take their answers."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import telegrad.rpc as rpc
+from telegrad import errors
+from telegrad.rpc import current, ledger
+from telegrad.rpc.ledger import ENTRY, LONGEST, Key, Ledger
+from telegrad.rpc.once import Desk, once, size_of
+from telegrad.rpc.worker import Worker
+from tests.rpc.test_returns import Stage, stage, wait_until
+
+__all__ = ["stage"]
+
+MOST_OF_CALLER, MOST, MOST_FORGOTTEN = 10 * ENTRY, 25 * ENTRY, 6
+made: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MOST_OF_CALLER", MOST_OF_CALLER)
+    monkeypatch.setattr(ledger, "MOST", MOST)
+    monkeypatch.setattr(ledger, "MOST_FORGOTTEN", MOST_FORGOTTEN)
+    made.clear()
+
+
+class Calls:
+    """Calls of several callers in a random order, some of which are repeated, and what each has come to."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.ledger: Ledger[Key] = Ledger()
+        self.now = 0.0
+        self.numbers = dict.fromkeys("abcd", 0)
+        self.running: list[Key] = []
+        self.until: dict[Key, float] = {}  # calls that have begun, and how long they may be repeated
+        self.settled: set[Key] = set()
+
+    def come(self) -> None:
+        name = self.rng.choice([*self.numbers])
+        self.numbers[name] += 1
+        key, left = Key(name, self.numbers[name]), self.rng.choice([0.0, 1.0, 100.0])
+        assert self.ledger.find(key, left, self.now) is None
+        assert not self.ledger.has_forgotten(key)
+        self.ledger.begin(key, key, left, self.now)
+        self.running.append(key)
+        self.until[key] = self.now + (left or LONGEST)
+
+    def end(self) -> None:
+        if self.running:
+            key = self.running.pop(self.rng.randrange(len(self.running)))
+            self.ledger.ended(key, self.rng.choice([0, 0, ENTRY, 3 * ENTRY, 40 * ENTRY]))
+
+    def repeat(self) -> None:
+        """A call that has begun is known, or refused, as long as it may come: it never runs again."""
+        for key in self.rng.sample([*self.until], min(5, len(self.until))):
+            if key not in self.settled and self.until[key] > self.now:
+                entry = self.ledger.find(key, 1e-9, self.now)
+                assert (entry is not None and entry.outcome == key) or self.ledger.has_forgotten(key)
+                assert entry is not None or key not in self.running
+
+    def settle(self) -> None:
+        for key in self.rng.sample([*self.until], min(3, len(self.until))):
+            self.settled.add(key)
+            self.ledger.settled(key)
+
+    def wait(self) -> None:
+        self.now += self.rng.choice([0.1, 1.0, 50.0])
+        self.ledger.expire(self.now)
+
+    def die(self) -> None:
+        if self.rng.random() < 0.05 and len(self.numbers) > 1:
+            name = self.rng.choice([*self.numbers])
+            del self.numbers[name]
+            self.ledger.died(name)
+            assert not self.kept_for(name)
+
+    def kept_for(self, name: str) -> list[int]:
+        return [entry.weight for key, entry in self.ledger._answers.items() if key.caller == name]
+
+    def check(self) -> None:
+        weights = [self.kept_for(name) for name in "abcd"]
+        assert self.ledger.kept == sum(map(sum, weights))
+        assert self.ledger.kept <= MOST or sum(map(len, weights)) == 1
+        assert all(sum(each) <= MOST_OF_CALLER or len(each) == 1 for each in weights)
+        assert all(len(each.forgotten) <= MOST_FORGOTTEN for each in self.ledger._callers.values())
+        assert all(len(self.ledger) - len(self.ledger._answers) == len(self.running) for _ in "1")
+
+
+def test_any_order_of_calls_keeps_no_more_than_may_be_kept_and_runs_each_once() -> None:
+    for seed in range(150):
+        calls = Calls(random.Random(seed))
+        events = [calls.come] * 4 + [calls.end] * 4 + [calls.repeat, calls.settle, calls.wait, calls.die]
+        try:
+            for _ in range(150):
+                calls.rng.choice(events)()
+                calls.check()
+            for key in calls.running:
+                calls.ledger.ended(key)
+            for key in calls.until:
+                calls.ledger.settled(key)
+            calls.ledger.expire(calls.now + 2 * LONGEST)
+            assert not calls.ledger._entries
+            assert not calls.ledger.kept
+            assert all(caller.floor for caller in calls.ledger._callers.values())
+        except BaseException:
+            print(f"SEED={seed}")
+            raise
+
+
+@dataclass
+class Holder:
+    value: Any
+
+
+@dataclass(slots=True)
+class Slots:
+    value: Any
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        bytes(1 << 20),
+        torch.zeros(1 << 18),
+        numpy.zeros(1 << 18, numpy.float32),
+        memoryview(bytearray(1 << 20)),
+        [bytes(1 << 19), {"a": bytes(1 << 19)}],
+        {number: bytes(1 << 10) for number in range(1 << 10)},
+        tuple(bytes(1 << 10) for _ in range(1 << 10)),
+        deque([bytes(1 << 20)]),
+        Holder(Slots(torch.zeros(1 << 18))),
+        (KeyError(bytes(1 << 20)),),
+    ],
+)
+def test_about_how_large_a_value_is(value: Any) -> None:
+    assert 0.9 * (1 << 20) < size_of(value) < 1.3 * (1 << 20)
+
+
+def test_a_value_that_holds_itself_has_a_size() -> None:
+    value: list[Any] = []
+    value.append(value)
+    assert size_of(value) < ENTRY
+
+
+def test_what_belongs_to_the_process_has_no_size() -> None:
+    assert size_of([torch, Holder, size_of, None, 1]) < ENTRY
+
+
+def make(number: int) -> bytes:
+    made.append(number)
+    return bytes(3 * ENTRY)
+
+
+def call(caller: Worker, number: int) -> bytes:
+    """Make an idempotent call, and never say that its answer has come."""
+    taken: bytes = rpc.rpc_sync("x", once, (caller.agent.incarnation, number, 30.0, make, number))
+    return taken
+
+
+def test_a_call_whose_answer_was_let_go_is_not_run_again(stage: Stage) -> None:
+    x, caller = stage.come("x"), stage.all[0]
+    for number in range(1, 7):
+        call(caller, number)
+    assert x.attached(Desk)._ledger.kept <= MOST_OF_CALLER
+    assert len(call(caller, 6)) == 3 * ENTRY
+    with pytest.raises(errors.AnswerLost, match=r"worker 'x' does not keep .* may have run.* call it anew where it"):
+        call(caller, 1)
+    assert made == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_is_kept_for_a_caller_that_has_died(stage: Stage) -> None:
+    x, caller = stage.come("x"), stage.come("caller")
+    current.enter(caller)
+    for number in range(1, 7):
+        call(caller, number)
+    x.membership.refresh()  # else it knows nobody, and so hears of nobody's death
+    stage.crash(caller)
+    current.enter(stage.all[0])
+    wait_until(lambda: not len(x.attached(Desk)) and not x.attached(Desk)._ledger.kept)
+    with pytest.raises(errors.AnswerLost):
+        call(caller, 7)  # one that had been on its way
+    assert made == [1, 2, 3, 4, 5, 6]
