@@ -15,16 +15,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from telegrad.errors import CannotEncode, RemoteError, VersionMismatch
+from telegrad.errors import CannotDecode, CannotEncode, RemoteError, VersionMismatch
 from telegrad.wire.packing import pack
 from telegrad.wire.pickling import decode, encode
-from telegrad.wire.stories import MOST_TOLD, STORY, Text, cut, keep_lines, own_notes, tell, with_lines
+from telegrad.wire.shortening import LARGEST, brief, cut, is_large
+from telegrad.wire.stories import MOST_TOLD, STORY, Text, keep_lines, own_notes, short, tell, with_lines
 from telegrad.wire.tensors import memory
 from telegrad.wire.unpacking import unpack
 
 UNREADABLE = "an exception was raised whose attributes cannot be read: its own code raises"
 _ATTRIBUTES = ("__dict__", *dir(BaseException))
-LARGEST = 1 << 20  # bytes of an exception that is sent whole
+MOST_ARGUMENTS = 256  # and attributes, and members of a group, of an exception that is sent in parts
 
 
 def describe(error: BaseException, worker: str, function: str = "") -> bytes:
@@ -52,10 +53,10 @@ def readable(error: BaseException) -> BaseException:
 def _description(error: BaseException, worker: str, function: str) -> bytes:
     story = tell(error, worker, function)
     kind = _original(type(error))
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    name = short(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
     if not isinstance(error, Exception):
         return pickle.dumps((None, name, story), 5)  # what ends a process there must not end the caller's
-    for attempt in (_whole, _InParts):
+    for attempt in (_InParts,) if is_large(error) else (_whole, _InParts):
         try:
             sent = _dump(attempt(error))
         except Exception:
@@ -73,6 +74,8 @@ def refused(worker: str, why: bytes) -> VersionMismatch:
 def rebuild(data: bytes | memoryview) -> BaseException:
     """The exception that was described, or a RemoteError that tells of it; never raises."""
     try:
+        if len(data) > 2 * LARGEST:
+            raise CannotDecode(f"it has {len(data)} bytes")
         sent, name, told = pickle.loads(data)
         story = with_lines(told)
     except Exception as error:
@@ -167,12 +170,16 @@ class _InParts:
     def __reduce__(self) -> tuple[Any, ...]:
         error = self.error
         names = [*vars(error), *_slots_of(type(error))]
+        if len(names) > MOST_ARGUMENTS:
+            raise CannotEncode("it has too many attributes for an exception")
         attributes = {name: getattr(error, name) for name in names if name != STORY and hasattr(error, name)}
         if "__notes__" in attributes:
             attributes["__notes__"] = own_notes(error)
         attributes = {name: value for name, value in attributes.items() if _travels(value)}
         kind = _original(type(error))
         args = _builtin_base(kind).__reduce__(error)[1]  # some have more than their `args`
+        if len(args) > MOST_ARGUMENTS:
+            raise CannotEncode("it has too many arguments for an exception")
         return _assemble, (kind, tuple(map(_sendable, args)), attributes)
 
 
@@ -180,14 +187,17 @@ def _sendable(value: Any) -> Any:
     """The value, or what comes nearest to it."""
     if isinstance(value, BaseException):
         return _InParts(value)
-    if isinstance(value, (list, tuple)) and any(isinstance(part, BaseException) for part in value):
+    few = isinstance(value, (list, tuple)) and len(value) <= MOST_ARGUMENTS
+    if few and any(isinstance(part, BaseException) for part in value):
         return type(value)(map(_sendable, value))  # the members of a group
     if isinstance(value, str):
         return cut(value)
-    return value if _travels(value) else cut(repr(value))
+    return value if _travels(value) else brief(value)
 
 
 def _travels(value: Any) -> bool:
+    if is_large(value, LARGEST // 4):
+        return False
     try:
         body, meta, blobs = sent = _dump(value)
         _load(sent)

@@ -23,17 +23,19 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
 from telegrad.errors import TelegradError
+from telegrad.wire.shortening import LONGEST_TEXT, brief, cut, is_large, text_of
 
 DEBUG_VARIABLE = "TELEGRAD_DEBUG"
-LONGEST_TEXT = 1 << 16
 LONGEST_LINE = 2_000  # characters of a line of a log, and of a name
 MOST_TOLD = 100  # exceptions that followed from one another, and members of groups
+MOST_ROOM = 2 * LONGEST_TEXT  # characters of all of them, before the whole is cut
+MOST_NOTES = 100  # the first, and the last
+MOST_FRAMES = 500  # the outermost, and the innermost
 STORY = "_telegrad_story"  # where a rebuilt exception keeps it
 TRACEBACK = "Traceback (most recent call last):\n"
 
@@ -45,11 +47,12 @@ _INTERNALS = (
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _LEFT_OUT = "[the exceptions before are left out]\n"
+_EXPLAINED = (SyntaxError, ImportError, AttributeError)  # of which Python tells more than their text
 _ALL_OURS = f"(no line of the program itself was running; {DEBUG_VARIABLE}=1 shows those of Telegrad)\n"
 
 
-_BARE_FRAME = re.compile(  # without its line
-    r"""^(?P<indent>[ |]*)File "(?P<file>.+)", line (?P<line>\d+), in .+\n(?!(?P=indent)  \S)""", re.MULTILINE
+_BARE_FRAME = re.compile(  # without its line; names are bounded, since a line may have many places where one begins
+    r"""^(?P<indent>[ |]*)File "(?P<file>.+)", line (?P<line>\d+), in .{1,200}\n(?!(?P=indent)  \S)""", re.MULTILINE
 )
 
 
@@ -82,7 +85,7 @@ def tell(error: BaseException, worker: str, function: str = "") -> str:
     if told_before(error, worker):
         return story_of(error)
     try:
-        told = _told(error, iter(range(MOST_TOLD)))
+        told = _told(error, _Room())
     except BaseException:  # its own code may raise anything
         told = f"{type(error).__qualname__} (its text could not be made)\n"
     return cut(f"On worker {worker!r}{function and f', in {function}'}:\n{told}")
@@ -107,7 +110,7 @@ def _with_line(frame: re.Match[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of its text, which may be cut."""
     try:
-        return short(str(error).strip().partition("\n")[0])
+        return short(text_of(error).strip().partition("\n")[0])
     except BaseException:  # its own code may raise anything
         return "(its text could not be made)"
 
@@ -130,7 +133,13 @@ def keep_lines(error: BaseException, traceback_: TracebackType | None) -> None:
 
 def own_notes(error: BaseException) -> list[str]:
     """The notes that others have added."""
-    return [note for note in getattr(error, "__notes__", ()) if type(note) is not Lines]
+    return [cut(note) if isinstance(note, str) else note for note in _notes(error) if type(note) is not Lines]
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", ())
+    many = isinstance(notes, list) and len(notes) > 2 * MOST_NOTES
+    return [*notes[:MOST_NOTES], "[...]", *notes[-MOST_NOTES:]] if many else [*notes]
 
 
 def short(name: str) -> str:
@@ -138,24 +147,27 @@ def short(name: str) -> str:
     return name if len(name) <= LONGEST_LINE else f"{name[:LONGEST_LINE]}..."
 
 
-def cut(text: str) -> str:
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[: LONGEST_TEXT // 2]}\n[...]\n{text[-LONGEST_TEXT // 2 :]}"
+class _Room:
+    """How many exceptions are still told, and how many characters of them."""
+
+    def __init__(self) -> None:
+        self.exceptions, self.characters = MOST_TOLD, MOST_ROOM
 
 
-def _told(error: BaseException, room: Iterator[int], seen: frozenset[int] = frozenset()) -> str:
-    """An exception as Python prints it: first what it followed from. There is `room` for so many."""
-    if next(room, None) is None:
+def _told(error: BaseException, room: _Room, seen: frozenset[int] = frozenset()) -> str:
+    """An exception as Python prints it: first what it followed from, as far as there is room."""
+    if room.exceptions <= 0 or room.characters <= 0:
         return _LEFT_OUT
+    room.exceptions -= 1
     seen |= {id(error)}
-    lines, story = _all_lines(error), story_of(error)
+    lines, story = cut(_all_lines(error)), story_of(error)
     own = (TRACEBACK + lines if lines else "") + (story or cut(_summary(error, bool(lines), room)))
+    room.characters -= len(own)
     before, link = _before(error)
     if before is None or id(before) in seen:
         return own
     came = story_of(before)
-    if (came and came in str(error)) or (story and story in str(before)):  # one has the other's text in its own
+    if (came and came in text_of(error)) or (story and story in text_of(before)):  # one has the other's text in its own
         return own
     return _told(before, room, seen) + link + own
 
@@ -173,17 +185,20 @@ def _before(error: BaseException) -> tuple[BaseException | None, str]:
 def _same(one: BaseException, other: BaseException) -> bool:
     """Whether one is the other, raised anew."""
     try:
-        return type(one) is type(other) and repr(one) == repr(other)
+        return type(one) is type(other) and brief(one) == brief(other)
     except Exception:
         return False
 
 
-def _summary(error: BaseException, has_lines: bool, room: Iterator[int]) -> str:
+def _summary(error: BaseException, has_lines: bool, room: _Room) -> str:
     """Its type and text, and the members of a group."""
-    # With `_seen`, Python does not collect what it followed from, which takes quadratic time along a chain.
-    telling = traceback.TracebackException(type(error), error, None, _seen=set())
-    telling.__notes__ = None  # type: ignore[attr-defined]  # they travel by themselves
-    text = "".join(telling.format_exception_only())
+    if isinstance(error, _EXPLAINED) and not is_large(error):
+        # With `_seen`, Python does not collect what it followed from, which takes quadratic time along a chain.
+        telling = traceback.TracebackException(type(error), error, None, _seen=set())
+        telling.__notes__ = None  # type: ignore[attr-defined]  # they travel by themselves
+        text = "".join(telling.format_exception_only())
+    else:
+        text = _type_and_text(error)
     text = text.partition("\nOn worker ")[0].rstrip("\n") + "\n"  # what else it tells stands above the story
     left_out = error.__traceback__ is not None and not has_lines and not isinstance(error, TelegradError)
     members = []
@@ -194,16 +209,34 @@ def _summary(error: BaseException, has_lines: bool, room: Iterator[int]) -> str:
     return text + (_ALL_OURS if left_out else "") + "".join(f"  | {line}\n" for line in "".join(members).splitlines())
 
 
+def _type_and_text(error: BaseException) -> str:
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    try:
+        text = text_of(error)
+    except Exception:  # its own code may raise anything
+        text = "<exception str() failed>"
+    return f"{short(name)}: {text}" if text else short(name)
+
+
 def _all_lines(error: BaseException) -> str:
     """The outermost first: those where it was raised last, then those of the times before."""
-    notes = [note for note in getattr(error, "__notes__", ()) if type(note) is Lines]
+    notes = [note for note in _notes(error) if type(note) is Lines]
     return _lines(error.__traceback__) + "".join(reversed(notes))
 
 
 def _lines(traceback_: TracebackType | None) -> str:
-    frames = traceback.extract_tb(traceback_)
-    if not debugging():
-        frames = traceback.StackSummary.from_list(
-            [frame for frame in frames if not frame.filename.startswith(_INTERNALS)]
-        )
-    return "".join(frames.format())
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(traceback_)
+        if debugging() or not frame.f_code.co_filename.startswith(_INTERNALS)
+    ]
+    if len(frames) > 2 * MOST_FRAMES:
+        return f"{_formatted(frames[:MOST_FRAMES])}  [...]\n{_formatted(frames[-MOST_FRAMES:])}"
+    return _formatted(frames)
+
+
+def _formatted(frames: list[tuple[FrameType, int]]) -> str:
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())

@@ -21,9 +21,10 @@ import torch
 
 from telegrad import errors
 from telegrad.agent.naming import user_name
-from telegrad.wire.failures import LARGEST, describe, fresh, kept, readable, rebuild
+from telegrad.wire.failures import describe, fresh, kept, readable, rebuild
 from telegrad.wire.functions import resolve
-from telegrad.wire.stories import LONGEST_LINE, LONGEST_TEXT, MOST_TOLD, first_line
+from telegrad.wire.shortening import LARGEST, LONGEST_TEXT
+from telegrad.wire.stories import LONGEST_LINE, MOST_TOLD, first_line
 
 
 def journey(error: Any, worker: str = "w1") -> Any:
