@@ -126,7 +126,7 @@ class Link:
         return self._writer.waits and self._writer.is_full
 
     def when_drained(self, act: Callable[[], None]) -> None:
-        """Call `act` once the connection is not congested any more, or has ended; at once where that is so."""
+        """Call `act`, and no earlier one, as soon as the connection is not congested, or has ended."""
         with self._lock:
             self._writer.drained = act
         self._tell_drained()

@@ -40,7 +40,8 @@ class Writer:
         self.outbox: deque[Chunk | StagedCopy] = deque()
         self.waits = False  # for the socket
         self.written = 0  # bytes
-        self.drained: Callable[[], None] | None = None  # to be called once it is not full any more
+        # To be called once it is not full any more. One will do: each releases the queue of the only caller.
+        self.drained: Callable[[], None] | None = None
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._tls_lock = tls_lock

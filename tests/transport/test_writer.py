@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import socket
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,7 @@ from telegrad.devices.streams import Streams
 from telegrad.transport.blobs import Chunk
 from telegrad.transport.noise import KEY, CipherState
 from telegrad.transport.records import JOINED, RECORD, RecordReader, RecordWriter
-from telegrad.transport.writer import Writer
+from telegrad.transport.writer import MOST_BUFFERS, Writer
 
 SECRET = bytes(KEY)
 FREED = 0xDD
@@ -71,3 +75,49 @@ def test_memory_is_kept_until_it_was_read(seed: int, encrypted: bool) -> None:
             writer.flush()
         reading.join(30)
     assert found == [b"".join(contents)]
+
+
+Steps = list[Callable[[], None]]
+
+
+def merged(one: list[Any], other: list[Any]) -> Iterator[list[Any]]:
+    """All orders of the steps of two threads."""
+    for places in itertools.combinations(range(len(one) + len(other)), len(one)):
+        first, second = iter(one), iter(other)
+        yield [next(first if place in places else second) for place in range(len(one) + len(other))]
+
+
+def test_a_queue_that_two_answers_hold_up_is_released_whatever_the_order_of_their_steps() -> None:
+    """A writer keeps one act: a connection has one caller, so each act releases the same queue."""
+    sock = socket.socket()
+    writer = Writer(sock, contextlib.nullcontext(), Staging(Streams()), lambda _: None, lambda: None)
+    sock.close()
+    full = [Chunk(b"x")] * (MOST_BUFFERS + 1)
+    held = False
+    acts: dict[int, Callable[[], None]] = {}
+
+    def hold_up(is_held_up: bool) -> None:
+        nonlocal held
+        held = is_held_up
+
+    def telling(thread: int) -> Steps:
+        return [lambda: acts.update({thread: writer.take_drained()}), lambda: acts[thread]()]
+
+    def answering(thread: int) -> Steps:
+        """What one does that has found the connection congested."""
+        register = partial(setattr, writer, "drained", partial(hold_up, False))
+        return [partial(hold_up, True), register, *telling(thread)]
+
+    def drained() -> None:
+        writer.outbox.clear()
+        writer.waits = False
+
+    writing = [drained, *telling(0)]
+    for answers in merged(answering(1), answering(2)):
+        for steps in merged(answers, writing):
+            writer.outbox.extend(full)
+            writer.waits, held = True, False
+            for step in steps:
+                step()
+            assert not held
+            assert writer.drained is None
