@@ -154,7 +154,7 @@ def _from_env(rank: int, size: int | None, timeout: float, keys: Keyring) -> Mee
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it, and for all attempts
         return Meeting(join_store(host, port, keys, timeout, lasting=True), host, rank, size)
     if is_kept(host, port, os.environ):
-        store = join_store(host, port, keys, timeout, lasting=True)
+        store = join_store(host, port, keys, timeout, lasting=True, marked=True)
         return Meeting(store, host, rank, size, port, places=((host, port),))
     return _tcp(tuple((each.strip(), port) for each in host.split(",")), rank, size, timeout, keys)
 
@@ -324,12 +324,14 @@ def serve(host: str, port: int, keys: Keyring, mark: str = OPEN) -> SealedStore:
     return store
 
 
-def join_store(host: str, port: int, keys: Keyring, timeout: float, lasting: bool = False) -> SealedStore:
-    """Wait for a store that another serves, and connect to it."""
+def join_store(
+    host: str, port: int, keys: Keyring, timeout: float, lasting: bool = False, marked: bool = False
+) -> SealedStore:
+    """Wait for a store that another serves, and connect to it; `marked`: by a process that marks it."""
     place = spot(host, port)
     text = f"nobody serves the store at {place}; is the worker of rank 0 running?"
     with attended(Wait("init_rpc", lambda: text, lambda: ["rank 0"], place)) as wait:
-        return find_store(host, port, keys, timeout, lasting, wait.look)
+        return find_store(host, port, keys, timeout, lasting, wait.look, marked)
 
 
 def find_store(
@@ -339,14 +341,18 @@ def find_store(
     timeout: float,
     lasting: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
+    marked: bool = False,
 ) -> SealedStore:
-    """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place."""
+    """Connect to a store that another serves; it may not be there yet, and a stranger may listen in its place.
+
+    `marked`: it is not used before it has a mark, by which a worker with another key is told so at once.
+    """
     until = monotonic() + timeout
     site = _Site((host, port), keys)
     for left in looks(until):
         meanwhile()
         mark = site.look(min(left, FAR_PROBE), min(left, max(TAKEN, timeout - left)))
-        if site.store is not None and (mark not in (OVER, SETTLING) or lasting):
+        if site.store is not None and (mark not in (OVER, SETTLING) or lasting) and (mark or not marked):
             return site.store
         until = min(until, site.until)
         if monotonic() >= until or (lasting and site.refused is not None):  # a lasting store is no earlier program's
@@ -399,7 +405,7 @@ class _Site:
         if mark == GONE:
             self.store = None
         else:
-            self.why = "it is not open yet" if mark == SETTLING else "there is only the store of an earlier group"
+            self.why = "it is not open yet" if mark in (SETTLING, "") else "there is only the store of an earlier group"
         return mark
 
     def _mark(self) -> str:

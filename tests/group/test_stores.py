@@ -239,6 +239,23 @@ def test_a_store_that_is_marked_a_moment_after_it_answers_is_shared() -> None:
     marks.join()
 
 
+def test_the_store_of_telegrad_run_is_not_used_before_it_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker with another key that comes in that moment would be the first of a group of its own."""
+    raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(raw.port), "TELEGRAD_STORE": f"127.0.0.1:{raw.port}"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    other = Keyring([new_key()])
+    with pytest.raises(errors.StoreUnreachable, match="not open yet"):
+        opened("env://", -1, None, 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        stranger = pool.submit(opened, "env://", -1, None, 10, other)
+        Board(sealed(raw)).write(SERVED, OPEN)
+        with pytest.raises(errors.StoreUntrusted):
+            stranger.result()
+    assert mark_of(opened("env://", -1, None, 10).store) == OPEN
+
+
 def test_a_store_without_a_mark_is_in_use_where_a_group_meets() -> None:
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = ("127.0.0.1", other.port)
