@@ -19,12 +19,12 @@ from weakref import WeakValueDictionary
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.cancelling import serving
-from telegrad.agent.entrance import Incoming
+from telegrad.agent.entrance import Caller, Incoming
 from telegrad.agent.futures import Signal
 from telegrad.agent.naming import known_as
 from telegrad.agent.server import Later
 from telegrad.agent.works import WorkQueue
-from telegrad.errors import LimitReached, RRefError
+from telegrad.errors import LimitReached, PeerLost, RRefError, RRefLost
 from telegrad.group.members import Identity
 from telegrad.rpc import current
 from telegrad.rpc.flow import Answer, Supply
@@ -270,28 +270,45 @@ def hold(_: str, window: int) -> Held:
 
 @known_as("the next items of a stream")
 def pull(maker: str, number: int, index: int, taken: int) -> Any:
-    """All there is, as soon as anything is there: whether it is the end, and the items."""
-    box, queue = current.references().box((maker, number)), current_call().caller.queue
-    if box.full:
-        found = _feed_in(box).pull(index, taken, queue)
-        return found.answer if found.done() else Later(found, pull)
-    coming = Pull(queue)
-    box.opening().add_done_callback(lambda _: _pull_later(box, index, taken, coming))
+    """All there is, as soon as anything is there: whether it is the end, and the items.
+
+    Raises:
+        PeerLost: the stream was open while a connection between the two workers broke.
+    """
+    caller, references = current_call().caller, current.references()
+    try:
+        box = references.box((maker, number))
+        if box.full:
+            found = _feed_in(box).pull(index, taken, caller.queue)
+            return found.answer if found.done() else Later(found, pull)
+    except RRefLost:
+        raise _lost(caller, references) from None
+    coming = Pull(caller.queue)
+
+    def pull_later(_: Any) -> None:
+        try:
+            found = _feed_in(box).pull(index, taken, coming.queue)
+        except Exception as error:
+            coming.set_exception(_lost(caller, references) if isinstance(error, RRefLost) else error)
+        else:
+            found.add_done_callback(partial(_pass_on, coming))
+
+    box.opening().add_done_callback(pull_later)
     return Later(coming, pull)
 
 
-def _pull_later(box: Box, index: int, taken: int, coming: Pull) -> None:
-    try:
-        found = _feed_in(box).pull(index, taken, coming.queue)
-    except Exception as error:
-        coming.set_exception(error)
-        return
+def _pass_on(coming: Pull, found: Pull) -> None:
+    coming.answer = found.answer
+    coming.set_result()
 
-    def pass_on(_: Any) -> None:
-        coming.answer = found.answer
-        coming.set_result()
 
-    found.add_done_callback(pass_on)
+def _lost(reader: Caller, references: ReferenceTable) -> PeerLost:
+    """Return the error of a pull whose feed has gone; readers know of no reference."""
+    return PeerLost(
+        f"the stream that worker {reader.name!r} reads from worker {references.agent.name!r} was lost: a connection "
+        "between the two broke while it was open, or its reader was taken for dead. If that worker still lives, begin "
+        "the stream anew"
+    )
 
 
 def _feed_in(box: Box) -> Feed:

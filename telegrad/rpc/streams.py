@@ -109,7 +109,8 @@ class Stream(Generic[T]):
         self._lock = threading.Lock()  # guards the intake, the pulls and the hold
         self._intake = Intake(window, MOST_BYTES)
         self._pulls: deque[_Pull] = deque()  # in flight, or answered and not taken in
-        self._hold: Any = current.references().create(owner, hold, (agent.name, window), None, 0)
+        # Of a failure the pulls tell.
+        self._hold: Any = current.references().create(owner, hold, (agent.name, window), None, 0, heeded=True)
         self._id = stream = self._hold._handle.id
         self._done: Future[Any] = Future()  # of the call that runs the function
         self._done.heed()

@@ -45,9 +45,14 @@ class Maker:
         timeout: float,
         keeps: Any = None,
         asked: Any = None,
+        heeded: bool = False,
     ) -> Any:
-        """Have a worker make a value that stays there; a reference to it, as users see them."""
+        """Have a worker make a value that stays there; a reference to it, as users see them.
+
+        `heeded`: the caller learns of a failure in another way, so the log does not tell of it.
+        """
         handle, creation, target = self._begin(self.agent.identify(to))
+        creation.used = heeded
         try:
             self.agent.call_for(creation, handle.owner, function, args, kwargs, timeout, keeps, target, asked)
         except BaseException:

@@ -18,7 +18,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import errors
-from telegrad.rpc import current
+from telegrad.rpc import current, feeding
 from tests.cluster import PATIENCE, free_port, group, init, processes
 from tests.rpc.test_references import assert_empty, count, ones, value_of
 
@@ -230,6 +230,54 @@ def flaky_and_break(others: list[str]) -> None:
     break_all()
     thread.join()
     flaky(others, 1)
+
+
+def read_and_break(turns: int) -> dict[str, str]:
+    """Read streams while connections break, before each, behind its beginning or amid its items; what they raise."""
+    raised: dict[str, str] = {}
+    for turn in range(turns):
+        if turn % 3 == 0:
+            break_all()
+        try:
+            stream = rpc.rpc_stream("worker1", range, (20,), window=1 + turn % 4)
+            if turn % 3 == 1:
+                break_all()
+            got = []
+            for item in stream:
+                got.append(item)
+                if item == turn % 23:
+                    break_all()
+            assert got == list(range(20)), turn
+        except errors.TelegradError as error:
+            raised[type(error).__name__] = str(error)
+    assert len(rpc.rpc_sync("worker1", ones)) == 2
+    return raised
+
+
+def pull_what_is_lost() -> str:
+    try:
+        rpc.rpc_sync("worker1", feeding.pull, (current.references()._me, 1 << 40, 0, 0))
+    except errors.PeerLost as error:
+        return str(error)
+    return ""
+
+
+def test_streams_whose_connections_break_fail_as_calls_do() -> None:
+    with group(2) as workers:
+        assert not workers[0].run(read_and_break, 60).keys() - {"PeerLost"}
+        assert (
+            workers[0]
+            .run(pull_what_is_lost)
+            .startswith(
+                "the stream that worker 'worker0' reads from worker 'worker1' was lost: a connection between the two broke"
+            )
+        )
+
+
+@pytest.mark.nightly
+def test_many_streams_whose_connections_break_fail_as_calls_do() -> None:
+    with group(2) as workers:
+        assert not workers[0].run(read_and_break, 3000, patience=300).keys() - {"PeerLost"}
 
 
 gate = threading.Event()
