@@ -292,13 +292,14 @@ class Membership:
 
     def _look_around(self) -> float | None:
         """See to what there is to see; seconds until the next time, None for when something happens."""
-        with self._changed:
-            due = [doubt for doubt in self._doubts if doubt.due <= monotonic()]
-        for doubt in due:  # each stays until it is settled, should one raise
-            left = self._settle(doubt)
-            with self._changed:
-                self._doubts.remove(doubt)
-                self._doubts += left
+        for doubt in [each for each in self._doubts.copy() if each.due <= monotonic()]:
+            left = [doubt._replace(due=monotonic() + 2 * AGAIN)]  # should this raise: the next look is for the rest
+            try:
+                left = self._settle(doubt)
+            finally:
+                with self._changed:
+                    self._doubts.remove(doubt)
+                    self._doubts += left
         pause = LOOK if self._doubts else None
         if self._group is None or self._takeover is None or self._group.over:
             return pause
@@ -314,11 +315,10 @@ class Membership:
         if isinstance(fate, Doubt):
             return [fate]
         if fate:
-            parted = LEFT if doubt.who.incarnation in self._parted else LOST
-            how = self._gone.get(doubt.who.incarnation, parted)  # it may have said so since it was doubted
+            who, parted = doubt.who, LEFT if doubt.who.incarnation in self._parted else LOST
+            how = self._gone.get(who.incarnation, parted)  # it may have said so since it was doubted
             if how == LOST:
-                said = f"worker {doubt.who.name!r} was lost: it does not answer any more"
-                self._post.warn_lost(doubt.who.identity, said)
+                self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
             if self._group is not None and not self._group.over:
                 if doubt.who.incarnation == self._group.store.incarnation:
                     self._group.directory.board.close(f"{doubt.who} served it")  # torch would say so at length

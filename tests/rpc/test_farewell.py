@@ -156,7 +156,7 @@ def test_who_left_in_order_is_not_lost(
         return False
 
     monkeypatch.setattr("telegrad.group.doubts.knock", knock)
-    assert stays.membership._settle(doubt)
+    assert stays.membership._settle(doubt) == []
     stays.agent._connections.tell_lost(who, PeerLost("another connection to it ended"))
     assert [worker.name for worker in stays.membership.present()] == ["w0"]
     assert not caplog.records

@@ -265,13 +265,8 @@ def pull_what_is_lost() -> str:
 def test_streams_whose_connections_break_fail_as_calls_do() -> None:
     with group(2) as workers:
         assert not workers[0].run(read_and_break, 60).keys() - {"PeerLost"}
-        assert (
-            workers[0]
-            .run(pull_what_is_lost)
-            .startswith(
-                "the stream that worker 'worker0' reads from worker 'worker1' was lost: a connection between the two broke"
-            )
-        )
+        told = "the stream that worker 'worker0' reads from worker 'worker1' was lost: a connection between the two"
+        assert workers[0].run(pull_what_is_lost).startswith(told)
 
 
 @pytest.mark.nightly
