@@ -90,6 +90,10 @@ class Parting(ABC):
     def _looks(self) -> bool:
         """Whether that can become so without a word from others."""
 
+    def all_leave(self) -> bool:
+        """Return True if only calls under way are waited for: no other worker is to call `shutdown`; by any thread."""
+        return self._looks()
+
     @abstractmethod
     def awaited(self) -> str:
         """For what it waits; by any thread."""

@@ -17,6 +17,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -28,7 +29,7 @@ from telegrad.agent.deadlines import limit_of
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
 from telegrad.agent.pending import Pending
-from telegrad.errors import CallTimeout, TelegradError, UsageError
+from telegrad.errors import CallTimeout, ShutDown, TelegradError, UsageError
 from telegrad.group.members import Identity
 from telegrad.interrupts import raised_by_handler
 from telegrad.rpc import current
@@ -41,10 +42,13 @@ from telegrad.wire.failures import fresh
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from telegrad.rpc.worker import Worker
+
 T = TypeVar("T")
 
 MOST_WINDOW = 1 << 31
 WINDOW = 256  # items that a function may be ahead of its reader
+GRACE = 1.0  # seconds in shutdown, after which streams are closed: another thread may be about to read them
 AHEAD = 2  # pulls in flight while nobody waits
 
 _NONE = object()
@@ -122,6 +126,8 @@ class Stream(Generic[T]):
         self._waiting = nullcontext if in_turn is None else in_turn.waited_for
         self._broken: BaseException | None = None  # why a pull has failed
         self._ended = False  # and how was told
+        self.reader = threading.get_ident()  # the thread that has opened it, or has read it last
+        current.here().attached(OpenStreams).add(self)
         # Where it runs: pulls are made there, too, whichever thread reads; in an autograd context only as the reader
         # wants more, since a backward pass should find nothing under way.
         self._here = copy_context()
@@ -137,6 +143,7 @@ class Stream(Generic[T]):
 
     @not_compiled
     def __next__(self) -> T:
+        self.reader = threading.get_ident()
         while True:
             item = self._take()
             if item is not _NONE:
@@ -153,6 +160,7 @@ class Stream(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
+        self.reader = threading.get_ident()
         while True:
             item = self._take()
             if item is not _NONE:
@@ -282,6 +290,18 @@ class Stream(Generic[T]):
             self._intake.close()
             self._ended, self._hold, self._ran = True, None, None
 
+    def give_up(self) -> None:
+        """Close it, since this worker leaves and its reader waits for that; reading on raises ShutDown."""
+        with self._lock:
+            if not self._ended:
+                self._intake.close()
+                self._broken = ShutDown(
+                    f"rpc.shutdown() on worker {self._agent.name!r} has closed the stream of {self._name} on worker "
+                    f"{self._owner.name!r}, which the thread that called shutdown had left open. Read it to its end, "
+                    "or close it, before"
+                )
+                self._hold = self._ran = None
+
     async def aclose(self) -> None:
         """As `close`."""
         self.close()
@@ -297,6 +317,49 @@ class Stream(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<Stream of {self._name} on {self._owner.name!r}: {self._intake.taken} items taken>"
+
+
+class OpenStreams:
+    """The streams that one worker reads, since a graceful shutdown waits for them.
+
+    Where only calls under way are waited for any more, those go that the waiting thread has read last: it reads no
+    more, although the program still holds them, as in the traceback of a loop that was interrupted.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()  # guards _streams
+        self._streams: WeakSet[Stream[Any]] = WeakSet()
+        self._all_leave: Callable[[], bool] = lambda: False
+        self._leaver = 0  # the thread that waits in shutdown
+        self._next_look = inf  # the clock's thread, after `leaving`
+        agent.ticking.append(self._tick)
+
+    def add(self, stream: Stream[Any]) -> None:
+        with self._lock:
+            self._streams.add(stream)
+
+    def leaving(self, worker: Worker) -> None:
+        """This thread waits for the end of all calls."""
+        self._leaver, self._all_leave = threading.get_ident(), lambda: worker.parting.all_leave()
+        self._next_look = monotonic() + GRACE
+        self._agent.wake_at(self._next_look)
+
+    def _tick(self, now: float) -> float:
+        if now >= self._next_look:
+            self._next_look = now + GRACE
+            if self._all_leave():
+                with self._lock:
+                    left = [stream for stream in self._streams if stream.reader == self._leaver]
+                for stream in left:
+                    self._agent.later(Stream.give_up, stream)  # frees items of users
+        return self._next_look
+
+
+def serve(worker: Worker) -> None:
+    """Have the shutdown of a worker close the streams that nobody will read."""
+    opened = worker.attached(OpenStreams)
+    worker.before_end.append(lambda timeout: opened.leaving(worker))
 
 
 def _tell_if_failed(agent: Agent, owner: Identity, stream: tuple[str, int], done: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import operator
 import os
 import signal
@@ -729,6 +730,55 @@ def test_shutdown_waits_for_streams_that_are_read(read: bool) -> None:
         for rank, process in enumerate(made):
             process.begin(leave, rank, read)
         assert max(process.end() for process in made) < PATIENCE
+
+
+def endless() -> Iterator[int]:
+    yield from itertools.count()
+
+
+def leave_open(rank: int) -> None:
+    """Rank 0 holds a stream whose loop was interrupted, as a notebook holds the traceback, and shuts down."""
+    import telegrad.rpc as rpc
+
+    kept: list[BaseException] = []
+    if rank == 0:
+        try:
+            for _ in rpc_stream("worker1", endless):
+                raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            kept.append(interrupt)
+    rpc.shutdown()
+    del kept
+
+
+def test_shutdown_closes_what_its_thread_has_left_open() -> None:
+    with group(2) as made:
+        for rank, process in enumerate(made):
+            process.begin(leave_open, rank)
+        for process in made:
+            process.end()
+
+
+def left_and_read(rank: int) -> str:
+    import telegrad.rpc as rpc
+
+    if rank == 0:
+        stream = rpc_stream("worker1", endless)
+        assert next(stream) == 0
+    rpc.shutdown()
+    if rank:
+        return ""
+    with pytest.raises(errors.ShutDown) as told:
+        next(stream)
+    return str(told.value)
+
+
+def test_a_stream_that_shutdown_has_closed_says_so() -> None:
+    with group(2) as made:
+        for rank, process in enumerate(made):
+            process.begin(left_and_read, rank)
+        assert "has closed the stream of " in made[0].end()
+        made[1].end()
 
 
 def echo_large(n: int) -> float:
