@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import codecs
 import copy
-import errno
 import functools
 import hashlib
 import hmac
 import logging
 import os
-import pathlib
+import re
 import secrets
-import stat
 from collections.abc import Sequence
 
 from telegrad.errors import UsageError
-from telegrad.private_files import UnsafePath, open_regular, reason, resolved
+from telegrad.private_files import reason
+from telegrad.secret_files import read_secret
 
 log = logging.getLogger("telegrad")
 
@@ -34,6 +33,9 @@ LONGEST_FILE, MOST_KEYS = 1 << 16, 2  # bytes and keys of a key file
 _MADE = b"tgk1-"  # the prefix of keys that `new_key` made
 _MADE_SIZE = len(_MADE) + 43  # 32 random bytes, as base64 for URLs
 _MARKED = "begins with a byte order mark, as some editors write it: save it without one (UTF-8, no BOM)"
+# What stands in files that hold a key and more: a comment, a key within quotes, an assignment of a shell or of YAML,
+# PEM. A key in base64 may end with "=".
+_NO_KEY = re.compile(rb"""#|(["']).*\1$|(export\s+)?[A-Za-z_]\w*\s*=\s*[^=\s]|[A-Za-z_]\w*:\s|-----BEGIN """)
 _OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()
 
 
@@ -46,7 +48,8 @@ def check_key(key: object, source: str) -> bytes:
     """Return the key as bytes without white space around it, as in a file; `source` says in errors where it was given.
 
     Raises:
-        UsageError: it is no str or bytes, begins with a byte order mark, or is shorter than 16 bytes.
+        UsageError: it is no str or bytes, begins with a byte order mark, is shorter than 16 bytes, or is more than one
+            line with nothing but a key on it.
     """
     if isinstance(key, str):
         if key.startswith("\ufeff"):
@@ -58,6 +61,13 @@ def check_key(key: object, source: str) -> bytes:
             f"not {type(key).__name__}"
         )
     key = key.strip()
+    if key.isascii() and _NO_KEY.match(key):
+        raise UsageError(
+            f"{source} looks like a comment, an assignment or a key within quotes: a key is a line of its own, with "
+            "nothing but the key on it"
+        )
+    if key.isascii() and (b"\n" in key or b"\r" in key):
+        raise UsageError(f"{source} has several lines: a key is one line, so give one of them")
     if len(key) < SHORTEST:
         raise UsageError(
             f"{source} has {len(key)} bytes: a group's key needs at least {SHORTEST}, so that it cannot be guessed. "
@@ -128,53 +138,21 @@ def read_keys(path: str, setting: str = "") -> list[bytes]:
     """
     file = f"the key file {path!r}{f' that {setting} names' if setting else ''}"
     try:
-        status, data = _read_unchosen(path)
+        data = read_secret(path, LONGEST_FILE)
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {reason(error)}") from None
+        raise UsageError(f"{file} cannot be used: {reason(error)}") from None
     if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UsageError(f"{file} {_MARKED}")
     lines = [line.strip() for line in data.split(b"\n")]
-    if hasattr(os, "getuid"):
-        if status.st_uid not in (os.getuid(), 0):
-            raise UsageError(f"{file} belongs to another user (uid {status.st_uid}): make one of your own")
-        if status.st_mode & 0o026:  # a group may read it: Kubernetes mounts secrets so
-            raise UsageError(
-                f"{file} can be read or written by other users (mode {status.st_mode & 0o777:o}): "
-                f"chmod 600 {path} (in Kubernetes: defaultMode: 0440)"
-            )
-    if sum(map(bool, lines)) > MOST_KEYS:
+    keys = [check_key(line, f"{file}, line {number},") for number, line in enumerate(lines, 1) if line]
+    if len(keys) > MOST_KEYS:
         raise UsageError(
             f"{file} has more than {MOST_KEYS} keys: one, and on the next line another while the key is replaced. "
             "Remove the others"
         )
-    keys = [check_key(line, f"{file}, line {number},") for number, line in enumerate(lines, 1) if line]
     if not keys:
         raise UsageError(f"{file} is empty: write a key of at least {SHORTEST} bytes into it")
     return keys
-
-
-def _read_unchosen(path: str) -> tuple[os.stat_result, bytes]:
-    """Return the status and the content of a file that is not another user's choice.
-
-    A name that another user has planted may lead to a file of this user whose content all can read, such as one in
-    /proc. So no other user may be able to put another file in the place of this one.
-
-    Raises:
-        UnsafePath: other users may change one of the folders above it, or as for `open_regular`.
-        OSError: it has more than `LONGEST_FILE` bytes, or cannot be read.
-    """
-    real = resolved(path)
-    for folder in pathlib.Path(real).parents:
-        mode = folder.stat().st_mode
-        if hasattr(os, "geteuid") and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise UnsafePath(errno.EPERM, "other users may change it: chmod o-w it", str(folder))
-    if real.startswith(("/proc/", "/sys/")):
-        raise UnsafePath(errno.EPERM, "it is no regular file of a user", real)
-    with open_regular(real) as file:
-        found, data = os.fstat(file.fileno()), file.read(LONGEST_FILE + 1)
-    if len(data) > LONGEST_FILE:
-        raise OSError(errno.EFBIG, f"it has over {LONGEST_FILE} bytes", real)
-    return found, data
 
 
 @functools.lru_cache(maxsize=16)

@@ -29,6 +29,7 @@ FLOORS = [
         "checks",
         "instances",
     },
+    {"secret_files"},
     {"keyring"},
     {"wire"},
     {"devices"},

@@ -9,12 +9,14 @@ from functools import partial
 from typing import NamedTuple, NoReturn
 
 from telegrad.errors import UsageError
-from telegrad.private_files import open_regular
+from telegrad.private_files import open_regular, reason
+from telegrad.secret_files import read_secret
 
 # The fatal alert `inappropriate_fallback`: the answer of a worker without TLS. These workers give it for nothing else.
 ALERT_NO_TLS = bytes.fromhex("15 03 01 00 02 02 56")
 HANDSHAKE = b"\x16\x03"  # how each TLS connection begins
 
+LARGEST = 1 << 20  # bytes of the file of a private key
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)  # the first is shown
 
 
@@ -35,7 +37,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     """For accepted connections.
 
     Raises:
-        UsageError: a file is missing or is no certificate or key.
+        UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
     """
     return _context(ssl.PROTOCOL_TLS_SERVER, files)
 
@@ -44,7 +46,7 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     """For connections that this worker makes; the name is not checked, since the handshake proves who it is.
 
     Raises:
-        UsageError: a file is missing or is no certificate or key.
+        UsageError: a file is missing or is no certificate or key, or other users may read or write the key.
     """
     return _context(ssl.PROTOCOL_TLS_CLIENT, files)
 
@@ -81,12 +83,12 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        for path in (files.certificate, files.private_key):
-            open_regular(path).close()  # OpenSSL would wait at a FIFO
+        open_regular(files.certificate).close()  # OpenSSL would wait at a FIFO
+        read_secret(files.private_key, LARGEST)
         context.load_cert_chain(files.certificate, files.private_key, partial(_refuse_passphrase, files))
     except OSError as error:  # SSLError is one
         raise UsageError(
-            f"the TLS certificate {files.certificate!r} with key {files.private_key!r} cannot be used: {error}"
+            f"the TLS certificate {files.certificate!r} with key {files.private_key!r} cannot be used: {reason(error)}"
         ) from error
     try:
         open_regular(files.authority).close()

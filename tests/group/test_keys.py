@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import grp
 import os
 import pathlib
+import pwd
 import re
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 import telegrad
 from telegrad import errors, rpc
 from telegrad.group.keys import find_keys, given_keys
-from telegrad.keyring import Keyring, new_key, read_keys
+from telegrad.keyring import Keyring, check_key, new_key, read_keys
+from telegrad.private_files import UnsafePath
 from telegrad.rpc.options import TelegradOptions
+from telegrad.secret_files import _check
 from telegrad.supervision import command
 from telegrad.transport.tls import TlsFiles
 
@@ -85,7 +93,7 @@ def test_a_key_need_not_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proof(find_keys()) == proof(find_keys(key))
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o666])
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o660, 0o666])
 def test_a_file_that_others_may_read_or_write_is_refused(tmp_path: pathlib.Path, mode: int) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
@@ -94,8 +102,100 @@ def test_a_file_that_others_may_read_or_write_is_refused(tmp_path: pathlib.Path,
         find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
 
 
+def named(database: dict[int, tuple[str, list[str]]], gid: int) -> grp.struct_group:
+    """As `grp.getgrgid`, of a host that has these groups."""
+    name, members = database[gid]
+    return grp.struct_group((name, "x", gid, members))
+
+
+@pytest.mark.parametrize(
+    ("owner", "group", "folder", "private"),
+    [
+        ("me", 1000, "", True),  # the group with my name
+        ("me", 100, "", False),  # one of several users, though the database names none of them
+        ("me", 1001, "", False),  # my name, and another user is in it
+        ("root", 0, "", True),
+        ("me", 0, "", False),
+        ("root", 100, "", False),
+        ("root", 2000, "", True),  # an fsGroup that no image knows
+        ("root", 100, "..2026_11_25", True),  # a volume of Kubernetes, of whatever group
+    ],
+)
+def test_a_group_may_read_a_key_if_nobody_else_is_in_it(
+    owner: str, group: int, folder: str, private: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = 0 if owner == "root" else 1000
+    groups: dict[int, tuple[str, list[str]]] = {
+        0: ("root", []),
+        100: ("users", []),
+        1000: ("me", ["me"]),
+        1001: ("me", ["other"]),
+    }
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(grp, "getgrgid", partial(named, groups))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd(("me", "x", 1000, 1000, "", "/", "/bin/sh")))
+    path = tmp_path / folder / "key"
+    path.parent.mkdir(exist_ok=True)
+    if folder:
+        (tmp_path / "..data").symlink_to(folder)
+    for mode in (0o400, 0o600, 0o440, 0o640):
+        status = os.stat_result((mode, 1, 1, 1, mine, group, 1, 0, 0, 0))
+        if private or not mode & 0o040:
+            _check(status, str(path))
+        else:
+            with pytest.raises(UnsafePath, match=rf"\(group {group}\), as its mode is {mode:o}: chmod 600"):
+                _check(status, str(path))
+
+
+NO_KEYS = [
+    "# the key of our group, do not share",
+    "#0123456789abcdef",
+    "# x",
+    "TELEGRAD_KEY=0123456789abcdef",
+    "export TELEGRAD_KEY=0123456789abcdef",
+    "KEY = 0123456789abcdef",
+    "key: 0123456789abcdef",
+    '"0123456789abcdef"',
+    "'0123456789abcdef'",
+    "-----BEGIN PRIVATE KEY-----",
+]
+
+
+@pytest.mark.parametrize("line", NO_KEYS)
+def test_a_line_that_is_no_key_is_refused_wherever_it_is_given(line: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.chmod(0o600)
+    for text in (line, f"{line}\n{KEY}", f"{KEY}\n  {line}", f"{KEY}\n{KEY}!\n{line}"):
+        path.write_text(text)
+        with pytest.raises(errors.UsageError, match=r"key', line \d, looks like a comment, an"):
+            read_keys(str(path))
+    for given in (line, line.encode()):
+        with pytest.raises(errors.UsageError, match="looks like"):
+            find_keys(given)
+    with pytest.raises(errors.UsageError, match="TELEGRAD_KEY looks like"):
+        find_keys(None, {"TELEGRAD_KEY": line})
+
+
+def test_a_file_of_two_keys_is_no_key() -> None:
+    with pytest.raises(errors.UsageError, match="the option key has several lines"):
+        find_keys(f"{KEY}\n{KEY}!\n")
+
+
+@hypothesis.given(st.binary(min_size=16, max_size=48))
+def test_keys_that_programs_make_are_keys(data: bytes) -> None:
+    made = [
+        base64.b64encode(data),
+        base64.urlsafe_b64encode(data),
+        data.hex().encode(),
+        new_key(),
+    ]
+    for key in (*made, *(each.rstrip(b"=") for each in made)):
+        assert check_key(key, "it") == key
+
+
 def test_files_without_a_key(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(errors.UsageError, match="cannot be read"):
+    with pytest.raises(errors.UsageError, match="cannot be used"):
         read_keys(str(tmp_path / "missing"))
     path = tmp_path / "key"
     path.touch(0o600)
@@ -144,8 +244,8 @@ def test_a_relative_state_folder_is_ignored_and_said_once(
         ("TELEGRAD_KEY", "", "TELEGRAD_KEY has 0 bytes"),
         ("TELEGRAD_KEY", "short", "TELEGRAD_KEY has 5 bytes"),
         ("TELEGRAD_KEY_FILE", "", "TELEGRAD_KEY_FILE is empty"),
-        ("TELEGRAD_KEY_FILE", "/proc/nowhere", "'/proc/nowhere' that TELEGRAD_KEY_FILE names cannot be read"),
-        ("TELEGRAD_KEY_FILE", "/dev/null", "'/dev/null' that TELEGRAD_KEY_FILE names cannot be read"),
+        ("TELEGRAD_KEY_FILE", "/proc/nowhere", "'/proc/nowhere' that TELEGRAD_KEY_FILE names cannot be used"),
+        ("TELEGRAD_KEY_FILE", "/dev/null", "'/dev/null' that TELEGRAD_KEY_FILE names cannot be used"),
     ],
 )
 def test_each_start_tells_of_a_wrong_setting_by_its_name(

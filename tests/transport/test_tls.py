@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import pathlib
 import socket
 import ssl
@@ -68,6 +69,7 @@ class Authority:
     def _write(self, name: str, text: bytes) -> str:
         path = self.folder / f"{name}.pem"
         path.write_bytes(text)
+        path.chmod(0o600)
         return str(path)
 
 
@@ -195,6 +197,15 @@ def test_files_that_cannot_be_used_are_named(
     with pytest.raises(UsageError, match=r"bad\.pem.* cannot be used") as caught:
         make(files)
     assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
+def test_a_private_key_that_others_may_read_or_write_is_refused(ours: Authority, mode: int) -> None:
+    files = ours.files("open")
+    os.chmod(files.private_key, mode)
+    for make in (server_context, client_context):
+        with pytest.raises(UsageError, match=r"with key '.*open-key.*' cannot be used: .*chmod 600"):
+            make(files)
 
 
 def test_a_key_of_another_certificate_is_no_key(ours: Authority) -> None:
