@@ -21,7 +21,15 @@ from telegrad.transport.noise import Ciphers
 from telegrad.transport.processes import Stops, process_at, stopped, stranger_at
 from telegrad.transport.silence import Silence
 from telegrad.transport.sockets import HAS_UNIX, tune_tcp, tune_unix, unix_address
-from telegrad.transport.tls import TlsFiles, client_context, is_one_sided, own_digest, peer_digest
+from telegrad.transport.tls import (
+    TlsFiles,
+    alert_of,
+    client_context,
+    is_one_sided,
+    own_digest,
+    peer_digest,
+    refused_certificate,
+)
 
 
 class Target(NamedTuple):
@@ -83,10 +91,18 @@ def connect(
             why = f"worker {target.name!r} does not answer: {silent}"
             raise PeerUnreachable(f"{why}; the call has not run") from PeerSilent(why)
         except OSError as error:
+            alert = alert_of(sock, error)
             sock.close()
+            _check_certificates(alert, target, tls)
             raise PeerUnreachable(
                 f"worker {target.name!r} broke off the handshake ({error}); the call has not run"
             ) from error
+
+
+def _check_certificates(alert: ssl.SSLError | None, target: Target, tls: TlsFiles | None) -> None:
+    """Raise AuthenticationFailed where the alert tells that a certificate was refused."""
+    if alert is not None and tls is not None and (refused := refused_certificate(alert, target.name, tls)):
+        raise AuthenticationFailed(f"{refused}; the call has not run") from alert
 
 
 def _reach(
@@ -154,6 +170,7 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
         sock.close()
         if is_one_sided(error):
             raise AuthenticationFailed(f"worker {target.name!r}: {ONE_SIDED}") from None
+        _check_certificates(error, target, tls)
         raise AuthenticationFailed(
             f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
 import ssl
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -17,6 +18,7 @@ ALERT_NO_TLS = bytes.fromhex("15 03 01 00 02 02 56")
 HANDSHAKE = b"\x16\x03"  # how each TLS connection begins
 
 LARGEST = 1 << 20  # bytes of the file of a private key
+ALERT_WAIT = 1.0  # seconds for an alert that came before the connection was closed
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)  # the first is shown
 
 
@@ -75,6 +77,49 @@ def peer_digest(sock: ssl.SSLSocket) -> bytes:
 def is_one_sided(error: ssl.SSLError) -> bool:
     """Return True if the other end has answered that it does not use TLS."""
     return "INAPPROPRIATE_FALLBACK" in (error.reason or "")
+
+
+def alert_of(sock: socket.socket, error: OSError) -> ssl.SSLError | None:
+    """Return what TLS has told of a connection that failed with `error`; None where it has told nothing.
+
+    With TLS 1.3 the client's handshake is over before the server has checked its certificate. So the alert may come
+    while the client sends, which then fails since the server has closed the connection.
+    """
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return error
+    if isinstance(sock, ssl.SSLSocket) and isinstance(error, (ConnectionError, ssl.SSLEOFError)):
+        try:
+            sock.settimeout(ALERT_WAIT)
+            sock.recv(1)
+        except ssl.SSLError as alert:
+            return alert
+        except OSError:
+            pass
+    return None
+
+
+def refused_certificate(error: ssl.SSLError, name: str, files: TlsFiles) -> str:
+    """Return whose certificate was refused, why, and what to do; "" where the error tells of none.
+
+    `name` is the worker at the other end, `files` are those of this one.
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = error.verify_message
+        said = f"the certificate of worker {name!r} is refused here: {why}"
+        return f"{said}. {_advice(why, f'of worker {name!r}')}"
+    if "_ALERT_" not in (error.reason or ""):
+        return ""
+    why = error.reason.partition("_ALERT_")[2].lower().replace("_", " ")
+    said = f"worker {name!r} refuses the certificate of this one, {files.certificate!r}: {why}"
+    return f"{said}. {_advice(why, 'of this worker')}"
+
+
+def _advice(why: str, whose: str) -> str:
+    if "expired" in why:
+        return f"Renew the certificate {whose}"
+    if "not yet valid" in why:
+        return "Compare the clocks of the two hosts"
+    return "Give all workers certificates that one authority has signed, and that authority's as `authority`"
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:

@@ -20,7 +20,7 @@ from telegrad.rpc.worker import Worker
 from telegrad.transport.handshake import Claim, Initiator
 from telegrad.transport.tls import TlsFiles
 from tests.cluster import agents, wait_until
-from tests.transport.test_tls import Authority
+from tests.transport.test_tls import DAY, Authority
 
 HTTP = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303")
@@ -143,6 +143,38 @@ def test_tls_refuses_the_certificate_of_another_authority(certificates: list[Tls
         with knock(b) as sock:  # no TLS at all
             sock.sendall(HTTP)
             assert closed(sock)
+
+
+BAD = {  # the authority that has signed it, when it begins and ends; what is said to whoever refuses it, and shows it
+    "expired": ("ours", -2 * DAY, -DAY, "has expired", "certificate expired", "Renew the certificate"),
+    "not yet": ("ours", DAY, 2 * DAY, "is not yet valid", "bad certificate", ""),
+    "foreign": ("foreign", -DAY, DAY, "unable to get local issuer", "unknown ca", "that one authority has signed"),
+}
+
+
+@pytest.mark.parametrize("shown_by", [0, 1])
+@pytest.mark.parametrize("how", list(BAD))
+def test_a_worker_with_a_bad_certificate_hears_what_is_wrong_with_it(
+    how: str, shown_by: int, tmp_path: pathlib.Path
+) -> None:
+    """Whoever calls: the server tells by an alert, behind which it closes the connection."""
+    ours = Authority(tmp_path, "ours")
+    name, begins, ends, refused, shown, advice = BAD[how]
+    signed = (ours if name == "ours" else Authority(tmp_path, name)).files("bad", begins, ends)
+    bad = TlsFiles(signed.certificate, signed.private_key, ours.path)
+    files = [ours.files("good"), ours.files("good")]
+    files[shown_by] = bad
+    with agents(2, transport="tcp", of_rank=lambda rank: {"tls": files[rank]}) as (a, _):
+        for _ in range(5):
+            with pytest.raises(errors.AuthenticationFailed) as caught:
+                a.agent.call("w1", operator.add, (1, 2), None)
+            said = str(caught.value)
+            if shown_by == 0:
+                assert f"worker 'w1' refuses the certificate of this one, {bad.certificate!r}: {shown}" in said
+            else:
+                assert "the certificate of worker 'w1' is refused here: " in said
+                assert refused in said
+            assert advice in said
 
 
 @pytest.mark.parametrize("with_tls", [0, 1])
