@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 import torch.distributed as dist
 
 from telegrad.errors import (
-    RendezvousError,
+    StoreLost,
     StorePortTaken,
     StoreUnreachable,
     StoreUntrusted,
@@ -244,7 +244,7 @@ def _open_any(
             wait.look()
             for site in sites:
                 mark = site.look(PROBE, min(left, TAKEN))
-                if site.store is not None and _is_in_use(site.store, mark):
+                if site.store is not None and site.is_in_use(mark):
                     return site.store, site.place
             if mine is not None and not somebody_stays_at(mine):
                 return None
@@ -261,7 +261,7 @@ def _open_any(
 
 def _is_in_use(store: SealedStore, mark: str) -> bool:
     """Whether it is open; one that somebody else keeps, who leaves no mark, is so once a group meets there."""
-    with contextlib.suppress(RendezvousError):
+    with contextlib.suppress(StoreLost):
         return mark == OPEN or (not mark and bool(Board(store, DYNAMIC).terms()))
     return False
 
@@ -413,12 +413,24 @@ class _Site:
             return GONE
         try:
             return mark_of(self.store)
-        except StoreUntrusted as error:  # an earlier program's, which is about to go, or another program's
+        except StoreUntrusted as error:
             if self.refused is None:
                 Board(self.store).add_hint(REFUSED)
-            self.refused = error
-            self.until = min(self.until, monotonic() + STRANGE)
+            self._refuse(error)
             return GONE
+
+    def is_in_use(self, mark: str) -> bool:
+        """Whether a group meets there, or can; False where its terms cannot be believed."""
+        try:
+            return self.store is not None and _is_in_use(self.store, mark)
+        except StoreUntrusted as error:
+            self._refuse(error)
+            return False
+
+    def _refuse(self, error: StoreUntrusted) -> None:
+        """Look on for a while: it may be an earlier program's, which is about to go."""
+        self.refused = error
+        self.until = min(self.until, monotonic() + STRANGE)
 
     def __repr__(self) -> str:
         return f"<_Site at {spot(*self.place)}: {self.why if self.store is None else 'a store'}>"

@@ -267,6 +267,17 @@ def test_a_store_without_a_mark_is_in_use_where_a_group_meets() -> None:
     assert found[1] == place
 
 
+@pytest.mark.parametrize("spoiled", ["telegrad/served", f"{DYNAMIC}/terms"])
+def test_a_spoiled_value_is_named_where_the_store_may_be_at_several_places(
+    spoiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "STRANGE", 0.1)
+    raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    raw.set(spoiled, "of a stranger")
+    with pytest.raises(errors.StoreUntrusted, match=f"'{spoiled}'"):
+        stores._open_any((("127.0.0.1", raw.port),), None, KEYS, 10)
+
+
 def test_the_port_of_another_programs_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "MARKED", 0.1)
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
