@@ -15,6 +15,7 @@ it could form; the others go to the next round, too, where whoever replaces the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -291,8 +292,7 @@ class _Static:
         for counter in ("arrived", "read"):
             if (count := self._board.hint(counter)) > self._size:
                 raise self._board.spoiled(counter, f"is {count}, in a group of {self._size}")
-        if refused := self._root.hint(REFUSED) - self._refused:
-            self._before = f"{refused} came with another key, and cannot be believed"
+        self._look_for_refused()
         who = self._absent() or "a worker came, but ended before all had met"
         return GroupIncomplete(
             f"the group of {self._size} workers is not {gate} after {self._timeout:g} s: {who}. "
@@ -307,12 +307,19 @@ class _Static:
             looks, knocks = times.due(monotonic())
             if looks or knocks:
                 self._attendance.look(self._entry_of)
+                with contextlib.suppress(StoreUntrusted):  # a spoiled hint, which no worker needs
+                    self._look_for_refused()
                 self._open(COMPLETE)
             if knocks:  # more rarely, since all knock at all
                 self._attendance.knock(self._is_alive)
             wait.look()
 
         return look
+
+    def _look_for_refused(self) -> None:
+        """See who was refused for another key: a hint, since a stranger can count there, so nobody gives up for it."""
+        if refused := self._root.hint(REFUSED) - self._refused:
+            self._before = f"{refused} came with another key, and cannot be believed"
 
     def _entry_of(self, rank: int) -> str:
         return self._board.read(f"rank/{rank}")

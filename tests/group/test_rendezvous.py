@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from telegrad import errors, progress
 from telegrad.group import dynamic
-from telegrad.group.board import Board
+from telegrad.group.board import REFUSED, Board
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
 from telegrad.group.rendezvous import Roster, join_static
@@ -88,6 +89,21 @@ def test_who_has_another_key_is_refused_and_mentioned_to_the_others() -> None:
     assert "TELEGRAD_KEY" in str(refused)
     assert type(missed) is errors.GroupIncomplete
     assert "1 came with another key" in str(missed)
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_whoever_waits_says_meanwhile_that_another_came_with_another_key(
+    spoiled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.1)
+    store = dist.HashStore()
+    Board(sealed(store)).add_hint(REFUSED)
+    if spoiled:  # a hint, for which nobody gives up
+        store.set(REFUSED, "many")
+    with pytest.raises(errors.TelegradError), caplog.at_level(logging.INFO, "telegrad"):
+        join_static(sealed(store), member("a", 0), 2, 0.5)
+    assert ("1 came with another key" in caplog.text) is not spoiled
+    assert "rank 1 did not come" in caplog.text
 
 
 @pytest.mark.parametrize(
