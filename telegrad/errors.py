@@ -22,6 +22,7 @@ TelegradError (RuntimeError)
 │   │   ├── PeerSilent         its process does not run: it was stopped, or does not answer heartbeats
 │   │   └── PublisherLost      who published weights has gone, or has closed the publisher
 │   ├── PeerUnreachable        no connection could be made
+│   │   └── PeerStopped (PeerSilent) since its process is stopped
 │   ├── HandshakeError         it is not who it should be
 │   │   ├── AuthenticationFailed
 │   │   │   └── StoreUntrusted (RendezvousError) the store holds what was written without this worker's key
@@ -93,6 +94,7 @@ __all__ = [
     "PeerError",
     "PeerLost",
     "PeerSilent",
+    "PeerStopped",
     "PeerUnreachable",
     "ProtocolViolation",
     "PublisherLost",
@@ -203,6 +205,10 @@ class PublisherLost(PeerLost):
 
 class PeerUnreachable(PeerError, ConnectionError):
     """No connection to the worker could be made; the call has not run."""
+
+
+class PeerStopped(PeerSilent, PeerUnreachable):
+    """The worker's process is stopped, and no connection to it could be made; the call has not run."""
 
 
 class HandshakeError(PeerError, ConnectionError):

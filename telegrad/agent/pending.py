@@ -15,7 +15,7 @@ from telegrad.agent.futures import Future, Outcome
 from telegrad.agent.naming import noted_name, user_name
 from telegrad.agent.scene import InTurn, Share
 from telegrad.agent.underway import Underway
-from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerUnreachable
+from telegrad.errors import CallTimeout, PeerError, PeerLost, PeerSilent, PeerStopped, PeerUnreachable
 from telegrad.group.members import Identity
 from telegrad.instruments import CALLED
 from telegrad.transport.waker import Waker, waker_here
@@ -209,6 +209,7 @@ def advised(error: Exception) -> Exception:
     """Why calls failed that could not be sent, with what else a call can do where nobody answered."""
     if type(error) is not PeerUnreachable:
         return error
-    told = PeerUnreachable(f"{error}. With wait_for_worker=True, calls wait for a worker's return")
+    kind = PeerStopped if isinstance(error.__cause__, PeerSilent) else PeerUnreachable
+    told = kind(f"{error}. With wait_for_worker=True, calls wait for a worker's return")
     told.__cause__ = error.__cause__
     return told

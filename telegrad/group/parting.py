@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerUnreachable, ShutDown
+from telegrad.errors import CallTimeout, LeftEarly, PeerError, PeerLost, PeerSilent, PeerUnreachable, ShutDown
 from telegrad.group.farewell import (
     DONE,
     WAITING,
@@ -225,7 +225,7 @@ class Together(Parting):
         if absent:
             return f"{_quoted(absent)} did not call shutdown (worker {me!r} has, and serves meanwhile)"
         if busy:
-            return f"calls are under way on {_quoted(busy)} (worker {me!r} serves meanwhile)"
+            return f"calls are under way on {_quoted(busy)}, or no answer comes (worker {me!r} serves meanwhile)"
         return f"the others have not called shutdown, or calls are under way (worker {me!r} serves meanwhile)"
 
     def _waited_for(self) -> tuple[list[str], list[str]]:
@@ -280,9 +280,11 @@ class Together(Parting):
         self._wake()
 
     def _on_lost(self, who: Identity, reason: PeerError) -> None:
+        if isinstance(reason.__cause__, PeerSilent):
+            reason = reason.__cause__
         if isinstance(reason, ShutDown) and reason._ends_group:
             self.over()
-        elif not isinstance(reason, PeerLost):
+        elif not isinstance(reason, PeerLost) or isinstance(reason, PeerSilent):
             if not self._farewell.inside and _may_live(reason):
                 return  # the farewell will show
             died = isinstance(reason, LeftEarly) or not isinstance(reason, ShutDown)

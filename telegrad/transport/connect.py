@@ -88,7 +88,7 @@ def connect(
             attempt += 1
         except PeerSilent as silent:
             sock.close()
-            why = f"worker {target.name!r} does not answer: {silent}"
+            why = f"worker {target.name!r} is silent: {silent}"
             raise PeerUnreachable(f"{why}; the call has not run") from PeerSilent(why)
         except OSError as error:
             alert = alert_of(sock, error)
@@ -184,17 +184,20 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
 def _shake_hands(sock: socket.socket, end: Initiator, deadline: float, pid: int, silence: float) -> None:
     """Bring `end` to its end; PeerSilent where the other's process `pid` is stopped for so many seconds."""
     sock.sendall(end.start())
-    silent, process = Silence(silence), Stops(pid)
+    silent, process, begun = Silence(silence), Stops(pid), monotonic()
+    stands = bool(silence) and process.look()  # for as long as it does, `silence` is the limit
+    silent.look(begun, not stands)
     while not end.done:
-        remaining = deadline - monotonic()
-        if remaining <= 0:
-            raise TimeoutError("timed out")
-        sock.settimeout(min(remaining, silent.pause))
+        now = monotonic()
+        if now >= deadline and not stands:
+            raise TimeoutError(f"no answer for {now - begun:.0f} s")
+        sock.settimeout(silent.pause if stands else min(deadline - now, silent.pause))
         try:
             data = sock.recv(4096)
         except TimeoutError:
-            if silence and silent.look(monotonic(), not process.look()):
-                raise PeerSilent(stopped(pid)) from None
+            stands = bool(silence) and process.look()
+            if silent.look(monotonic(), not stands):
+                raise PeerSilent(f"for {silence:g} s {stopped(pid)}") from None
             continue
         if not data:
             raise ConnectionResetError("it closed the connection")

@@ -93,8 +93,8 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
         assert "is silent" in workers[0].run(line_with, "worker1")
         assert workers[0].run(names) == ["worker0", "worker2"]
         kind, text, seconds = workers[0].run(error_of, "worker1", operator.add, (1, 2))
-        assert kind == "PeerUnreachable"
-        assert "stopped" in text
+        assert kind == "PeerStopped"
+        assert "for 0.5 s its process is stopped" in text
         assert seconds < SILENCE + SOON
         assert workers[0].run(call, "worker2") == 3
         time.sleep(1.2)
@@ -102,6 +102,22 @@ def test_a_stopped_process_is_told_and_can_be_called_again_once_it_goes_on() -> 
         assert "did not run" in workers[1].run(line_with, "this process")
         assert workers[0].run(call, "worker1") == workers[1].run(call, "worker0") == 3
         assert workers[1].run(is_quiet)
+
+
+def test_shutdown_does_not_wait_for_a_stopped_process() -> None:
+    with group(3, silence=SILENCE) as workers:
+        workers[1].kill(signal.SIGSTOP)  # nobody knows of it yet, nor has a connection to it
+        kind, text, seconds = workers[0].run(error_of, "worker1", operator.add, (1, 2))
+        assert (kind, "for 0.5 s its process is stopped" in text) == ("PeerStopped", True)
+        assert SILENCE <= seconds < SILENCE + SOON
+        assert workers[2].run(error_of, "worker1", operator.add, (1, 2))[0] == "PeerStopped"
+        began = time.monotonic()
+        for each in (workers[0], workers[2]):
+            each.begin(rpc.shutdown)
+        for each in (workers[0], workers[2]):
+            each.end()
+        assert time.monotonic() - began < SOON
+        workers[1].kill(signal.SIGKILL)
 
 
 def test_who_only_was_stopped_for_a_moment_or_is_busy_is_not_silent() -> None:
