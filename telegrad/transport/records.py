@@ -96,13 +96,15 @@ class RecordReader:
         if unread >= _HEAD:  # `decrypt_into` has looked at this length
             needed += _unpack_length(self._buffer, self._start)[0] + _HEAD  # and the next, so that little is moved
         if needed > len(self._buffer):
-            grown = memoryview(bytearray(needed))
+            # Room for what comes before it in the same read, so that later records of this length are not moved.
+            grown = memoryview(bytearray(needed + SCRATCH))
             grown[:unread] = self._buffer[self._start : self._end]
             self._buffer, self._scratch = grown, grown[:SCRATCH]
-        elif self._start:
+            self._start, self._end = 0, unread
+        elif self._start + max(needed, SCRATCH) > len(self._buffer):
             self._buffer[:unread] = bytes(self._buffer[self._start : self._end])
-        self._start, self._end = 0, unread
-        return self._buffer[unread : max(needed, unread + most)]
+            self._start, self._end = 0, unread
+        return self._buffer[self._end : max(self._start + needed, self._end + most)]
 
     def decrypt(self, came: int = 0) -> bytes:
         """Return the content of the next record; b"" where it is not whole, longer than SCRATCH, or taken in part.

@@ -152,6 +152,24 @@ def test_no_memory_is_taken_for_a_long_record_before_it_comes() -> None:
     assert len(reader.buffer()) == SCRATCH - 3
 
 
+def test_a_long_record_behind_a_short_one_is_not_moved_while_it_comes() -> None:
+    writer, reader = RecordWriter(CipherState(SECRET)), RecordReader(CipherState(SECRET))
+    target = memoryview(bytearray(SCRATCH))
+    for turn in range(3):
+        stream = memoryview(writer.encrypt(b"head") + writer.encrypt(bytes(SCRATCH)))
+        first = reader.buffer()
+        first[:] = stream[:SCRATCH]
+        assert reader.decrypt(SCRATCH) == b"head"
+        assert not reader.decrypt_into(target)
+        rest = reader.buffer()
+        if turn:  # the first made the buffer grow
+            assert bytes(first[:SCRATCH]) == stream[:SCRATCH]
+        came = len(stream) - SCRATCH
+        rest[:came] = stream[SCRATCH:]
+        assert reader.decrypt_into(target, came) == SCRATCH
+        assert not reader.has_more
+
+
 def test_records_that_leave_together_fit_their_buffer() -> None:
     writer = RecordWriter(CipherState(SECRET))
     for size in (JOINED, RECORD, 1):
