@@ -17,6 +17,7 @@ worker: Worker | None = None  # of this process: init_rpc stores it, one at a ti
 ended_by: BaseException | None = (
     None  # the error with which the process left its last group, until shutdown or init_rpc
 )
+_has_left = False  # this process, which is no fork of that one, was in a group before
 _here = threading.local()  # .worker: whose thread this is; in a process with several the calls go out from it
 
 
@@ -48,6 +49,11 @@ def joined() -> Worker:
     if worker is None:
         if isinstance(ended_by, StoreUntrusted):
             raise StoreUntrusted(f"this process has left its group: {ended_by}")
+        if _has_left:
+            raise NotInitialized(
+                "this process has left its group, by shutdown() or since that has ended. Make calls before that; to "
+                "join a group again, call init_rpc first"
+            )
         raise NotInitialized(f"RPC has not been initialized: this process is in no group, call init_rpc first{_hint()}")
     return worker
 
@@ -80,16 +86,17 @@ def replace(own: Worker, by: Worker) -> None:
 
 def leave(own: Worker, because: BaseException | None = None) -> None:
     """This process is that worker no more. No other can be set while it is, so nothing comes between look and store."""
-    global worker, ended_by
+    global worker, ended_by, _has_left
     if worker is own:
+        _has_left = True
         ended_by = because  # before the other, which says that there is none
         worker = None
 
 
 def forget() -> None:
     """In a forked child: it is none of the workers that its parent is."""
-    global worker, ended_by
-    worker = ended_by = None
+    global worker, ended_by, _has_left
+    worker, ended_by, _has_left = None, None, False
     for own in list(made):
         own.abandon()
     made.clear()  # else a child of this child would do so again

@@ -444,6 +444,23 @@ def test_a_forked_child_is_in_no_group(workers: list[Process]) -> None:
     assert workers[0].run(fork, 0) == (5, 2)
 
 
+def call_after_shutdown(where: str) -> str:
+    rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.TelegradOptions(init_method=where))
+    rpc.shutdown()
+    try:
+        rpc.rpc_sync("a", int)
+    except errors.NotInitialized as error:
+        return str(error)
+    return ""
+
+
+def test_calls_after_shutdown_are_told_so(tmp_path: pathlib.Path) -> None:
+    with processes(1) as workers:  # which are children of another process, but left by themselves
+        told = workers[0].run(call_after_shutdown, f"file://{tmp_path / 'meeting'}")
+        assert told.startswith("this process has left its group, by shutdown()")
+        assert "A process that a worker starts" not in told
+
+
 def test_a_program_in_no_group_is_told_what_to_call() -> None:
     with pytest.raises(errors.NotInitialized, match=r"call init_rpc first$"):
         rpc.get_worker_info()
