@@ -1,10 +1,11 @@
 """Calls to a worker while another caller floods it: `python -m benchmarks.floods [ways] [--seconds N] [--rounds N]`.
 
 Measures, for each way to flood, the p99 of two callers that make one call after the other, in rounds: while the third
-caller is idle, while it only uses a processor, and while it floods. The flood is written to the socket directly, past
-all limits of a sender. Prints what the callee has gained in memory and descriptors, too, and what docs/security.md
-says of it. `--check` ends with status 1 where a figure is above that, where a p99 is above `--ratio` times the one
-beside an idle caller, or where a flood has not taken the descriptors that it is there to take.
+caller is idle, while it only uses a processor (what that costs is the machine's), and while it floods. The flood is
+written to the socket directly, past all limits of a sender. Prints what the callee has gained in memory and
+descriptors, too, and what docs/security.md says of it. `--check` ends with status 1 where a figure is above that, where
+a p99 is above `--ratio` times the one beside an idle caller, or where a flood has not taken the descriptors that it is
+there to take.
 """
 
 from __future__ import annotations
@@ -272,12 +273,14 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := set(given.ways) - set(WAYS):
         parser.error(f"there is no way {min(unknown)!r}")
-    titles = "idle", "busy", "flooded", "ratio", "memory", "(at most)", "descriptors", "(at most)", "frames/s"
+    titles = ["idle", "busy", "flooded", "to idle", "to busy"]
+    titles += ["memory", "(at most)", "descriptors", "(at most)", "frames/s"]
     print(f"{'p99 in ms, MB':<14}", *(f"{title:>11}" for title in titles), flush=True)
     failed = False
     for name in given.ways or WAYS:
         way, found = WAYS[name], measure(name, given.seconds, given.rounds)
-        figures = found.idle, found.busy, found.flooded, found.ratio, found.memory, way.memory
+        ratios = found.ratio, found.flooded / found.busy
+        figures = found.idle, found.busy, found.flooded, *ratios, found.memory, way.memory
         counts = found.descriptors, way.descriptors, found.rate
         print(f"{name:<14}", *(f"{each:11.2f}" for each in figures), *(f"{each:11.0f}" for each in counts), flush=True)
         for fault in found.faults(way, given.ratio):

@@ -35,8 +35,7 @@ from telegrad.transport.poller import READ, WRITE, Poller, Source
 
 STUCK_AFTER = 4e-3  # a leader this long in its work loses the lead
 PUT_OFF = 64  # works at most that wait for an idle moment
-TURN = 5e-4  # seconds of works until the leader looks at all connections again; so long do 64 quick calls take
-READS = 64  # of one connection until the leader looks at all connections again
+TURN = 5e-4  # seconds until the leader looks at all connections again; so long do 64 quick calls take
 NO_MEMORY_PAUSE = 0.01  # seconds until a thread goes on that found no memory
 WORK_FAILED = "telegrad: work of the agent failed"
 STANDBY = 16  # idle threads that are kept: to make one costs more than most calls
@@ -63,7 +62,7 @@ class Reactor:
         self._idle_work: deque[Work] = deque()
         self._asleep = False  # the leader waits in the poller
         self._spinning = False
-        self._unlooked = 0  # reads of one connection since the leader looked at all
+        self._looked = 0.0  # when the leader last looked at all connections
         self._recent: Source | None = None  # the source that was ready last
         self._unsent: set[Source] = set()  # sources with answers that wait for the batch to end
         self._closed = False
@@ -409,7 +408,8 @@ class Reactor:
         if not events and self._idle_work and not self._ready:
             self._ready.append(self._idle_work.popleft())
             return
-        soon = perf_counter() - start < SOON
+        self._looked = perf_counter()
+        soon = self._looked - start < SOON
         self._spinning = False
         for source, mask in events:
             if mask & WRITE:
@@ -426,12 +426,12 @@ class Reactor:
         """
         spin, recent = Spin(start, gives_way=True), self._recent
         while True:
-            if self._unlooked < READS and recent is not None and _read(recent):
-                self._unlooked += 1
+            # Bounded by time: a caller that sends without end is read here again and again, and its calls are run.
+            if recent is not None and start - self._looked < TURN and _read(recent):
                 return None
             if self._ready:
                 return None
-            self._unlooked = 0
+            self._looked = start
             if self._idle_work:
                 return []
             events = self.poller.poll(0)

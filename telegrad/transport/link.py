@@ -44,7 +44,7 @@ from telegrad.wire.messages import (
 )
 
 READ_AT_ONCE = 8  # reads per turn, so that one busy connection does not starve the others
-CALLS_AT_ONCE = 16 << 10  # bytes of small frames per turn, where others call: each frame costs as much as a short call
+CALLS_AT_ONCE = 4 << 10  # bytes of small frames per turn, where others call: each frame costs as much as a short call
 
 
 class Link:

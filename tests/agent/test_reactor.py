@@ -9,13 +9,14 @@ import random
 import threading
 import weakref
 from time import perf_counter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from telegrad.agent import reactor as module
 from telegrad.agent.reactor import TURN, Reactor
 from telegrad.agent.works import LONG, QUICK, Work, WorkQueue
+from telegrad.transport.poller import READ
 from tests.cluster import PATIENCE
 
 
@@ -139,3 +140,30 @@ def test_what_a_call_held_is_let_go_before_its_thread_runs_the_next(first: int) 
         goes_on.set()
         ends.set()
         reactor.close()
+
+
+@pytest.mark.parametrize("takes", [1e-6, 1e-4, 1e-3])
+def test_the_leader_looks_at_all_connections_again_soon_where_one_always_has_more(
+    monkeypatch: pytest.MonkeyPatch, takes: float
+) -> None:
+    """`takes`: seconds of each read, and of what it brings."""
+    now, looks = [1.0], [1.0]
+    monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    reactor = Reactor(1, 1, lambda: None, lambda: None)
+
+    class Busy:
+        prompt = True
+
+        def on_readable(self) -> bool:
+            now[0] += takes
+            return True
+
+    def poll(_: float | None) -> list[tuple[Any, int]]:
+        looks.append(now[0])
+        return [(Busy(), READ)]
+
+    monkeypatch.setattr(reactor.poller, "poll", poll)
+    while len(looks) < 10:
+        reactor._poll()
+    reactor.close()
+    assert max(later - sooner for sooner, later in itertools.pairwise(looks[1:])) <= TURN + 3 * takes
