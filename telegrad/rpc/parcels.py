@@ -16,6 +16,7 @@ from telegrad.rref.handle import Handle
 from telegrad.wire.pickling import decode, encode
 from telegrad.wire.reducers import REDUCERS, reduce_reference
 
+LARGE = 1 << 16  # bytes of a tensor that is not kept only to see whether it was written to
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
@@ -31,14 +32,14 @@ class Parcel(NamedTuple):
 class Counts(NamedTuple):
     """Of the writes to the tensors of an item, as it was yielded."""
 
-    tensors: Sequence[tuple[Tensor, int]]
+    tensors: Sequence[tuple[Tensor, int, tuple[int, ...]]]  # which count the same writes, the counts, and the shapes
 
     def check(self) -> None:
         """Raise UsageError where one was written to."""
-        for tensor, count in self.tensors:
+        for tensor, count, shape in self.tensors:
             if tensor._version != count:
                 raise UsageError(
-                    f"a tensor of shape {tuple(tensor.shape)} was written to after the stream's function had yielded "
+                    f"a tensor of shape {shape} was written to after the stream's function had yielded "
                     "it: its reader might get the old values, the new ones, or some of each, since the function goes "
                     "on before the reader has it. Yield tensor.clone(), or make a new tensor for each item"
                 )
@@ -58,9 +59,24 @@ def packed(item: Any, same_program: bool) -> tuple[Any, int, Counts]:
     body, tensors, references, buffers = encode(item, same_program)
     whole = len(tensors) - buffers
     weight = len(body) + sum(each.numel() * each.element_size() for each in tensors)
-    counts = Counts([(each, each._version) for each in tensors[:whole] if not each.is_inference()])
+    counts = Counts(
+        [(_counter(each), each._version, tuple(each.shape)) for each in tensors[:whole] if not each.is_inference()]
+    )
     memory = [each.clone() for each in tensors[whole:]]  # of arrays, whose writes nobody counts
     return Parcel(body, [*tensors[:whole], *memory], references, weight), weight, counts
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """Return a tensor with the count of writes of another, and without its memory if that is large.
+
+    It is kept for as long as the function waits for its reader, and the item would stay in memory with it. Taking other
+    `data` leaves the count of a detached tensor, which is that of the tensor it comes from.
+    """
+    if tensor.numel() * tensor.element_size() < LARGE or type(tensor) is not Tensor:
+        return tensor
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
 
 
 def unpacked(item: Any) -> Any:

@@ -23,6 +23,7 @@ import torch
 import telegrad.autograd as dist_autograd
 from telegrad import errors
 from telegrad.rpc import RRef, Stream, actor, current, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
+from telegrad.rpc.parcels import LARGE
 from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, wait_until
 
@@ -162,13 +163,46 @@ def growing(n: int) -> Iterator[list[int]]:
 
 
 @here_w0
-def test_a_tensor_that_is_changed_later_is_an_error() -> None:
-    with pytest.raises(errors.UsageError, match=r"written to after .* Yield tensor.clone()"):
-        list(rpc_stream("w1", in_place, (3,)))
+@pytest.mark.parametrize("function", ["in_place", "in_a_view"])
+@pytest.mark.parametrize("size", [2, LARGE])
+def test_a_tensor_that_is_changed_later_is_an_error(function: str, size: int) -> None:
+    with pytest.raises(errors.UsageError, match=rf"of shape \({size},\) was written to after .* Yield tensor.clone()"):
+        list(rpc_stream("w1", globals()[function], (3, size)))
 
 
-def in_place(n: int) -> Iterator[torch.Tensor]:
-    tensor = torch.zeros(2)
+def in_a_view(n: int, size: int) -> Iterator[torch.Tensor]:
+    tensor = torch.zeros(2, size)
+    for _ in range(n):
+        yield tensor[1]
+        tensor += 1
+
+
+@pytest.mark.parametrize("function", ["kept_alive", "kept_alive_async"])
+@here_w0
+def test_an_item_that_has_left_is_kept_nowhere(function: str) -> None:
+    """While its function waits for the reader to take it."""
+    with rpc_stream("w1", globals()[function], (), window=1):
+        wait_until(lambda: len(seen) == 1 and seen[0]() is None)
+
+
+def kept_alive() -> Iterator[torch.Tensor]:
+    while True:
+        yield noticed()
+
+
+async def kept_alive_async() -> AsyncIterator[torch.Tensor]:
+    while True:
+        yield noticed()
+
+
+def noticed() -> torch.Tensor:
+    tensor = torch.zeros(LARGE)
+    seen.append(weakref.ref(tensor))
+    return tensor
+
+
+def in_place(n: int, size: int = 2) -> Iterator[torch.Tensor]:
+    tensor = torch.zeros(size)
     for _ in range(n):
         tensor += 1
         yield tensor
