@@ -126,7 +126,7 @@ class Stream(Generic[T]):
         self._waiting = nullcontext if in_turn is None else in_turn.waited_for
         self._broken: BaseException | None = None  # why a pull has failed
         self._ended = False  # and how was told
-        self.reader = threading.get_ident()  # the thread that has opened it, or has read it last
+        self._reader = threading.get_ident()  # the thread that has opened it, or has read it last
         current.here().attached(OpenStreams).add(self)
         # Where it runs: pulls are made there, too, whichever thread reads; in an autograd context only as the reader
         # wants more, since a backward pass should find nothing under way.
@@ -143,7 +143,7 @@ class Stream(Generic[T]):
 
     @not_compiled
     def __next__(self) -> T:
-        self.reader = threading.get_ident()
+        self._reader = threading.get_ident()
         while True:
             item = self._take()
             if item is not _NONE:
@@ -160,7 +160,7 @@ class Stream(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        self.reader = threading.get_ident()
+        self._reader = threading.get_ident()
         while True:
             item = self._take()
             if item is not _NONE:
@@ -290,7 +290,7 @@ class Stream(Generic[T]):
             self._intake.close()
             self._ended, self._hold, self._ran = True, None, None
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """Close it, since this worker leaves and its reader waits for that; reading on raises ShutDown."""
         with self._lock:
             if not self._ended:
@@ -350,9 +350,9 @@ class OpenStreams:
             self._next_look = now + GRACE
             if self._all_leave():
                 with self._lock:
-                    left = [stream for stream in self._streams if stream.reader == self._leaver]
+                    left = [stream for stream in self._streams if stream._reader == self._leaver]
                 for stream in left:
-                    self._agent.later(Stream.give_up, stream)  # frees items of users
+                    self._agent.later(Stream._give_up, stream)  # frees items of users
         return self._next_look
 
 
