@@ -3,7 +3,8 @@
 Two groups take turns in one run: one as it is, and one whose connections stay plain behind the same handshake. There is
 no option for the latter, since connections are encrypted in a group without a key, too; it is patched in here. How many
 times as long a row takes is the median of what the turns give, each of which measures both groups one after the other:
-other programs slow both down.
+other programs slow both down. It is also told by the best turn of either group, and by the processor time of both of
+its processes. `python -m benchmarks.encryption_floor` tells what the same costs without Telegrad.
 """
 
 from __future__ import annotations
@@ -61,9 +62,13 @@ class Workers:
 
     def __init__(self, run: Any) -> None:
         self._group = Group(TELEGRAD, "tcp", 2, run=run)
+        self.processors: list[float] = []  # seconds of each turn
 
     def measure(self, row: Row) -> float:
-        return self._group.measure(row.measure, row.patience)
+        begun = self._group.processor_time()
+        figure = self._group.measure(row.measure, row.patience)
+        self.processors.append(self._group.processor_time() - begun)
+        return figure
 
     def close(self) -> None:
         self._group.close()
@@ -76,8 +81,10 @@ def main() -> int:
     chosen = choose("benchmarks.encryption", __doc__, ROWS)
     sides = [Workers(work_in_plain), Workers(work)]
     try:
-        print(f"{'over TCP':28} {'plain':>12} {'encrypted':>12}          times as long")
+        print(f"{'over TCP':28} {'plain':>12} {'encrypted':>12}          times as long: median, best, processor time")
         for row in chosen.rows:
+            for side in sides:
+                side.processors.clear()
             figures, failures = take_turns(row, sides, 3 * chosen.rounds)
             if any(failures):
                 print(f"{row.name}: {' '.join(failures)}")
@@ -85,10 +92,14 @@ def main() -> int:
             plain, encrypted = map(statistics.median, figures)
             turns = zip(*(figures if row.higher_is_better else reversed(figures)), strict=True)
             longer = statistics.median(more / less for more, less in turns)
+            best = max(figures[0]) / max(figures[1]) if row.higher_is_better else min(figures[1]) / min(figures[0])
+            used = zip(*(side.processors for side in reversed(sides)), strict=True)
+            busier = statistics.median(more / less for more, less in used)
             target = AT_MOST.get(row.name)
             verdict = "" if target is None else f"target {target}: {'met' if longer <= target else 'missed'}"
+            ratios = f"{longer:.2f} {best:.2f} {busier:.2f}"
             print(
-                f"{row.name:28} {plain:12,.2f} {encrypted:12,.2f} {row.unit:8} {longer:.2f}   {verdict}".rstrip(),
+                f"{row.name:28} {plain:12,.2f} {encrypted:12,.2f} {row.unit:8} {ratios}   {verdict}".rstrip(),
                 flush=True,
             )
         return 0

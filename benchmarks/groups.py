@@ -64,6 +64,10 @@ class Group:
         self._signal(signal.SIGSTOP)
         return float(figures[-1])
 
+    def processor_time(self) -> float:
+        """Return the seconds that all of its processes have run."""
+        return sum(child.processor_time() for child in self._children)
+
     def _signal(self, number: int) -> None:
         for child in self._children:
             child.signal(number)

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,10 @@ class Child:
         assert self._process.pid is not None
         self._pid = self._process.pid
         theirs.close()
+
+    def processor_time(self) -> float:
+        """Return the seconds that its threads have run; on Linux."""
+        return time.clock_gettime((~self._pid << 3) | 2)  # the clock that clock_getcpuclockid(3) names
 
     def tell(self, value: Any) -> None:
         with contextlib.suppress(OSError):  # that it died shows when its answer is awaited
