@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from telegrad.addresses import bracketed, family_of
@@ -160,9 +161,9 @@ class LocalGroup:
         programs.hosts = False
         for worker in self._workers:
             worker.begin_end()
-        with self._wait(lambda: f"{quoted(self._living())} did not end yet"):
+        with self._wait(lambda: f"{quoted(self._living())} did not end yet") as wait:
             for worker in self._workers:
-                worker.end()
+                worker.end(wait)
 
     def _living(self) -> list[str]:
         return [worker.name for worker in self._workers if worker.lives]
@@ -259,19 +260,29 @@ class _Worker:
         return self._process.returncode is None  # which is set by who waits for its end
 
     def begin_end(self) -> None:
-        """It will end by itself, if it has not yet."""
+        """Have it end by itself, if it has not yet; also one that is stopped."""
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
+        if hasattr(signal, "SIGCONT"):
+            self._process.send_signal(signal.SIGCONT)
 
-    def end(self) -> None:
+    def end(self, wait: Wait) -> None:
         for ask in (_nothing, self._process.terminate, self._process.kill):
             ask()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE)
+            if self._ends_within(GRACE, wait):
                 break
         for pump in self._pumps:
             pump.join(GRACE)
+
+    def _ends_within(self, seconds: float, wait: Wait) -> bool:
+        until = monotonic() + seconds
+        while (left := until - monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(min(left, wait.left))
+                return True
+            wait.look()
+        return False
 
     def _pump(self, pipe: IO[str], stream: str) -> None:
         for line in pipe:

@@ -256,6 +256,31 @@ def test_a_stopped_worker_ends_with_its_killed_program(tmp_path: pathlib.Path) -
     wait_until(lambda: (state_of(int(ran.stdout)) or "Z")[0] == "Z")
 
 
+STOPPED_OR_SLOW = """
+import atexit, os, signal, time, telegrad
+from telegrad import progress, rpc
+
+def be_slow():
+    atexit.register(time.sleep, 60)
+
+if __name__ == "__main__":
+    progress.FIRST = 0.1
+    group = telegrad.local(["stopped", "slow"])
+    rpc.rpc_sync("slow", be_slow)
+    os.kill(group._workers[0].pid, signal.SIGSTOP)
+    group.shutdown(graceful=False)
+    print([worker._process.returncode for worker in group._workers])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no process is stopped there")
+def test_stopped_workers_end_and_slow_ones_are_named_while_they_are_waited_for(tmp_path: pathlib.Path) -> None:
+    ran = run(STOPPED_OR_SLOW, tmp_path)
+    assert ran.stdout.startswith(f"[{worker.ENDED}, "), ran
+    assert str(-signal.SIGKILL) not in ran.stdout
+    assert "'slow' did not end yet" in ran.stderr
+
+
 @pytest.mark.timeout(2 * PATIENT)
 def test_workers_started_by_hand() -> None:
     place = ["--world-size", 2, "--master", f"127.0.0.1:{free_port()}"]
