@@ -88,7 +88,7 @@ class Answers:
                 flags |= HAS_REFERENCES
                 body = append(body, self._layers.references.pack(references, caller.identity, None))
         except BaseException as error:
-            error, name = _about_result(error), user_name(function)
+            error, name = _about_result(error), call.name or user_name(function)
             self._note_failure(call, error, name)
             return self._failure(call, error, name)
         return Message(RESULT, asked.id, flags, b"", meta, body, _handed_over(blobs) if blobs else ())

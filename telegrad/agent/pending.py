@@ -170,7 +170,7 @@ class Pending:
     def cut_off(self, reason: PeerError) -> PeerError:
         """Why it failed, being under way as its connection ended."""
         age = perf_counter() - self.begun
-        again = " (with idempotent=True, calls are made once more)" if isinstance(reason, PeerLost) else ""
+        again = "; rpc_sync and rpc_async repeat it with idempotent=True" if isinstance(reason, PeerLost) else ""
         error = type(reason)(f"{reason}. This call, of {user_name(self.asked)}, was under way for {age:.1f} s{again}")
         error.__cause__ = reason.__cause__
         return error
@@ -210,6 +210,6 @@ def advised(error: Exception) -> Exception:
     if type(error) is not PeerUnreachable:
         return error
     kind = PeerStopped if isinstance(error.__cause__, PeerSilent) else PeerUnreachable
-    told = kind(f"{error}. With wait_for_worker=True, calls wait for a worker's return")
+    told = kind(f"{error}. In a group to which workers return, rpc_sync and rpc_async wait with wait_for_worker=True")
     told.__cause__ = error.__cause__
     return told

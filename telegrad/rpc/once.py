@@ -25,6 +25,7 @@ from telegrad.agent.server import ASYNC_MARK, Later
 from telegrad.errors import AnswerLost
 from telegrad.group.members import Identity, Member
 from telegrad.rpc import current
+from telegrad.rpc.feeding import current_call
 from telegrad.rpc.ledger import MOST, MOST_OF_CALLER, Key, Ledger, Settled
 
 LOOK_EVERY = 1.0  # seconds between looks for answers that nobody will ask for
@@ -97,6 +98,7 @@ class Desk:
 
 def once(caller: str, number: int, left: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What `function(*args, **kwargs)` gives, or gave when a call of this key came first."""
+    current_call().name = user_name(function)
     desk = current.here().attached(Desk)
     key = Key(caller, number)
     outcome, is_first = desk.enter(key, left)

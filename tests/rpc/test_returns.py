@@ -123,7 +123,7 @@ def test_a_call_that_does_not_wait_says_that_it_could(stage: Stage) -> None:
     with pytest.raises(errors.UnknownWorker, match="with wait_for_worker=True, a call waits"):
         rpc.rpc_sync("x", who)
     stage.crash(stage.come("x"))  # which nobody has called, so that nobody has noticed
-    with pytest.raises(errors.PeerUnreachable, match="With wait_for_worker=True, calls wait"):
+    with pytest.raises(errors.PeerUnreachable, match="rpc_sync and rpc_async wait with wait_for_worker=True"):
         rpc.rpc_sync("x", who)
 
 
@@ -463,11 +463,17 @@ def test_usual_idempotent_calls(stage: Stage) -> None:
     assert rpc.rpc_sync("x", give_reference, idempotent=True).to_here() == 5
     with pytest.raises(errors.CannotEncode, match="argument"):
         rpc.rpc_sync("x", operator.add, (threading.Lock(), 1), idempotent=True)
+    with pytest.raises(errors.CannotEncode, match="On worker 'x', in tests.rpc.test_returns.make_lock"):
+        rpc.rpc_sync("x", make_lock, idempotent=True)
     with pytest.raises(ZeroDivisionError, match="truediv"):
         rpc.rpc_sync("x", operator.truediv, (1, 0), idempotent=True)
     futures = [rpc.rpc_async("x", operator.add, (i, i), idempotent=True) for i in range(100)]
     assert [future.wait() for future in futures] == [2 * i for i in range(100)]
     settled(x)
+
+
+def make_lock() -> Any:
+    return threading.Lock()
 
 
 def total(tensor: torch.Tensor) -> float:
