@@ -1,0 +1,31 @@
+"""Makes a program that fails smaller, until nothing can be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.twin.making import Program
+
+MOST_TRIES = 400  # each takes as long as the program
+
+
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """Return a program of which each line that is left is needed to fail."""
+    tries = 0
+    size = max(1, len(program.lines) // 2)
+    while tries < MOST_TRIES:
+        dropped = False
+        for field in ("lines", "definitions"):
+            start = 0
+            while start < len(getattr(program, field)) and tries < MOST_TRIES:
+                has = getattr(program, field)
+                smaller = program._replace(**{field: has[:start] + has[start + size :]})
+                tries += 1
+                if fails(smaller):
+                    program, dropped = smaller, True
+                else:
+                    start += size
+        if not dropped and size == 1:
+            break
+        size = max(1, size // 2)
+    return program

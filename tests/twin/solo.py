@@ -1,0 +1,77 @@
+"""The one process: the names of Telegrad that programs use, with one namespace for each worker in the place of workers.
+
+A namespace is a module in which the text of the program was run. A call on worker k runs the function of namespace k on
+copies of its arguments; where a context is open and gradients are on, these keep their history. Functions and classes
+of the program are exchanged for those of the namespace to which they go. Each worker has its own random state.
+
+All runs on one thread: a call by `rpc_async` or `remote` has ended when its future or reference is there.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.twin.calls import (
+    RRef,
+    async_execution,
+    remote_in,
+    rpc_async_in,
+    rpc_sync_in,
+    stream_in,
+)
+from tests.twin.kept import Checkpoint, Publisher, Subscriber
+from tests.twin.training import (
+    RemoteModule,
+    backward_in,
+    clip_in,
+    context_in,
+    gradients_in,
+    optimizer_in,
+)
+from tests.twin.world import World, random_state, restore_random_state
+
+
+def _names_of(world: World) -> dict[str, Any]:
+    def get_worker_info(name: str | None = None) -> Any:
+        return types.SimpleNamespace(name=name or world.names[world.here], id=world.here)
+
+    rpc = types.SimpleNamespace(
+        rpc_sync=rpc_sync_in(world),
+        rpc_async=rpc_async_in(world),
+        remote=remote_in(world),
+        rpc_stream=stream_in(world),
+        RRef=world.kind(RRef),
+        actor=lambda cls: cls,
+        get_worker_info=get_worker_info,
+        functions=types.SimpleNamespace(async_execution=async_execution),
+    )
+    autograd = types.SimpleNamespace(
+        context=lambda: context_in(world), backward=backward_in(world), get_gradients=gradients_in(world)
+    )
+    return {
+        "torch": torch,
+        "nn": nn,
+        "rpc": rpc,
+        "autograd": autograd,
+        "RemoteModule": world.kind(RemoteModule),
+        "DistributedOptimizer": optimizer_in(world),
+        "clip_grad_norm_": clip_in(world),
+        "Publisher": world.kind(Publisher),
+        "Subscriber": world.kind(Subscriber),
+        "checkpoint": Checkpoint(world),
+    }
+
+
+def run(names: list[str], text: str) -> dict[str, Any]:
+    """Run a program; what each worker has seen."""
+    before = random_state()
+    try:
+        world = World(names, text, _names_of)
+        world.spaces[0]["run"]()
+        return {name: space["SEEN"] for name, space in zip(names, world.spaces, strict=True)}
+    finally:
+        restore_random_state(before)

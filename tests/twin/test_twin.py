@@ -1,0 +1,133 @@
+"""Programs made from seeds: what one can see of them in one process, and on workers.
+
+`TELEGRAD_SEED=... pytest tests/twin/test_twin.py` runs one. A program that differs is made smaller, and printed as a
+script.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.twin import solo
+from tests.twin.group import Runner, runner
+from tests.twin.making import ANYWHERE, INSIDE, OUTSIDE, Program, make
+from tests.twin.shrinking import shrink
+from tests.twin.sight import describe, differences
+
+SEED = os.environ.get("TELEGRAD_SEED")
+SEEDS: Iterable[int] = [int(SEED)] if SEED else range(200)
+MANY_SEEDS: Iterable[int] = [int(SEED)] if SEED else range(200, 20_200)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Runner]:
+    with runner() as made:
+        yield made
+
+
+class Comparing:
+    """Runs programs in both ways, each time with an empty folder."""
+
+    def __init__(self, workers: Runner, folder: pathlib.Path) -> None:
+        self._workers = workers
+        self._folder = folder
+        self._runs = 0
+
+    def differences(self, program: Program) -> list[str]:
+        self._runs += 1
+        text = f"FOLDER = {str(self._folder / str(self._runs))!r}\n{program.text()}"
+        return differences(solo.run(program.names, text), self._workers.run(program.names, text))
+
+    def fails(self, program: Program) -> bool:
+        """Whether a smaller program is one at all, and still differs."""
+        try:
+            expected = solo.run(program.names, f"FOLDER = {str(self._folder)!r}\n{program.text()}")
+        except Exception:  # a definition is missing that is needed at once
+            return False
+        is_broken = any(value[1] == "NameError" for value in expected[program.names[0]].get("error", ()))
+        return not is_broken and bool(self.differences(program))
+
+    def check(self, seeds: Iterable[int]) -> None:
+        for seed in seeds:
+            program = make(seed)
+            if found := self.differences(program):
+                smaller = shrink(program, self.fails)
+                found = self.differences(smaller) or found
+                lines = "\n".join(found[:5])
+                raise AssertionError(f"SEED={seed} {lines}\nAs a script:\n\n{smaller.script()}")
+
+
+@pytest.fixture
+def comparing(workers: Runner, tmp_path: pathlib.Path) -> Comparing:
+    return Comparing(workers, tmp_path)
+
+
+def test_random_programs(comparing: Comparing) -> None:
+    comparing.check(SEEDS)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_twenty_thousand_random_programs(comparing: Comparing) -> None:
+    comparing.check(MANY_SEEDS)
+
+
+def test_each_part_is_among_the_programs_that_are_run_each_time() -> None:
+    kinds = Counter(kind for seed in range(200) for kind in make(seed).kinds)
+    assert not {each.__name__ for each in (*ANYWHERE, *INSIDE, *OUTSIDE)} - kinds.keys()
+
+
+def test_programs_come_to_their_ends() -> None:
+    """An error that ends a program hides what would follow."""
+    for seed in range(20):
+        program = make(seed)
+        seen = solo.run(program.names, f"FOLDER = ''\n{program.text()}")
+        assert "error" not in seen[program.names[0]], seed
+
+
+PLANTED = Program(
+    0,
+    ["worker0", "worker1"],
+    ["COUNT = 0", "def bump():\n    global COUNT\n    COUNT += 1\n    return COUNT", "def other():\n    return 1"],
+    [
+        "see('other', other())",
+        "see('there', rpc.rpc_sync('worker1', bump))",
+        "see('who', rpc.RRef(1).__module__)",  # differs: it is another class
+        "see('here', bump())",
+    ],
+    ["planted"],
+)
+
+
+def test_a_program_that_differs_is_made_small(comparing: Comparing) -> None:
+    assert comparing.differences(PLANTED)
+    smaller = shrink(PLANTED, comparing.fails)
+    assert smaller.lines == ["see('who', rpc.RRef(1).__module__)"]
+    assert not smaller.definitions
+    assert "see('who'" in smaller.script()
+
+
+def test_what_is_seen_is_compared() -> None:
+    import torch
+
+    one, other = torch.ones(3), torch.ones(3)
+    assert not differences(describe([one]), describe([other]))
+    for different in (
+        other.double(),
+        other[:2],
+        other * (1 + 1e-6),
+        other.clone().requires_grad_(),
+        torch.nn.Parameter(other, requires_grad=False),
+        other.to_sparse(),
+    ):
+        assert differences(describe([one]), describe([different]))
+    assert differences(describe(ValueError("a")), describe(ValueError("b")))
+    assert differences(describe(ValueError("a")), describe(KeyError("a")))
+    assert differences({"w": {"a": [1]}}, {"w": {}})
