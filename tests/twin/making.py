@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.twin import sight
@@ -24,6 +24,17 @@ def see(label, value):
     """Note a value, and give it."""
     SEEN.setdefault(label, []).append(describe(value))
     return value
+
+
+def hooked(label, gradient, factor=1.0):
+    """Note the gradient of a hook, and give what the hook gives.
+
+    A hook that is reached without any gradient may see zeros in the place of None, as docs/autograd.md says.
+    """
+    if gradient is None or not gradient.to_dense().any():
+        return None
+    see(label, gradient)
+    return gradient * factor
 
 
 def seen():
@@ -127,10 +138,9 @@ class Maker:
     they add there has values of about the size of one, so that long chains do not overflow.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, names: Sequence[str]) -> None:
         self.draw = random.Random(seed)
-        self.names = [f"worker{number}" for number in range(self.draw.choice([2, 3, 3, 4]))]
+        self.names = list(names) or [f"worker{number}" for number in range(self.draw.choice([2, 3, 3, 4]))]
         self.definitions: list[str] = []
         self.lines: list[str] = []
         self.kinds: list[str] = []
@@ -208,13 +218,13 @@ def part(where: list[Part], common: bool = False) -> Callable[[Part], Part]:
     return enter
 
 
-def make(seed: int, common: bool = False) -> Program:
+def make(seed: int, names: Sequence[str] = (), rounds: int = 0, common: bool = False) -> Program:
     """Return the program of a seed. `common`: of parts that torch.distributed.rpc has, too."""
     from tests.twin import parts  # each file of parts enters its own
 
     assert parts
-    maker = Maker(seed)
-    for _ in range(maker.draw.choice([1, 1, 2, 3])):
+    maker = Maker(seed, names)
+    for _ in range(rounds or maker.draw.choice([1, 1, 2, 3])):
         _round(maker, common)
     return Program(seed, maker.names, maker.definitions, maker.lines, maker.kinds)
 

@@ -99,13 +99,13 @@ def {f}(a):
 @part(INSIDE, common=True)
 def hook_of_a_tensor(m: Maker) -> None:
     f = m.fresh("f")
-    change = m.choose("None", "gradient * 2", "gradient.clamp(-0.1, 0.1)")
+    change = m.choose("None", "made", "None if made is None else made.clamp(-0.1, 0.1)")
     m.define(
         f"""def {f}(a):
     made = a * leaf({m.number()})
 
     def hook(gradient):
-        see('{f}', gradient)
+        made = hooked('{f}', gradient, 2.0)
         return {change}
 
     made.register_hook(hook)
@@ -120,7 +120,7 @@ def hook_of_what_came(m: Maker) -> None:
     m.define(
         f"""def {f}(a):
     if a.requires_grad:
-        a.register_hook(lambda gradient: see('{f}', gradient) * 0.5)
+        a.register_hook(lambda gradient: hooked('{f}', gradient, 0.5))
     return a.sin()"""
     )
     m.gain(m.call(f, m.tensor()))
@@ -135,11 +135,11 @@ def hook_of_a_leaf(m: Maker) -> None:
     own = leaf({seed})
     if not hasattr(own, 'hooked'):
         own.hooked = True
-        own.register_hook(lambda gradient: see('{f}', gradient) * 2)
+        own.register_hook(lambda gradient: hooked('{f}', gradient, 2.0))
         own.register_post_accumulate_grad_hook(after_{f})
     return (a * own).sin()"""
     )
-    m.define(f"def after_{f}(each):\n    see('{f} after', each.grad)")
+    m.define(f"def after_{f}(each):\n    hooked('{f} after', each.grad)")
     m.gain(m.call(f, m.tensor()))
 
 

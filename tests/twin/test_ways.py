@@ -1,0 +1,45 @@
+"""A program shows the same however it was started."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from tests.twin import solo, ways
+from tests.twin.making import make
+from tests.twin.sight import differences
+
+NAMES = ["worker0", "worker1", "worker2"]
+ROUNDS = 12
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::UserWarning")]
+OFTEN = {"fork"}
+
+
+def case(name: str) -> Any:
+    marks = [] if name in OFTEN else [pytest.mark.nightly]
+    if name in ways.DIFFER:
+        marks.append(pytest.mark.xfail(strict=True, raises=AssertionError))
+    return pytest.param(name, marks=marks)
+
+
+def check(name: str, seed: int, folder: pathlib.Path) -> None:
+    way = ways.WAYS[name]
+    program = make(seed, NAMES, ROUNDS, way.common)
+    expected = solo.run(program.names, f"FOLDER = ''\n{program.text()}")
+    found = differences(expected, ways.run(way, program, folder))
+    assert not found, "\n".join([f"SEED={seed}, {name}; {folder} has it", *found[:5]])
+
+
+@pytest.mark.parametrize("name", [case(name) for name in ways.WAYS])
+def test_way(name: str, tmp_path: pathlib.Path) -> None:
+    check(name, 0, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("name", [name for name in ways.WAYS if name not in ways.DIFFER])
+def test_way_with_other_programs(name: str, seed: int, tmp_path: pathlib.Path) -> None:
+    check(name, seed, tmp_path)
