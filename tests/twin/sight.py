@@ -23,8 +23,9 @@ def describe(value: Any) -> Any:
             flat = [*flat[:16], sum(flat), sum(abs(each) for each in flat)]
         kinds = (type(value).__name__, str(value.dtype), tuple(value.shape), str(value.layout))
         return ("tensor", *kinds, value.requires_grad, vars(value) and describe(vars(value)), flat)
-    if isinstance(value, BaseException):  # where it went through workers, lines for each of them follow
-        return ("error", type(value).__name__, str(value).partition("\nOn worker ")[0])
+    if isinstance(value, BaseException):  # lines follow for the workers that it went through, or for what to do
+        said = str(value).partition("\nOn worker ")[0].partition("\nWhere that is a parameter")[0]
+        return ("error", type(value).__name__, said)
     if isinstance(value, dict):
         return ("dict", [(describe(key), describe(each)) for key, each in value.items()])
     if isinstance(value, (list, tuple)):

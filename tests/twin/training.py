@@ -50,7 +50,7 @@ def backward_in(world: World) -> Callable[..., None]:
         for leaf in leaves:
             leaf.grad = context.gradients.get(id(leaf), (leaf, None))[1]
         try:
-            torch.autograd.backward(found, retain_graph=retain_graph, create_graph=create_graph)
+            torch.autograd.backward(found, retain_graph=retain_graph or create_graph, create_graph=create_graph)
             for leaf in leaves:
                 if leaf.grad is not None:
                     context.gradients[id(leaf)] = leaf, leaf.grad
@@ -146,12 +146,25 @@ def optimizer_in(world: World) -> Any:
     """The optimizer itself, over the parameters of all workers."""
 
     def make(kind: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        kept: dict[int, Tensor] = {}
+
+        def accumulate(self: Any, number: int) -> None:
+            gradients = world.contexts[number].gradients
+            kept.update({id(each): _sum(kept, gradients, each) for each in all_of(self) if id(each) in gradients})
+
         def step(self: Any, number: int) -> None:
             gradients = world.contexts[number].gradients
-            with _gradients_set(all_of(self), lambda each: gradients.get(id(each), (each, None))[1]):
+            with _gradients_set(all_of(self), lambda each: _sum(kept, gradients, each)):
                 kind.step(self)
+            kept.clear()
 
-        own = type(kind.__name__, (kind,), {"step": step})
+        methods = {
+            "step": step,
+            "accumulate": accumulate,
+            "clipped": lambda self, *given: Clipped(world, self, given),
+            "state_dict": lambda self: copy.deepcopy(kind.state_dict(self)),  # as docs/training.md says
+        }
+        own = type(kind.__name__, (kind,), methods)
         groups = [
             {**group, "params": [each for one in group["params"] for each in parameters_of(one)]}
             for group in (each if isinstance(each, dict) else {"params": [each]} for each in params)
@@ -162,6 +175,20 @@ def optimizer_in(world: World) -> Any:
 
     make.for_module = lambda kind, model, *args, **kwargs: make(kind, [{"params": [model]}], *args, **kwargs)  # type: ignore[attr-defined]
     return make
+
+
+def _sum(kept: dict[int, Tensor], gradients: dict[int, tuple[Tensor, Tensor]], leaf: Tensor) -> Any:
+    found = [each for each in (kept.get(id(leaf)), gradients.get(id(leaf), (leaf, None))[1]) if each is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+class Clipped:
+    def __init__(self, world: World, optimizer: Any, given: Any) -> None:
+        self.world, self.optimizer, self.given = world, optimizer, given
+
+    def step(self, number: int) -> None:
+        self.norm = clip_in(self.world)(number, self.optimizer, *self.given)
+        self.optimizer.step(number)
 
 
 def all_of(optimizer: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ import inspect
 import io
 import pickle
 import random
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -35,7 +36,9 @@ class World:
         self.randomness = [random_state() for _ in names]
         self.spaces: list[dict[str, Any]] = []
         for number in range(len(names)):
-            space = {"__name__": PROGRAM, "describe": describe, **names_of(self)}
+            sys.modules[PROGRAM] = module = types.ModuleType(PROGRAM)  # classes look there while they are made
+            space = module.__dict__
+            space.update(describe=describe, **names_of(self))
             self.spaces.append(space)
             with self.at(number):
                 exec(compile(text, PROGRAM, "exec"), space)

@@ -1,0 +1,254 @@
+"""What autograd and optimizers meet seldom: second orders, failures in backward, several optimizers at once."""
+
+from __future__ import annotations
+
+from tests.twin.making import INSIDE, OUTSIDE, Maker, part
+from tests.twin.parts.models import OPTIMIZERS, layer, models
+
+PARTIAL_GRADIENTS = False  # torch.autograd.grad over workers: set when it is right, or refused at once
+SUBCLASSES = False  # tensor subclasses with history in a context: set when they are right, or refused at once
+
+
+@part(OUTSIDE)
+def second_order(m: Maker) -> None:
+    f, g, c = m.fresh("f"), m.fresh("g"), m.fresh("c")
+    seed = m.draw.randrange(1000, 1_000_000)
+    m.define(f"def {f}(x):\n    return (x * leaf({seed})).tanh()")
+    m.define(f"def {g}(number):\n    return (autograd.get_gradients(number)[leaf({seed})] ** 2).sum()")
+    m.define(  # torch leaves the graph of the first pass on the sum of both
+        f"""def second_{g}(number):
+    try:
+        see('{g}', autograd.get_gradients(number)[leaf({seed})].detach())
+    except (RuntimeError, KeyError):
+        pass"""
+    )
+    to = m.worker()
+    m.line(
+        f"""with autograd.context() as {c}:
+    loss = rpc.rpc_sync({to}, {f}, (draw({m.number()}),)).pow(2).sum()
+    autograd.backward({c}, [loss], create_graph=True)
+    everywhere(see_gradients, 'first {c}', {c})
+    penalty = rpc.rpc_sync({to}, {g}, ({c},))
+    autograd.backward({c}, [penalty])
+    everywhere(second_{g}, {c})"""
+    )
+
+
+@part(OUTSIDE)
+def failure_in_backward(m: Maker) -> None:
+    f, cls, c = m.fresh("f"), m.fresh("Function"), m.fresh("c")
+    m.define(
+        f"""class {cls}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise {m.choose("ValueError('it failed')", "KeyError('a')", "RuntimeError('it failed')")}
+
+
+def {f}(a):
+    return {cls}.apply(a * leaf({m.number()}))"""
+    )
+    m.line(
+        f"""try:
+    with autograd.context() as {c}:
+        autograd.backward({c}, [rpc.rpc_sync({m.worker()}, {f}, (draw(1),)).sum()])
+except Exception as error:
+    see('{f}', error)"""
+    )
+
+
+@part(OUTSIDE)
+def write_that_backward_finds(m: Maker) -> None:
+    f, g, c = m.fresh("f"), m.fresh("g"), m.fresh("c")
+    seed = m.draw.randrange(1000, 1_000_000)
+    m.define(f"def {f}(a):\n    return (a * leaf({seed})).exp().sum()")
+    m.define(f"def {g}():\n    with torch.no_grad():\n        leaf({seed}).add_(1)")
+    to = m.worker()
+    m.line(
+        f"""try:
+    with autograd.context() as {c}:
+        loss = rpc.rpc_sync({to}, {f}, (draw({m.number()}).requires_grad_(),))
+        rpc.rpc_sync({to}, {g})
+        autograd.backward({c}, [loss])
+except RuntimeError as error:
+    see('{f}', error)"""
+    )
+
+
+@part(OUTSIDE)
+def several_optimizers(m: Maker) -> None:
+    model, looks = models(m)
+    first, second, c = m.fresh("first"), m.fresh("second"), m.fresh("c")
+    m.line(f"{first} = DistributedOptimizer.for_module({m.draw.choice(OPTIMIZERS).format(params=model)})")
+    m.line(f"{second} = DistributedOptimizer.for_module({m.draw.choice(OPTIMIZERS).format(params=model + '[0]')})")
+    for _ in range(m.draw.randrange(1, 4)):
+        m.line(
+            f"""with autograd.context() as {c}:
+    loss = {model}(draw({m.number()})).pow(2).sum()
+    autograd.backward({c}, [loss])
+    {first}.step({c})
+    {second}.step({c})"""
+        )
+    for look in looks:
+        m.see(look)
+
+
+@part(OUTSIDE)
+def clipped_steps(m: Maker) -> None:
+    model, looks = models(m)
+    optimizer, clipped, c = m.fresh("optimizer"), m.fresh("clipped"), m.fresh("c")
+    norm = m.choose("2.0", "1.0", "float('inf')", "3.0")
+    m.line(f"{optimizer} = DistributedOptimizer.for_module({m.draw.choice(OPTIMIZERS).format(params=model)})")
+    m.line(f"{clipped} = {optimizer}.clipped(0.3, {norm})")
+    for _ in range(m.draw.randrange(1, 4)):
+        m.line(
+            f"""with autograd.context() as {c}:
+    autograd.backward({c}, [{model}(draw({m.number()})).pow(2).sum()], step={clipped})
+see('norm', {clipped}.norm)"""
+        )
+    for look in looks:
+        m.see(look)
+
+
+@part(OUTSIDE)
+def kept_gradients(m: Maker) -> None:
+    """Gradients of several contexts in one step."""
+    model, looks = models(m)
+    optimizer, c = m.fresh("optimizer"), m.fresh("c")
+    m.line(f"{optimizer} = DistributedOptimizer.for_module({m.draw.choice(OPTIMIZERS).format(params=model)})")
+    for number in range(m.draw.randrange(2, 4)):
+        last = f"{optimizer}.step({c})" if number else f"{optimizer}.accumulate({c})"
+        m.line(
+            f"""with autograd.context() as {c}:
+    autograd.backward({c}, [{model}(draw({m.number()})).pow(2).sum()])
+    {last}"""
+        )
+    for look in looks:
+        m.see(look)
+
+
+@part(OUTSIDE)
+def states_of_models_and_optimizers(m: Maker) -> None:
+    model, looks = models(m)
+    optimizer, state, c = m.fresh("optimizer"), m.fresh("state"), m.fresh("c")
+    m.line(f"{optimizer} = DistributedOptimizer.for_module({m.draw.choice(OPTIMIZERS).format(params=model)})")
+    step = f"""with autograd.context() as {c}:
+    autograd.backward({c}, [{model}(draw({m.number()})).pow(2).sum()])
+    {optimizer}.step({c})"""
+    m.line(step)
+    m.line(f"{state} = {model}.state_dict(), {optimizer}.state_dict()")
+    m.see(f"{state}[0]")
+    m.line(step)
+    m.line(f"{model}.load_state_dict({state}[0])")
+    m.line(f"{optimizer}.load_state_dict({state}[1])")
+    m.line(step)
+    for look in looks:
+        m.see(look)
+
+
+@part(OUTSIDE)
+def frozen_parameters(m: Maker) -> None:
+    cls, model, optimizer, c = layer(m), m.fresh("model"), m.fresh("optimizer"), m.fresh("c")
+    m.line(f"{model} = RemoteModule({m.worker()}, {cls}, ({m.number()},))")
+    m.define(f"def freeze_{model}(module):\n    module.local_value().weight.requires_grad_(False)")
+    reference = f"{model}.get_module_rref()"
+    m.line(f"{optimizer} = DistributedOptimizer.for_module(torch.optim.SGD, {model}, lr=0.1, weight_decay=0.1)")
+    for number in range(3):
+        m.line(
+            f"""with autograd.context() as {c}:
+    autograd.backward({c}, [{model}(draw({m.number()})).pow(2).sum()])
+    {optimizer}.step({c})"""
+        )
+        if number == 0:
+            m.line(f"rpc.rpc_sync({reference}.owner_name(), freeze_{model}, ({reference},))")
+    m.see(f"{reference}.rpc_sync().look()")
+
+
+@part(INSIDE)
+def parametrized_module(m: Maker) -> None:
+    f, model = m.fresh("f"), m.fresh("MODEL")
+    how = m.choose("weight_norm", "spectral_norm", "orthogonal")
+    m.define(
+        f"""{model} = nn.utils.parametrizations.{how}(nn.Linear(3, 3, dtype=torch.float64))
+LEAVES[{m.draw.randrange(1000, 1_000_000)}] = [*{model}.parameters()][-1]
+
+
+def {f}(a):
+    return {model}(a).tanh()"""
+    )
+    m.gain(m.call(f, m.tensor()))
+
+
+@part(INSIDE)
+def drop_out_of_a_module(m: Maker) -> None:
+    model = m.fresh("model")
+    m.line(f"{model} = RemoteModule({m.worker()}, nn.Dropout, (0.4,))")
+    m.gain(f"{model}({m.tensor()}).tanh()")
+    m.line(f"{model}.eval()")
+    m.gain(f"{model}({m.tensor()})")
+
+
+@part(INSIDE)
+def recurrent_and_attention(m: Maker) -> None:
+    model = m.fresh("model")
+    made, use = m.draw.choice(
+        [
+            ("nn.LSTM, (3, 3), {'dtype': torch.float64}", "[0]"),
+            ("nn.MultiheadAttention, (3, 1), {'dtype': torch.float64}", "[0]"),
+            ("nn.GRU, (3, 3, 2), {'dtype': torch.float64}", "[0]"),
+            ("nn.TransformerEncoderLayer, (3, 1, 5), {'dtype': torch.float64, 'dropout': 0.2}", ""),
+        ]
+    )
+    m.line(f"{model} = RemoteModule({m.worker()}, {made})")
+    x = m.tensor()
+    m.gain(f"{model}({', '.join([x, x, x] if 'Attention,' in made else [x])}){use}.tanh()")
+
+
+@part(INSIDE)
+def transformed_functions(m: Maker) -> None:
+    f = m.fresh("f")
+    how = m.choose(
+        "torch.func.vmap(lambda row: row.sin() * row.sum())(a)",
+        "torch.func.grad(lambda x: (x ** 3).sum())(a)",
+        "torch.func.jvp(torch.tanh, (a,), (a,))[1]",
+        "torch.func.vjp(torch.sin, a)[1](a)[0]",
+    )
+    m.define(f"def {f}(a):\n    return ({how}).tanh()")
+    m.gain(m.call(f, m.tensor()))
+
+
+@part(INSIDE)
+def subclass_with_history(m: Maker) -> None:
+    f, cls = m.fresh("f"), m.fresh("Marked")
+    m.define(f"class {cls}(torch.Tensor):\n    pass")
+    m.define(f"def {f}(a):\n    return type(a).__name__, (a * leaf({m.number()}))")
+    x = m.fresh()
+    m.line(f"{x} = {m.call(f, f'{m.tensor()}.as_subclass({cls})' if SUBCLASSES else m.tensor())}")
+    m.see(x)
+    m.gain(f"{x}[1].as_subclass(torch.Tensor).tanh()")
+
+
+@part(INSIDE)
+def part_of_the_gradients(m: Maker) -> None:
+    f = m.fresh("f")
+    m.define(f"def {f}(a):\n    return (a * leaf({m.number()})).tanh()")
+    x, y = m.fresh(), m.fresh()
+    m.line(f"{x} = leaf({m.number()})")
+    if PARTIAL_GRADIENTS:
+        m.line(f"{y} = ({m.call(f, x)} + {x} * 0.5).sum()")
+    else:
+        m.line(f"{y} = ({x}.sin() + {x} * 0.5).sum()")
+    m.see(f"torch.autograd.grad({y}, {x}, retain_graph=True)")
+
+
+@part(INSIDE)
+def roots_that_are_references(m: Maker) -> None:
+    f = m.fresh("f")
+    m.define(f"def {f}(a):\n    return (a * leaf({m.number()})).sum()")
+    r = m.fresh("r")
+    m.line(f"{r} = rpc.remote({m.worker()}, {f}, ({m.tensor()},))")
+    m.line(f"autograd.backward({m.context}, [{r}, (leaf(1) * {m.tensor()}).sum()], retain_graph=True)")
+    m.line(f"everywhere(see_gradients, 'gradients of {r}', {m.context})")
