@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import marshal
 import sys
 import types
 from collections.abc import Iterator
@@ -16,13 +17,16 @@ from tests.twin.world import PROGRAM
 SIZE = 4
 
 
-def load(text: str) -> None:
+_IMPORTS = compile(IMPORTS, PROGRAM, "exec")
+
+
+def load(code: bytes) -> None:
     """Make the program's module anew: on each worker, before it runs."""
     module = types.ModuleType(PROGRAM)
     module.__dict__.update(describe=describe)
     sys.modules[PROGRAM] = module
-    exec(compile(IMPORTS, PROGRAM, "exec"), module.__dict__)
-    exec(compile(text, PROGRAM, "exec"), module.__dict__)
+    exec(_IMPORTS, module.__dict__)
+    exec(marshal.loads(code), module.__dict__)
 
 
 def seen() -> Any:
@@ -33,7 +37,8 @@ def run(names: list[str], text: str) -> dict[str, Any]:
     """On the driver, which is the first of the workers."""
     import telegrad.rpc as rpc
 
-    for future in [rpc.rpc_async(name, load, (text,)) for name in names]:
+    code = marshal.dumps(compile(text, PROGRAM, "exec"))
+    for future in [rpc.rpc_async(name, load, (code,)) for name in names]:
         future.wait()
     sys.modules[PROGRAM].run()
     return {name: rpc.rpc_sync(name, seen) for name in names}

@@ -35,13 +35,14 @@ class World:
         self._kinds: dict[Any, Any] = {}
         self.randomness = [random_state() for _ in names]
         self.spaces: list[dict[str, Any]] = []
+        code = compile(text, PROGRAM, "exec")
         for number in range(len(names)):
             sys.modules[PROGRAM] = module = types.ModuleType(PROGRAM)  # classes look there while they are made
             space = module.__dict__
             space.update(describe=describe, **names_of(self))
             self.spaces.append(space)
             with self.at(number):
-                exec(compile(text, PROGRAM, "exec"), space)
+                exec(code, space)
 
     @contextlib.contextmanager
     def at(self, number: int) -> Iterator[None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.twin.making import INSIDE, OUTSIDE, Maker, part
 from tests.twin.parts.models import OPTIMIZERS, layer, models
 
-PARTIAL_GRADIENTS = False  # torch.autograd.grad over workers: set when it is right, or refused at once
-SUBCLASSES = False  # tensor subclasses with history in a context: set when they are right, or refused at once
+PARTIAL_GRADIENTS = False  # torch.autograd.grad gives the part of this worker alone; set when that is mended
 
 
 @part(OUTSIDE)
@@ -226,7 +225,7 @@ def subclass_with_history(m: Maker) -> None:
     m.define(f"class {cls}(torch.Tensor):\n    pass")
     m.define(f"def {f}(a):\n    return type(a).__name__, (a * leaf({m.number()}))")
     x = m.fresh()
-    m.line(f"{x} = {m.call(f, f'{m.tensor()}.as_subclass({cls})' if SUBCLASSES else m.tensor())}")
+    m.line(f"{x} = {m.call(f, f'{m.tensor()}.as_subclass({cls})')}")
     m.see(x)
     m.gain(f"{x}[1].as_subclass(torch.Tensor).tanh()")
 
