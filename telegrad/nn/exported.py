@@ -159,7 +159,7 @@ class Inputs:
                 "wrap the model in a module whose forward(self, inputs, ...) names what it takes"
             )
         self.guards: list[Callable[..., None]] = []
-        self._least = 1  # samples of a batch
+        self._least = {True: 1, False: 1}  # samples of a batch, in training and in evaluation
         named = self._named(example)
         leaves, self._form = tree_flatten(named)
         sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
@@ -199,10 +199,15 @@ class Inputs:
             raise UsageError(f"{self._model} was cut with an example of another form: {self._form}, not {form}")
         return None, leaves
 
-    def check(self, part: tuple[None, Sequence[Any]]) -> None:
-        """Raise UsageError where a micro-batch is none of those that the recorded operations are right for."""
+    def check(self, part: tuple[None, Sequence[Any]], mode: bool) -> None:
+        """Raise UsageError where a micro-batch is none of those that the recorded operations are right for.
+
+        Args:
+            part: the micro-batch.
+            mode: True in training, False in evaluation.
+        """
         _, leaves = part
-        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        kinds = (mode, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
         if kinds in self._passed:
             return
         for leaf, wanted in zip(leaves, self.leaves, strict=True):
@@ -212,7 +217,7 @@ class Inputs:
             elif not isinstance(leaf, Tensor) or leaf.dtype != wanted.dtype or leaf.dim() != wanted.dim():
                 raise self._other(f"it has {_kind(leaf)} where the example had {_kind(wanted)}")
             elif any(
-                size < (2 if dim else self._least) <= own
+                size < (2 if dim else self._least[mode]) <= own
                 for dim, (size, own) in enumerate(zip(leaf.shape, wanted.shape, strict=True))
             ):
                 raise self._other(f"sizes of 0 and 1 may be a case of their own, and it has {tuple(leaf.shape)}")
@@ -223,9 +228,9 @@ class Inputs:
             raise self._other(str(error)) from error
         self._passed.add(kinds)
 
-    def refuse_one(self) -> None:
-        """Refuse batches of one sample from now on: the model treats them as a case of their own."""
-        self._least = 2
+    def refuse_one(self, mode: bool) -> None:
+        """Refuse batches of one sample in this mode from now on: the model treats them as a case of their own."""
+        self._least[mode] = 2
         self._passed.clear()
 
     def _other(self, why: str) -> UsageError:

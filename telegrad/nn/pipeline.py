@@ -232,7 +232,7 @@ class Pipeline(nn.Module):
             return parts_of(inputs, self.chunks)
         parts = parts_of(self._inputs(inputs), self.chunks)
         for part in parts:
-            self._inputs.check(part)
+            self._inputs.check(part, self.training)
         return parts
 
     @not_compiled

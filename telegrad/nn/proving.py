@@ -55,9 +55,8 @@ def prove(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs | None, 
         with _random_numbers(model), torch.inference_mode(False), torch.set_grad_enabled(with_backward):
             differing = comparison.run(mode, samples, with_backward)
         if differing and samples == 1 and inputs is not None:
-            inputs.refuse_one()
-            return
-        if differing:
+            inputs.refuse_one(mode)
+        elif differing:
             raise UsageError(
                 f"the stages of {type(model).__name__} differ from the model in {_MODES[mode]}, with {samples} "
                 f"samples: {'; '.join(differing[:4])}. A stage has no tensors in common with another, and of a forward "
@@ -88,11 +87,12 @@ class _Comparison:
         except Exception as error:
             if samples == self.size or isinstance(error, UsageError):
                 raise
-            return []  # the model does not take as many
+            # The model does not take as many. Of other sizes than 1 the recorded guards say so, too.
+            return [f"the model raises {type(error).__name__}"] if samples == 1 and self._inputs is not None else []
         _check_heard(self._returned)
         try:
             if self._inputs is not None:
-                self._inputs.check((None, given))
+                self._inputs.check((None, given), mode)
             found = _results(self._run_parts, self._parts, given, with_backward)
         except Exception as error:
             return [f"the stages raise {type(error).__name__}: {error}"]

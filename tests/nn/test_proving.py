@@ -209,7 +209,7 @@ def copied(value: Any) -> Any:
 def through(made: Cut, stages: list[nn.Module], inputs: Tensor) -> Tensor:
     assert made.inputs is not None
     value: Any = made.inputs(inputs)
-    made.inputs.check(value)
+    made.inputs.check(value, True)
     for stage in stages:
         value = stage(copied(value))
     return value
@@ -488,7 +488,7 @@ def test_a_micro_batch_of_another_kind_is_refused() -> None:
     made = cut(Positions(), 2, at=["last"], example=torch.ones(4, 8))
     assert made.inputs is not None
     for size_ in (1, 2, 7):
-        made.inputs.check(made.inputs(torch.ones(size_, 5)))
+        made.inputs.check(made.inputs(torch.ones(size_, 5)), True)
     others: list[tuple[Any, str]] = [
         (torch.ones(3, 17), r"size\(\)\[1\] <= 16"),
         (torch.ones(3, 1), r"it has \(3, 1\)"),
@@ -498,15 +498,15 @@ def test_a_micro_batch_of_another_kind_is_refused() -> None:
     ]
     for inputs, said in others:
         with pytest.raises(UsageError, match=said):
-            made.inputs.check(made.inputs(inputs))
+            made.inputs.check(made.inputs(inputs), True)
 
 
 def test_a_constant_of_the_example_stays_one() -> None:
     made = cut(Positions(), 2, at=["last"], example={"value": torch.ones(4, 8), "scale": 2.0})
     assert made.inputs is not None
-    made.inputs.check(made.inputs({"value": torch.ones(4, 8), "scale": 2.0}))
+    made.inputs.check(made.inputs({"value": torch.ones(4, 8), "scale": 2.0}), True)
     with pytest.raises(UsageError, match=r"it has 3.0 where the example had 2.0"):
-        made.inputs.check(made.inputs({"value": torch.ones(4, 8), "scale": 3.0}))
+        made.inputs.check(made.inputs({"value": torch.ones(4, 8), "scale": 3.0}), True)
 
 
 def test_one_sample_that_is_a_case_of_its_own_is_refused_alone() -> None:
@@ -515,9 +515,23 @@ def test_one_sample_that_is_a_case_of_its_own_is_refused_alone() -> None:
 
     made = cut(Two(squeezed), 2, at=["b"], example=torch.ones(4, WIDTH))
     assert made.inputs is not None
-    made.inputs.check(made.inputs(torch.ones(2, WIDTH)))
+    made.inputs.check(made.inputs(torch.ones(2, WIDTH)), True)
     with pytest.raises(UsageError, match="sizes of 0 and 1"):
-        made.inputs.check(made.inputs(torch.ones(1, WIDTH)))
+        made.inputs.check(made.inputs(torch.ones(1, WIDTH)), True)
+
+
+def test_one_sample_that_the_model_does_not_take_is_refused() -> None:
+    """What normalizes over a batch raises an error in training, which no recording has."""
+
+    def normalized(m: Two, value: Tensor) -> Tensor:
+        return m.b(m.norm(m.a(value)))
+
+    made = cut(Two(normalized), 2, at=["b"], example=torch.ones(4, WIDTH))
+    assert made.inputs is not None
+    one = made.inputs(torch.ones(1, WIDTH))
+    made.inputs.check(one, False)
+    with pytest.raises(UsageError, match="sizes of 0 and 1"):
+        made.inputs.check(one, True)
 
 
 def test_stages_move_with_what_makes_tensors_in_them() -> None:
