@@ -83,7 +83,7 @@ import torch
 from torch import nn
 import telegrad.rpc as rpc
 from telegrad import autograd, checkpoint
-from telegrad.nn import RemoteModule
+from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from telegrad.weights import Publisher, Subscriber
 """
@@ -206,11 +206,14 @@ ANYWHERE: list[Part] = []  # parts for lines inside and outside of contexts
 INSIDE: list[Part] = []  # parts for contexts
 OUTSIDE: list[Part] = []  # parts that open contexts of their own, or want none
 COMMON: set[str] = set()  # names of parts that torch.distributed.rpc has, too
+RARE: set[str] = set()  # names of parts that take seconds
 
 
-def part(where: list[Part], common: bool = False) -> Callable[[Part], Part]:
+def part(where: list[Part], common: bool = False, rarely: bool = False) -> Callable[[Part], Part]:
     def enter(function: Part) -> Part:
         where.append(function)
+        if rarely:
+            RARE.add(function.__name__)
         if common:
             COMMON.add(function.__name__)
         return function
@@ -240,7 +243,7 @@ def _round(maker: Maker, common: bool) -> None:
     known = [*ANYWHERE, *(INSIDE if inside else OUTSIDE)]
     known = [each for each in known if each.__name__ in COMMON or not common]
     for _ in range(maker.draw.choice([1, 2, 3, 4, 6])):
-        chosen = maker.draw.choice(known)
+        (chosen,) = maker.draw.choices(known, [0.2 if each.__name__ in RARE else 1.0 for each in known])
         maker.kinds.append(chosen.__name__)
         chosen(maker)
     if inside:

@@ -24,6 +24,7 @@ from tests.twin.calls import (
     stream_in,
 )
 from tests.twin.kept import Checkpoint, Publisher, Subscriber
+from tests.twin.piping import Pipeline
 from tests.twin.training import (
     RemoteModule,
     backward_in,
@@ -50,7 +51,10 @@ def _names_of(world: World) -> dict[str, Any]:
         functions=types.SimpleNamespace(async_execution=async_execution),
     )
     autograd = types.SimpleNamespace(
-        context=lambda: context_in(world), backward=backward_in(world), get_gradients=gradients_in(world)
+        context=lambda: context_in(world),
+        backward=backward_in(world),
+        grad=lambda number, *args, **options: torch.autograd.grad(*args, **options),
+        get_gradients=gradients_in(world),
     )
     return {
         "torch": torch,
@@ -58,6 +62,7 @@ def _names_of(world: World) -> dict[str, Any]:
         "rpc": rpc,
         "autograd": autograd,
         "RemoteModule": world.kind(RemoteModule),
+        "Pipeline": world.kind(Pipeline),
         "DistributedOptimizer": optimizer_in(world),
         "clip_grad_norm_": clip_in(world),
         "Publisher": world.kind(Publisher),

@@ -20,8 +20,6 @@ OFTEN = {"fork"}
 
 def case(name: str) -> Any:
     marks = [] if name in OFTEN else [pytest.mark.nightly]
-    if name in ways.DIFFER:
-        marks.append(pytest.mark.xfail(strict=True, raises=AssertionError))
     return pytest.param(name, marks=marks)
 
 
@@ -40,6 +38,6 @@ def test_way(name: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.parametrize("name", [name for name in ways.WAYS if name not in ways.DIFFER])
+@pytest.mark.parametrize("name", ways.WAYS)
 def test_way_with_other_programs(name: str, seed: int, tmp_path: pathlib.Path) -> None:
     check(name, seed, tmp_path)

@@ -100,9 +100,6 @@ WAYS = {
     "drop-in": Way(PROCESSES.format("spawn"), (*_TELEGRAD, "main.py"), common=True),
     "drop-in, forked": Way(PROCESSES.format("fork"), (*_TELEGRAD, "main.py"), common=True),
 }
-# Where workers do not run the driver's script, each call brings its `__main__` anew, and what it changes there is lost.
-# To be removed once `__main__` reaches such workers: then the two are right, and the tests say so.
-DIFFER = {"telegrad.local", "telegrad worker"}
 
 
 def run(way: Way, program: Program, folder: pathlib.Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """The kinds of things that programs do, by subject."""
 
-from tests.twin.parts import calls, gradients, hard, models, objects, state, values, weights
+from tests.twin.parts import calls, gradients, hard, models, objects, pipelines, state, values, weights
 
-__all__ = ["calls", "gradients", "hard", "models", "objects", "state", "values", "weights"]
+__all__ = ["calls", "gradients", "hard", "models", "objects", "pipelines", "state", "values", "weights"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.twin.making import INSIDE, OUTSIDE, Maker, part
 from tests.twin.parts.models import OPTIMIZERS, layer, models
 
-PARTIAL_GRADIENTS = False  # torch.autograd.grad gives the part of this worker alone; set when that is mended
-
 
 @part(OUTSIDE)
 def second_order(m: Maker) -> None:
@@ -231,16 +229,36 @@ def subclass_with_history(m: Maker) -> None:
 
 
 @part(INSIDE)
-def part_of_the_gradients(m: Maker) -> None:
-    f = m.fresh("f")
+def gradients_of_given_tensors(m: Maker) -> None:
+    """`telegrad.autograd.grad`, on the driver and elsewhere, and torch's own on one worker."""
+    f, g, x = m.fresh("f"), m.fresh("g"), m.fresh()
     m.define(f"def {f}(a):\n    return (a * leaf({m.number()})).tanh()")
-    x, y = m.fresh(), m.fresh()
+    m.define(
+        f"""def {g}(number, to, a):
+    own = a * leaf({m.number()})
+    slope, unused = autograd.grad(
+        number, rpc.rpc_sync(to, {f}, (own,)).sum(), [own, leaf(1)], create_graph=True, allow_unused=True
+    )
+    return slope.sin() + a if unused is None else slope + unused"""
+    )
     m.line(f"{x} = leaf({m.number()})")
-    if PARTIAL_GRADIENTS:
-        m.line(f"{y} = ({m.call(f, x)} + {x} * 0.5).sum()")
-    else:
-        m.line(f"{y} = ({x}.sin() + {x} * 0.5).sum()")
-    m.see(f"torch.autograd.grad({y}, {x}, retain_graph=True)")
+    m.see(f"torch.autograd.grad(({x}.sin() + {x} * 0.5).sum(), {x})")
+    m.see(f"autograd.grad({m.context}, ({m.call(f, x)} + {x} * 0.5).sum(), {x})")
+    m.gain(f"autograd.grad({m.context}, {m.call(f, x)}.sum(), {x}, create_graph=True)[0].tanh()")
+    m.gain(f"rpc.rpc_sync({m.worker()}, {g}, ({m.context}, {m.worker()}, {m.tensor()}))")
+
+
+@part(INSIDE)
+def gradients_of_what_is_there(m: Maker) -> None:
+    """Through whatever the parts before have made."""
+    output, inputs = m.tensors[-1], dict.fromkeys([m.tensor(), m.tensor()])
+    options = "grad_outputs=draw(1), retain_graph=True, allow_unused=True"
+    m.line(
+        f"""try:
+    see("{m.fresh("v")}", autograd.grad({m.context}, {output}, [{", ".join(inputs)}], {options}))
+except Exception:  # torch says it otherwise
+    see("{m.fresh("v")}", "an error")"""
+    )
 
 
 @part(INSIDE)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from tests.twin.making import OUTSIDE, Maker, part
 
-TIES = False  # tensors that share memory: their order in a version is being mended; set when it is right
-
 
 @part(OUTSIDE)
 def published_module(m: Maker) -> None:
     name, p, f, cls, v = m.fresh("weights"), m.fresh("p"), m.fresh("f"), m.fresh("Net"), m.fresh("version")
-    tied = TIES and m.draw.random() < 0.5
+    tied = m.draw.random() < 0.5
     m.define(
         f"""class {cls}(nn.Module):
     def __init__(self):
