@@ -13,6 +13,8 @@ import tempfile
 from multiprocessing.connection import _ConnectionBase
 from typing import Any
 
+import torch.fx
+
 from telegrad.wire.reducers import REDUCERS
 
 _FILE = "Send its path and open it there, or send what it holds, as file.read() gives it"
@@ -26,6 +28,7 @@ _ADVICE: dict[type, str] = {
     tempfile._TemporaryFileWrapper: _FILE,
     tempfile.SpooledTemporaryFile: _FILE,
     tempfile.TemporaryDirectory: "Send its path, which is its `name`",
+    torch.fx.Proxy: "It stands for a value while torch.fx traces: trace what runs on one worker, and call the result",
     memoryview: "Send bytes(view), or the object that it is a view of",
     _ConnectionBase: "Send the values themselves by calls: a worker's rpc_sync, or rpc_stream for many",
 }

@@ -32,6 +32,9 @@ _LOW = 1 << 32  # below this an address may be an offset in a storage that was f
 
 _STRIDED = torch.strided
 _level_of_transforms = torch._C._functorch.maybe_current_level  # of torch.func, on this thread
+_tracing: Any = torch._C._get_tracing_state  # of torch.jit.trace, on this thread
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # the mode of make_fx
+_mode_before_dispatch: Any = torch._ops._get_dispatch_mode_pre_dispatch
 _REAL = {dtype: name for dtype, name in NAMES.items() if not dtype.is_complex}
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -74,6 +77,15 @@ def pack(tensors: Sequence[Tensor], place: Place = _on_host, fixed: int = 0) -> 
         DeviceError: a tensor lives on a device from which it cannot be sent.
         CannotEncode: a tensor is of a kind that torch cannot take apart.
     """
+    if (
+        _tracing() is not None
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or _mode_before_dispatch(_PROXY) is not None
+    ):
+        raise CannotEncode(
+            "a tensor cannot be sent while torch.jit.trace or make_fx records operators: the recording would have the "
+            "result as a constant, whatever its inputs are. Record what runs on one worker, and call the recording"
+        )
     if forward_ad._current_level >= 0 or _level_of_transforms() is not None:
         _check_untransformed(tensors)
     try:

@@ -77,6 +77,11 @@ def _reduce_tensor(pickler: Pickler, tensor: Tensor) -> Any:
         return _slot_as, (_lift(pickler, tensor.as_subclass(Tensor)), kind, dict(attributes))
     if tensor.requires_grad and _records():
         _refuse_history(kind)
+    if kind.__module__.startswith("torch._subclasses."):
+        raise CannotEncode(
+            f"a {kind.__name__} cannot be sent, as it has no values: it is there while torch.export, or another mode, "
+            "records operators. Record what runs on one worker, and call the recording"
+        )
     if has_rules:
         return NotImplemented
     if flattens:
