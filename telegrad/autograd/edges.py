@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from telegrad.errors import UsageError
 
 _ENGINE: Any = torch._C._ImperativeEngine()  # not the one of `guard`
 
@@ -40,6 +43,12 @@ def run_backward(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], retain: bool, create: bool
 ) -> Sequence[Tensor | None]:
     """What `torch.autograd.grad` gives, without its checks of what users may give it."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.compiled_autograd_enabled:
+        raise UsageError(
+            "a backward pass over several workers cannot be compiled: begin it outside of compiled autograd "
+            "(torch._dynamo.config.compiled_autograd)"
+        )
     given: Sequence[Tensor | None] = _ENGINE.run_backward(
         tuple(roots), tuple(gradients), retain, create, tuple(wanted), True, accumulate_grad=False
     )

@@ -101,6 +101,8 @@ def _tensors(name: str, given: Any) -> list[Tensor]:
             )
         if not each.requires_grad:
             raise UsageError(f"one of the {name} does not require a gradient and has no graph")
+        if each.is_inference():
+            raise UsageError(f"one of the {name} was made in torch.inference_mode(), and so is in no graph: clone it")
     return several
 
 
