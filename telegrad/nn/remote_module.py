@@ -142,7 +142,7 @@ class RemoteModule(nn.Module):
         self.on = module.owner_name()
         self.device = device
         self.is_device_map_set = module._table.agent.maps_devices_to(self.on)
-        self.training = training
+        self.__dict__["training"] = training
         self._trains = trains
         self._kind = kind
 
@@ -232,7 +232,7 @@ class RemoteModule(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Have the module in training mode, or not."""
         checks.flag("mode", mode)
-        self.training = mode
+        self.__dict__["training"] = mode
         return self._have("train", mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -342,6 +342,19 @@ class RemoteModule(nn.Module):
                 f"RemoteModule has no attribute {name!r}. Methods of the module itself are called by "
                 f"``get_module_rref().rpc_sync().{name}(...)``; for copies of its parameters, see ``state_dict()``"
             ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (
+            type(self) is RemoteModule
+            and "_kind" in self.__dict__
+            and (name == "training" or isinstance(value, nn.Module))
+        ):
+            instead = "call train() or eval()" if name == "training" else "set it in a function"
+            raise UsageError(
+                f"{name!r} would be set here, and not in the {self._kind} on worker {self.on!r}: {instead}"
+                + ("" if name == "training" else " that is called there with get_module_rref(), on its local_value()")
+            )
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
