@@ -71,7 +71,12 @@ def everywhere(function, *args):
         rpc.rpc_sync(name, function, args)
 
 
+def start_generator():
+    torch.manual_seed(2)
+
+
 def run():
+    everywhere(start_generator)  # scripts without a guard do not run where workers are started without them
     try:
         main()
     except Exception as error:

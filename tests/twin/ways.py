@@ -76,6 +76,10 @@ else:
     rpc.serve()
 """
 DRIVER = "\nserve(0)\n"
+GUARDED = """
+if __name__ == "__main__":
+    serve(0)
+"""
 
 
 class Way(NamedTuple):
@@ -96,6 +100,7 @@ WAYS = {
     "telegrad.local": Way(LOCAL),
     "telegrad.local, with a module": Way(LOCAL, beside=True),
     "telegrad worker": Way(DRIVER, workers=True),
+    "telegrad worker, with a guard": Way(GUARDED, workers=True),
     "telegrad worker, with a module": Way(DRIVER, workers=True, beside=True),
     "drop-in": Way(PROCESSES.format("spawn"), (*_TELEGRAD, "main.py"), common=True),
     "drop-in, forked": Way(PROCESSES.format("fork"), (*_TELEGRAD, "main.py"), common=True),

@@ -237,7 +237,7 @@ def gradients_of_given_tensors(m: Maker) -> None:
         f"""def {g}(number, to, a):
     own = a * leaf({m.number()})
     slope, unused = autograd.grad(
-        number, rpc.rpc_sync(to, {f}, (own,)).sum(), [own, leaf(1)], create_graph=True, allow_unused=True
+        number, rpc.rpc_sync(to, {f}, (own,)).sum(), [own, leaf(0)], create_graph=True, allow_unused=True
     )
     return slope.sin() + a if unused is None else slope + unused"""
     )
@@ -250,14 +250,23 @@ def gradients_of_given_tensors(m: Maker) -> None:
 
 @part(INSIDE)
 def gradients_of_what_is_there(m: Maker) -> None:
-    """Through whatever the parts before have made."""
+    """Through whatever the parts before have made.
+
+    What these see then is not compared: other workers run functions that lead to none of the inputs, too.
+    """
     output, inputs = m.tensors[-1], dict.fromkeys([m.tensor(), m.tensor()])
     options = "grad_outputs=draw(1), retain_graph=True, allow_unused=True"
+    found, kept = m.fresh("found"), m.fresh("KEPT")
+    m.define(f"def keep_{kept}():\n    global {kept}\n    {kept} = {{label: [*of] for label, of in SEEN.items()}}")
+    m.define(f"def back_{kept}():\n    SEEN.clear()\n    SEEN.update({kept})")
     m.line(
-        f"""try:
-    see("{m.fresh("v")}", autograd.grad({m.context}, {output}, [{", ".join(inputs)}], {options}))
+        f"""everywhere(keep_{kept})
+try:
+    {found} = autograd.grad({m.context}, {output}, [{", ".join(inputs)}], {options})
 except Exception:  # torch says it otherwise
-    see("{m.fresh("v")}", "an error")"""
+    {found} = "an error"
+everywhere(back_{kept})
+see("{found}", {found})"""
     )
 
 

@@ -23,7 +23,7 @@ def steps(m: Maker, model: str) -> None:
         m.line(f"    everywhere(see_gradients, 'gradients of {c}', {c})")
     m.line(f"{model}.eval()")
     m.line(f"with torch.no_grad():\n    see('{model}', {model}(draw({m.number()})))")
-    m.see(f"{model}.state_dict()")
+    m.see(f"sorted({model}.state_dict().items())")
 
 
 def by_hand(m: Maker, places: list[str]) -> str:
