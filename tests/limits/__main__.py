@@ -1,6 +1,6 @@
 """`python -m tests.limits` writes docs/limits.md anew."""
 
-from tests.limits import pipelines, training, values
-from tests.limits.page import PAGE, page
+from tests.limits import rows
+from tests.limits.page import PAGE
 
-PAGE.write_text(page([*training.LIMITS, *pipelines.LIMITS, *values.LIMITS]))
+PAGE.write_text(rows.text())

@@ -1,10 +1,10 @@
-"""The page of what is refused, made from the table of programs that show it."""
+"""The page of what is refused, made from the tables of programs that show it."""
 
 from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "limits.md"
@@ -13,8 +13,9 @@ ANY = "..."  # in the words of an error: what differs each time, or is left out
 HEAD = """# What is refused
 
 A program does on several workers what it would do in one process, or it gets an error at once. This page lists those
-errors: what is refused, how the error begins (`...` stands for what differs), and what to do instead. It is made from
-programs that the tests run, by `python -m tests.limits`.
+errors: what is refused, how the error begins (`...` stands for what differs), and what to do instead. Below each table
+is a list of what gives the same as in one process, and then what is left to each worker. The tests run a program for
+each row; `python -m tests.limits` makes the page.
 """
 
 
@@ -27,19 +28,36 @@ class Limit(NamedTuple):
     instead: str  # what to do
 
 
+class Left(NamedTuple):
+    """What is not as in one process, and no error: each worker does it for itself."""
+
+    area: str
+    what: str
+    program: str  # that finds something else than in one process
+    instead: str  # what to do
+
+
 def pattern_of(says: str) -> str:
     """Return what matches the beginning of the error's text."""
     return ".*".join(re.escape(part) for part in says.split(ANY))
 
 
-def page(limits: Iterable[Limit]) -> str:
-    lines = [HEAD]
-    area = ""
+def page(limits: Iterable[Limit], right: Mapping[str, Iterable[str]], left: Iterable[Left]) -> str:
+    """Return the text of the page. `right`: by area, what is as it is in one process."""
+    by_area: dict[str, list[Limit]] = {}
     for limit in limits:
-        if limit.area != area:
-            area = limit.area
-            lines += [f"## {area}\n", "| refused | error | begins | instead |", "| --- | --- | --- | --- |"]
-        says = limit.says.replace("``", "`").replace("`", "'")
-        lines.append(f"| {limit.what} | `{limit.error}` | `{says}` | {limit.instead} |")
-    text = "\n".join(lines) + "\n"
-    return text.replace("|\n## ", "|\n\n## ")
+        by_area.setdefault(limit.area, []).append(limit)
+    parts = [HEAD]
+    for area, rows in by_area.items():
+        lines = [f"## {area}\n", "| refused | error | begins | instead |", "| --- | --- | --- | --- |"]
+        for row in rows:
+            says = row.says.replace("``", "`").replace("`", "'")
+            lines.append(f"| {row.what} | `{row.error}` | `{says}` | {row.instead} |")
+        if area in right:
+            lines += ["\nAs in one process:\n", *(f"- {what}" for what in right[area])]
+        own = [each for each in left if each.area == area]
+        if own:
+            lines += ["\n| left to each worker | instead |", "| --- | --- |"]
+            lines += [f"| {each.what} | {each.instead} |" for each in own]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)

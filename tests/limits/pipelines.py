@@ -178,7 +178,7 @@ with autograd.context() as context_id:
         "more workers than parts",
         "Pipeline.split(nn.Sequential(nn.Linear(3, 3)), ['w1', 'w2'])",
         "UsageError",
-        "the model cannot be cut by itself into 2 stages: of its parts that have parameters there are 1 ['0']",
+        "the model cannot be cut by itself into 2 stages: behind the first, stages could begin with []. Name fewer",
         "fewer workers",
     ),
     Limit(
@@ -193,15 +193,15 @@ class Branches(nn.Module):
     def forward(self, x):
         return self.b(x) if self.a(x).sum() > 0 else x
 
-Pipeline.split(Branches(), ["w1", "w2"], at=["b"])
+Pipeline.split(Branches(), ["w1", "w2"], at=["b"], example=x)
 """,
         "UsageError",
-        "the model (Branches) cannot be cut, as torch.fx cannot trace its forward: TraceError",
+        "Branches cannot be cut at 'b', as torch.export cannot record its forward in training: ",
         "stages by hand",
     ),
     Limit(
         "Pipelines",
-        "splitting a forward that changes the grad mode",
+        "a stage that would begin inside of `no_grad` or autocast",
         """
 class Changes(nn.Module):
     def __init__(self):
@@ -213,11 +213,11 @@ class Changes(nn.Module):
             x = self.a(x)
         return self.b(x)
 
-Pipeline.split(Changes(), ["w1", "w2"], at=["b"])
+Pipeline.split(Changes(), ["w1", "w2"], at=["a"], example=x)
 """,
         "UsageError",
-        "the model (Changes) cannot be cut, as torch.fx cannot trace its forward: TypeError: it changes the grad",
-        "let a module of its own do that",
+        "the stages of Changes differ from the model in training",
+        "a module that is called outside of it",
     ),
     Limit(
         "Pipelines",
@@ -227,7 +227,7 @@ model.register_forward_hook(lambda *_: None)
 Pipeline.split(model, ["w1", "w2"], at=["2"])
 """,
         "UsageError",
-        "the model (Sequential) has hooks, which see it as a whole: it cannot be cut",
+        "'' (Sequential) has hooks, and is cut: nothing would call them. Remove them first, or make the stages by hand",
         "hooks of the modules inside of it",
     ),
     Limit(
@@ -242,10 +242,10 @@ class Spare(nn.Module):
     def forward(self, x):
         return self.b(self.a(x))
 
-Pipeline.split(Spare(), ["w1", "w2"], at=["spare"])
+Pipeline.split(Spare(), ["w1", "w2"], at=["spare"], example=x)
 """,
         "UsageError",
-        "'spare' is not called itself: let the stage begin with a module inside of it",
+        "'spare' is not called itself, or in torch.no_grad() or autocast: let the stage begin with another",
         "a module that the forward calls",
     ),
     Limit(
@@ -286,10 +286,10 @@ class Constant(nn.Module):
     def forward(self):
         return self.b(self.a(torch.ones(3)))
 
-Pipeline.split(Constant(), ["w1", "w2"], at=["b"])
+Pipeline.split(Constant(), ["w1", "w2"], at=["b"], example=x)
 """,
         "UsageError",
-        "Constant.forward needs no argument, so that it is not clear what a pipeline gives it: wrap the model in",
+        "Constant.forward names no argument, so that it is not clear what a pipeline gives it: wrap the model in",
         "name what the forward takes",
     ),
     Limit(

@@ -1,32 +1,22 @@
-"""Each program of the table is refused as it says, and docs/limits.md is what the table makes."""
+"""Each program of the tables does as it says, and docs/limits.md is what the tables make."""
 
 from __future__ import annotations
 
 import pathlib
 import re
-import sys
-import types
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from telegrad.rpc import current
 from tests.cluster import agents
-from tests.limits import pipelines, training, values
-from tests.limits.page import PAGE, Limit, page, pattern_of
+from tests.limits.both import GIVEN, in_both, module
+from tests.limits.page import PAGE, Left, Limit, pattern_of
+from tests.limits.rows import LEFT, LIMITS, RIGHT, text
+from tests.twin.sight import differences
 
-LIMITS = [*training.LIMITS, *pipelines.LIMITS, *values.LIMITS]
-MODULE = "program_of_a_limit"  # where functions and classes of the programs are found
-
-GIVEN = """
-import torch
-from torch import nn
-import telegrad.rpc as rpc
-from telegrad import autograd, checkpoint
-from telegrad.nn import Pipeline, RemoteModule
-from telegrad.optim import DistributedOptimizer, clip_grad_norm_
-from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
-
+REFUSED = """
 x = torch.ones(3, 3, requires_grad=True)
 remote = RemoteModule("w1", nn.Linear, (3, 3))
 optimizer = DistributedOptimizer.for_module(torch.optim.SGD, remote, lr=0.1)
@@ -38,36 +28,50 @@ def there(worker, function, *args):
     return rpc.rpc_sync(worker, function, args)
 """
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[None]:
+
+@pytest.fixture(scope="module", autouse=True)
+def _three() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with agents(3) as workers:
         current.enter(workers[0])
         yield
         current.enter(None)
+    torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def program(three: None, tmp_path: pathlib.Path) -> Iterator[dict[str, object]]:
-    """The names that a program has, in a module that calls find."""
-    module = sys.modules[MODULE] = types.ModuleType(MODULE)
-    exec(GIVEN, module.__dict__)
-    module.__dict__["folder"] = tmp_path / "checkpoint"
-    yield module.__dict__
-    del sys.modules[MODULE]
+def _marks(limit: Limit) -> list[pytest.MarkDecorator]:
+    """To record a model takes seconds."""
+    return [pytest.mark.nightly] if "example=" in limit.program else []
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("limit", LIMITS, ids=[f"{limit.area}-{limit.what}" for limit in LIMITS])
-def test_limit(limit: Limit, program: dict[str, object]) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - its type is compared below
+@pytest.mark.parametrize(
+    "limit", [pytest.param(each, id=f"{each.area}-{each.what}", marks=_marks(each)) for each in LIMITS]
+)
+def test_limit(limit: Limit, tmp_path: pathlib.Path) -> None:
+    with (
+        module(GIVEN + REFUSED, {"folder": tmp_path / "checkpoint"}) as program,
+        pytest.raises(Exception) as caught,  # noqa: PT011 - its type is compared below
+    ):
         exec(limit.program, program)
     assert type(caught.value).__name__ == limit.error
     assert re.match(pattern_of(limit.says), str(caught.value), re.DOTALL), str(caught.value)
 
 
-def test_the_page_is_made_from_the_table() -> None:
-    assert PAGE.read_text() == page(LIMITS), "python -m tests.limits writes it anew"
+@pytest.mark.parametrize(("area", "what"), [(area, what) for area, programs in RIGHT.items() for what in programs])
+def test_right(area: str, what: str) -> None:
+    assert not differences(*in_both(RIGHT[area][what]))
+
+
+@pytest.mark.parametrize("left", LEFT, ids=[left.what for left in LEFT])
+def test_left_to_each_worker(left: Left) -> None:
+    assert differences(*in_both(left.program))
+
+
+def test_the_page_is_made_from_the_tables() -> None:
+    assert PAGE.read_text() == text(), "python -m tests.limits writes it anew"
 
 
 def test_each_limit_stands_once() -> None:

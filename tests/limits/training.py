@@ -133,7 +133,7 @@ with autograd.context() as context_id:
     autograd.backward(context_id, y.sum())
 """,
         "UsageError",
-        "a remote call inside of torch.utils.checkpoint with use_reentrant=True has no gradient: use",
+        "the function of a torch.utils.checkpoint with use_reentrant=True leads to a tensor",
         "`use_reentrant=False`",
     ),
     Limit(
@@ -220,8 +220,8 @@ with autograd.context() as context_id:
         "Modules",
         "a copy or a pickle of a remote module",
         """
-import copy
-copy.deepcopy(remote)
+import pickle
+pickle.dumps(remote)
 """,
         "UsageError",
         "Cannot pickle RemoteModule in python pickler",
@@ -335,8 +335,8 @@ copy.deepcopy(remote)
         "Optimizers",
         "no parameters",
         "DistributedOptimizer(torch.optim.SGD, [], lr=1)",
-        "ValueError",
-        "optimizer got an empty parameter list",
+        "InvalidArgument",
+        "there is no parameter to optimize: the list of references (params_rref) is empty",
         "one at least",
     ),
     Limit(

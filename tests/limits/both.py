@@ -1,0 +1,124 @@
+"""Runs the program of a row in one process, and with what it calls on another worker."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from telegrad import autograd
+from tests.twin.sight import describe
+
+MODULE = "program_of_a_limit"  # where functions and classes of the programs are found
+
+GIVEN = """
+import copy
+import torch
+from torch import nn
+import telegrad.rpc as rpc
+from telegrad import autograd, checkpoint
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer, clip_grad_norm_
+from telegrad.weights import Publisher, Shard, ShardedPublisher, ShardedSubscriber, Subscriber
+
+
+def leaf(*shape, seed=1, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (3, 3)), generator=generator, dtype=dtype).requires_grad_()
+
+
+def echo(value):
+    return value
+
+
+x = leaf()
+"""
+
+HERE = """
+def call(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def backward(loss, **options):
+    loss.backward(**options)
+
+
+def gradients(*leaves):
+    return [each.grad for each in leaves]
+
+
+def grad(outputs, inputs, **options):
+    return torch.autograd.grad(outputs, inputs, **options)
+
+
+def made(cls, *args, **kwargs):
+    return cls(*args, **kwargs)
+
+
+class Opt:
+    def __init__(self, cls, module, **options):
+        self.own = cls(module.parameters(), **options)
+
+    def step(self):
+        self.own.step()
+"""
+
+THERE = """
+def call(function, *args, **kwargs):
+    return rpc.rpc_sync("w1", function, args, kwargs)
+
+
+def backward(loss, **options):
+    autograd.backward(context_id, loss, **options)
+
+
+def gradients(*leaves):
+    found = autograd.get_gradients(context_id)
+    return [found.get(each) for each in leaves]
+
+
+def grad(outputs, inputs, **options):
+    return autograd.grad(context_id, outputs, inputs, **options)
+
+
+def made(cls, *args, **kwargs):
+    return RemoteModule("w1", cls, args, kwargs)
+
+
+class Opt:
+    def __init__(self, cls, module, **options):
+        self.own = DistributedOptimizer.for_module(cls, module, **options)
+
+    def step(self):
+        self.own.step(context_id)
+"""
+
+
+@contextlib.contextmanager
+def module(given: str, names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The names that a program has, in a module that calls find."""
+    made = sys.modules[MODULE] = types.ModuleType(MODULE)
+    made.__dict__.update(names)
+    try:
+        exec(given, made.__dict__)
+        yield made.__dict__
+    finally:
+        del sys.modules[MODULE]
+
+
+def in_both(program: str) -> tuple[Any, Any]:
+    """Return what a program has found in one process, and on workers."""
+    with module(GIVEN + HERE, {}) as names:
+        here = _found(program, names)
+    with autograd.context() as context_id, module(GIVEN + THERE, {"context_id": context_id}) as names:
+        return here, _found(program, names)
+
+
+def _found(program: str, names: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    exec(program, names)
+    return describe(names["found"])

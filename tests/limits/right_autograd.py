@@ -1,0 +1,331 @@
+"""What is right as it is in one process: autograd.
+
+Each program runs twice: in one process, and with its calls, modules and optimizers on another worker.
+"""
+
+from __future__ import annotations
+
+RIGHT = {
+    "`torch.autograd.grad` and `backward(inputs=...)` of what stays on one worker": """
+y = x.sin().sum()
+found = torch.autograd.grad(y, x)
+""",
+    "`telegrad.autograd.grad`": "found = grad(call(torch.sin, x).sum(), x)",
+    "`torch.autograd.functional` inside of a function that is called": """
+def jac(a):
+    return torch.autograd.functional.jacobian(torch.sin, a, create_graph=True)
+backward(call(jac, x).sum())
+found = gradients(x)
+""",
+    "`torch.autograd.forward_ad` inside of such a function": """
+def f(a):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(a, a).sin()).tangent
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "`torch.func` inside of one: `vmap`, `grad`, `jacrev`, `jacfwd`, `hessian`, `vjp`, `functionalize`": """
+def f(a):
+    t = torch.func
+    g = lambda r: r.sin().sum()
+    of_rows = [t.jacrev(torch.sin), t.jacfwd(torch.sin), t.hessian(g)]
+    of_all = [t.vmap(torch.sin), t.grad(g), t.functionalize(torch.sin), t.vjp(torch.sin, a)[1]]
+    return sum(f(a).sum((2, 3)) for f in of_rows) + sum(f(a) for f in of_all[:-1]) + of_all[-1](a)[0]
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "`torch.func.functional_call` of a module that makes remote calls": """
+net = nn.Linear(3, 3, dtype=torch.float64)
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(leaf().detach())
+    def forward(self, a):
+        return call(torch.mul, a, self.w)
+w = leaf(seed=7)
+backward(torch.func.functional_call(M(), {"w": w}, (x,)).sum())
+found = gradients(w, x)
+""",
+    "`saved_tensors_hooks`, `save_on_cpu` and `disable_saved_tensors_hooks` inside of one": """
+def f(a):
+    with torch.autograd.graph.save_on_cpu():
+        return (a * a).sin()
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "`detect_anomaly` inside of one": """
+def f(a):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        return (a * a).sin()
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "`checkpoint_sequential`": """
+def f(a):
+    from torch.utils.checkpoint import checkpoint_sequential
+    net = nn.Sequential(nn.Tanh(), nn.Softplus(), nn.Tanh(), nn.Tanh())
+    return checkpoint_sequential(net, 2, a, use_reentrant=False)
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "reentrant checkpoints inside of one": """
+def f(a):
+    from torch.utils.checkpoint import checkpoint_sequential
+    net = nn.Sequential(nn.Tanh(), nn.Softplus(), nn.Tanh(), nn.Tanh())
+    return checkpoint_sequential(net, 2, a, use_reentrant=True)
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "selective activation checkpoints": """
+def f(a):
+    import functools
+    from torch.utils.checkpoint import checkpoint as ck, create_selective_checkpoint_contexts
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return ck(lambda b: (b @ b).sin().tanh(), a, use_reentrant=False, context_fn=contexts)
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "checkpoints, also nested, with `use_reentrant=False` around a remote call": """
+from torch.utils.checkpoint import checkpoint as ck
+def inner(b):
+    return ck(lambda c: call(torch.sin, c).exp(), b, use_reentrant=False).tanh()
+backward(ck(inner, x * 1.0, use_reentrant=False).sum())
+found = gradients(x)
+""",
+    "random numbers that are drawn again inside of these": """
+from torch.utils.checkpoint import checkpoint as ck
+backward(ck(lambda b: call(torch.sin, nn.functional.dropout(b, 0.5)).tanh(), x * 1.0, use_reentrant=False).sum())
+found = gradients(x)
+""",
+    "a `Function` with `jvp` and `generate_vmap_rule`": """
+class F(torch.autograd.Function):
+    generate_vmap_rule = True
+    @staticmethod
+    def forward(a):
+        return a.sin()
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+    @staticmethod
+    def jvp(ctx, t):
+        return t * ctx.saved_tensors[0].cos()
+def f(a):
+    of_rows = torch.func.vmap(torch.func.grad(lambda row: F.apply(row).sum()))(a)
+    return torch.func.vmap(F.apply)(a) + torch.func.jvp(F.apply, (a,), (a,))[1] + of_rows
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "a `Function` with a `vmap` of its own": """
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(a):
+        return a.sin()
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+    @staticmethod
+    def vmap(info, in_dims, a):
+        return F.apply(a), in_dims[0]
+def f(a):
+    return torch.func.vmap(F.apply)(a)
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "`once_differentiable`": """
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a.sin()
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+def f(a):
+    return F.apply(a)
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "a `Function` whose forward and backward make remote calls": """
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return call(torch.sin, a)
+    @staticmethod
+    def backward(ctx, g):
+        return g * call(torch.cos, ctx.saved_tensors[0])
+backward(F.apply(x * 1).sum())
+found = gradients(x)
+""",
+    "`needs_input_grad`": """
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        return a * b
+    @staticmethod
+    def backward(ctx, g):
+        return (g if ctx.needs_input_grad[0] else None), (g * 2 if ctx.needs_input_grad[1] else None)
+def f(a, b):
+    return F.apply(a, b)
+b = leaf(seed=3).detach()
+backward(call(f, x, b).sum())
+found = gradients(x, b)
+""",
+    "hooks that make remote calls": """
+x.register_hook(lambda g: call(torch.mul, g, 2))
+backward(call(torch.sin, x).sum())
+found = gradients(x)
+""",
+    "`no_grad`, `enable_grad`, `set_grad_enabled`, `inference_mode`": """
+def f(a):
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), a.requires_grad, (a * 1).is_inference()
+found = [call(f, x)]
+with torch.no_grad():
+    found.append(call(f, x))
+    with torch.enable_grad():
+        found.append(call(f, x))
+with torch.set_grad_enabled(False):
+    found.append(call(f, x))
+with torch.inference_mode():
+    found.append(call(f, x))
+    with torch.inference_mode(False):
+        found.append(call(f, x))
+""",
+    "`detach`, `detach_`": """
+def f(a):
+    b = a * 2
+    return b.detach_() + a
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "`requires_grad_` of what was received": """
+y = call(torch.sin, x.detach())
+y.requires_grad_()
+backward((y * y).sum())
+found = gradients(y)
+""",
+    "`retain_grad`": """
+y = call(torch.sin, x)
+y.retain_grad()
+backward((y * y).sum())
+found = [y.grad, *gradients(x)]
+""",
+    "hooks that are removed": """
+y = call(torch.sin, x)
+h = y.register_hook(lambda g: g * 2)
+h.remove()
+backward(y.sum())
+found = gradients(x)
+""",
+    '`register_multi_grad_hook` with `mode="any"`': """
+a, b = leaf(seed=5), leaf(seed=6)
+seen = []
+torch.autograd.graph.register_multi_grad_hook([a, b], lambda g: seen.append(1), mode="any")
+backward((call(torch.mul, a, b)).sum())
+found = seen
+""",
+    "`register_post_accumulate_grad_hook`": """
+seen = []
+x.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+backward(call(torch.sin, x).sum())
+found = seen
+""",
+    "several passes in one context": """
+backward(call(torch.sin, x).sum())
+backward(call(torch.cos, x).sum())
+found = gradients(x)
+""",
+    "`retain_graph`": """
+y = call(torch.sin, x).sum()
+backward(y, retain_graph=True)
+backward(y)
+found = gradients(x)
+""",
+    "`create_graph`": """
+y = call(torch.sin, x).sum()
+backward(y, create_graph=True)
+found = [g.detach() for g in gradients(x)]
+""",
+    "gradients that are no numbers": """
+y = call(torch.sqrt, x * 0)
+backward(y.sum())
+found = gradients(x)
+""",
+    "views of every kind, as `as_strided`": """
+def f(a):
+    v = a.as_strided((2, 2), (1, 3))
+    return v.sin()
+backward(call(f, x * 1).sum())
+found = gradients(x)
+""",
+    "`torch.autocast`": """
+def f(a):
+    return a @ a
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    y = call(f, x.float())
+    backward(y.float().sum())
+found = [y, *gradients(x)]
+""",
+    "regions without autocast inside of it": """
+def f(a):
+    with torch.autocast("cpu", enabled=False):
+        return a @ a
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    y = call(f, x.float())
+backward(y.float().sum())
+found = [y, *gradients(x)]
+""",
+    "`custom_fwd` and `custom_bwd`": """
+class F(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a @ a
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g @ a.t() + a.t() @ g
+def f(a):
+    return F.apply(a)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    y = call(f, x.float())
+    backward(y.float().sum())
+found = [y, *gradients(x)]
+""",
+    "`torch.jit.trace` inside of a function that is called": """
+def f(a):
+    return torch.jit.trace(lambda a: a.sin() + a, (torch.ones(3, 3),), check_trace=False)(a)
+backward(call(f, x).sum())
+found = gradients(x)
+""",
+    "`torch.compile` of a function that makes remote calls": """
+f = torch.compile(lambda a: call(torch.sin, a * 2).tanh(), backend="eager")
+backward(f(x).sum())
+found = gradients(x)
+""",
+    "a `TorchFunctionMode` around a call": """
+from torch.overrides import TorchFunctionMode
+class Twice(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+with Twice():
+    backward(call(torch.sin, x).sum())
+found = gradients(x)
+""",
+    "`backward` inside of `no_grad`": """
+y = call(torch.sin, x).sum()
+with torch.no_grad():
+    backward(y)
+found = gradients(x)
+""",
+}
