@@ -229,7 +229,7 @@ with autograd.context() as context_id, compiled_autograd._enable(torch.compile(b
     ),
     Limit(
         "Modules",
-        "an attribute or a part that is set on a remote module",
+        "a part that is set on a remote module",
         "remote.inner = nn.Linear(3, 3)",
         "UsageError",
         "'inner' would be set here, and not in the Linear on worker 'w1': set it in a function",

@@ -66,6 +66,16 @@ found = [name for name, _ in layers.named_modules()]
     ),
     Left(
         "Modules",
+        "attributes that are set on a remote module are those of the handle",
+        """
+layer = made(nn.Dropout, 0.5)
+layer.p = 0.0
+found = layer(torch.ones(3, 3))
+""",
+        "a function that is called with `get_module_rref()`",
+    ),
+    Left(
+        "Modules",
         "`parameters()` of a module with a remote module inside are those of this worker",
         """
 model = nn.Sequential(made(nn.Linear, 3, 3), nn.Linear(3, 3))

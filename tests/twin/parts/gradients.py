@@ -303,7 +303,8 @@ def {f}(a):
 
 
 def look_{f}():
-    see('{f}', [each.grad for each in {kept}])"""
+    for each in {kept}:  # zeros may be in the place of None, as in `hooked`
+        see('{f}', each.grad if each.grad is not None and each.grad.any() else None)"""
     )
     m.gain(m.call(f, m.tensor()))
     m.ending.append(f"everywhere(look_{f})")
