@@ -56,14 +56,14 @@ class Parting(ABC):
         deadline = monotonic() + timeout if timeout > 0 else inf
         self._begin()
         what = "serve" if serving else "shutdown"
-        with Wait(what, self.awaited, self.missing, worker=self._me.name) as wait:
+        text = lambda: f"{self.awaited()} (worker {self._me.name!r} serves meanwhile)"  # noqa: E731
+        with Wait(what, text, self.missing, worker=self._me.name) as wait:
             pause = FIRST_LOOK
             while not self._over():
                 left = deadline - monotonic()
                 if left <= 0:
-                    raise CallTimeout(
-                        f"shutdown waited {timeout:g} s: {self.awaited()}. Use graceful=False to leave without them"
-                    )
+                    left_it = f"worker {self._me.name!r} has left the group all the same"
+                    raise CallTimeout(f"shutdown waited {timeout:g} s: {self.awaited()}; {left_it}")
                 # A server calls shutdown at once and serves from here for as long as it lives: it must not look then.
                 looks = self._looks()
                 if not serving:
@@ -221,12 +221,11 @@ class Together(Parting):
 
     def awaited(self) -> str:
         absent, busy = self._waited_for()
-        me = self._me.name
         if absent:
-            return f"{_quoted(absent)} did not call shutdown (worker {me!r} has, and serves meanwhile)"
+            return f"{_quoted(absent)} did not call shutdown"
         if busy:
-            return f"calls are under way on {_quoted(busy)}, or no answer comes (worker {me!r} serves meanwhile)"
-        return f"the others have not called shutdown, or calls are under way (worker {me!r} serves meanwhile)"
+            return f"calls are under way on {_quoted(busy)}, or no answer comes"
+        return "the others have not called shutdown, or calls are under way"
 
     def _waited_for(self) -> tuple[list[str], list[str]]:
         """Who has not called shutdown, and who has calls under way, by name."""

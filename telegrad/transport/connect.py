@@ -170,6 +170,10 @@ def _secure(sock: socket.socket, target: Target, tls: TlsFiles) -> tuple[socket.
         sock.close()
         if is_one_sided(error):
             raise AuthenticationFailed(f"worker {target.name!r}: {ONE_SIDED}") from None
+        if isinstance(error, ssl.SSLEOFError):
+            raise PeerUnreachable(
+                f"worker {target.name!r} broke off the handshake of TLS: it has ended meanwhile; the call has not run"
+            ) from error
         _check_certificates(error, target, tls)
         raise AuthenticationFailed(
             f"worker {target.name!r}: TLS was refused ({error}); do all workers have certificates of one authority?"

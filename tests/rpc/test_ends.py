@@ -269,7 +269,7 @@ def test_who_waits_long_in_shutdown_says_for_whom(impatient: None, caplog: pytes
 
         in_threads(wait, end)
     lines = [line for line in caplog.messages if "did not call shutdown" in line]
-    assert f"worker 'w{who}' has" in lines[0]
+    assert f"(worker 'w{who}' serves meanwhile)" in lines[0]
 
 
 def test_who_waits_long_for_others_to_join_says_for_whom(impatient: None, caplog: pytest.LogCaptureFixture) -> None:

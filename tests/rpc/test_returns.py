@@ -463,7 +463,7 @@ def test_usual_idempotent_calls(stage: Stage) -> None:
     assert rpc.rpc_sync("x", give_reference, idempotent=True).to_here() == 5
     with pytest.raises(errors.CannotEncode, match="argument"):
         rpc.rpc_sync("x", operator.add, (threading.Lock(), 1), idempotent=True)
-    with pytest.raises(errors.CannotEncode, match="On worker 'x', in tests.rpc.test_returns.make_lock"):
+    with pytest.raises(errors.CannotEncode, match=r"On worker 'x', in tests\.rpc\.test_returns\.make_lock"):
         rpc.rpc_sync("x", make_lock, idempotent=True)
     with pytest.raises(ZeroDivisionError, match="truediv"):
         rpc.rpc_sync("x", operator.truediv, (1, 0), idempotent=True)
