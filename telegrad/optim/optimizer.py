@@ -380,6 +380,15 @@ class DistributedOptimizer(Optimizer):
         for own, group in zip(self.param_groups, groups, strict=True):
             own.update(hyperparameters(group))
 
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        """Not supported, as are the hooks of loading: the state is on the workers."""
+        raise UsageError(
+            "DistributedOptimizer calls no hooks of its state: change what state_dict() gives, or what is loaded"
+        )
+
+    register_state_dict_post_hook = register_state_dict_pre_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = register_state_dict_pre_hook
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
             "a DistributedOptimizer cannot be sent or copied: wrap it in an RRef to use it from elsewhere, or save its "
@@ -399,18 +408,15 @@ def _check_maker(optimizer_class: Any) -> None:
 
 def _checked(params: Any) -> Any:
     """What `torch.optim.Optimizer` can take for parameters or for their groups."""
+    for_all = "Write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
     if isinstance(params, nn.Module):
-        raise UsageError(
-            f"DistributedOptimizer takes references to parameters, not {type(params).__name__}: "
-            "write DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
-        )
+        raise UsageError(f"DistributedOptimizer takes references to parameters, not {type(params).__name__}. {for_all}")
     if isinstance(params, RRef | dict):
         return [params]
     several = checks.several("params_rref", params, "a list of references to parameters or modules")
     if not several:
         raise InvalidArgument(
-            "there is no parameter to optimize: the list of references (params_rref) is empty. Write "
-            "DistributedOptimizer.for_module(optimizer_class, model) for all parameters of a model"
+            f"there is no parameter to optimize: the list of references (params_rref) is empty. {for_all}"
         )
     return several
 
@@ -421,9 +427,7 @@ def _reference(given: Any) -> RRef[Any]:
     if isinstance(given, RemoteModule):
         return given.get_module_rref()
     if isinstance(given, (list, tuple)):
-        raise UsageError(
-            "DistributedOptimizer takes one list of references, not a list of lists: write [*these, *those]"
-        )
+        raise UsageError("DistributedOptimizer takes one list of references, not a list of lists: use [*these, *those]")
     raise UsageError(
         f"DistributedOptimizer takes references to parameters (params_rref), not {checks.shown(given)}. Wrap one of "
         "this worker in an RRef, or give the whole model to DistributedOptimizer.for_module"

@@ -309,6 +309,14 @@ pickle.dumps(remote)
     ),
     Limit(
         "Optimizers",
+        "hooks of `state_dict` and `load_state_dict`",
+        "optimizer.register_load_state_dict_post_hook(print)",
+        "UsageError",
+        "DistributedOptimizer calls no hooks of its state: change what state_dict() gives, or what is loaded",
+        "a function of yours around the two",
+    ),
+    Limit(
+        "Optimizers",
         "something that is no optimizer",
         "DistributedOptimizer.for_module(dict, remote)",
         "UsageError",

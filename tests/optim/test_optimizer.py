@@ -464,10 +464,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         r"takes a class of optimizers \(optimizer_class\), not SGD",
     ),
     "another class": (lambda: (nn.Linear, [RRef(nn.Linear(2, 2))]), "Linear is no class of optimizers"),
-    "a module": (lambda: (torch.optim.SGD, nn.Linear(2, 2)), r"not Linear: write DistributedOptimizer\.for_module"),
+    "a module": (lambda: (torch.optim.SGD, nn.Linear(2, 2)), r"not Linear. Write DistributedOptimizer\.for_module"),
     "a remote module": (lambda: (torch.optim.SGD, RemoteModule("w1", nn.Linear, (2, 2))), r"\.for_module"),
     "a generator": (lambda: (torch.optim.SGD, nn.Linear(2, 2).parameters()), "not Parameter"),
-    "lists in a list": (lambda: (torch.optim.SGD, [[RRef(nn.Linear(2, 2))]]), r"write \[\*these, \*those\]"),
+    "lists in a list": (lambda: (torch.optim.SGD, [[RRef(nn.Linear(2, 2))]]), r"use \[\*these, \*those\]"),
     "nothing to train": (lambda: (torch.optim.SGD, [remote("w1", nn.ReLU)]), "there is no parameter to optimize"),
 }
 
