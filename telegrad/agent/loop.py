@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from telegrad import forks
 from telegrad.agent.awaiting import run_on
 from telegrad.threads import Background
+
+log = logging.getLogger("telegrad")
 
 
 class EventLoop:
@@ -51,11 +56,25 @@ class EventLoop:
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
         self._entered()
         asyncio.set_event_loop(loop)
-        loop.run_forever()
+        while not self._has_run(loop):
+            pass
         for task in asyncio.all_tasks(loop):
             task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(asyncio.sleep(0))
         loop.close()
+
+    def _has_run(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Run the loop; False where a task or a callback has ended it by SystemExit, of which its caller is told."""
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            forks.end_if_over()
+            log.warning(
+                "telegrad: %s was raised in a task or a callback of asyncio; the event loop goes on", repr(error)
+            )
+            return self._begun is None  # asyncio may have forgotten that it was to stop
+        return True
 
     def runs_here(self) -> bool:
         """Whether this thread is the loop's."""
@@ -69,4 +88,5 @@ class EventLoop:
         with self._lock:
             begun, self._begun = self._begun, None
         if begun is not None:
-            begun[0].call_soon_threadsafe(begun[0].stop)
+            with contextlib.suppress(RuntimeError):  # it is closed, having ended by an exception just now
+                begun[0].call_soon_threadsafe(begun[0].stop)

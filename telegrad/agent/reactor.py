@@ -335,7 +335,7 @@ class Reactor:
             self._start_watch()
         try:  # as `_do`, in place, since this is done for each call
             work.run(work.argument)
-        except Exception:
+        except BaseException:
             log.exception(WORK_FAILED)
         with self._lock:
             worker.since = 0.0
@@ -368,7 +368,7 @@ class Reactor:
     def _do(work: Work) -> None:
         try:
             work.run(work.argument)
-        except Exception:
+        except BaseException:
             log.exception(WORK_FAILED)
 
     def _end_call(self, worker: Runner) -> None:

@@ -62,7 +62,7 @@ class Teller:
             callback, args = told
             try:
                 callback(*args)
-            except Exception:
+            except BaseException:  # sys.exit, too, since it would end this thread alone
                 forks.end_if_over()
                 log.exception("telegrad: a callback of on_join, on_leave or on_lost failed for %s", args[0])
 
