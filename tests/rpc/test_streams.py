@@ -22,7 +22,19 @@ import torch
 
 import telegrad.autograd as dist_autograd
 from telegrad import errors
-from telegrad.rpc import RRef, Stream, actor, current, debug_info, functions, remote, rpc_async, rpc_stream, rpc_sync
+from telegrad.rpc import (
+    RRef,
+    Stream,
+    actor,
+    current,
+    debug_info,
+    functions,
+    remote,
+    rpc_async,
+    rpc_stream,
+    rpc_sync,
+    streams,
+)
 from telegrad.rpc.parcels import LARGE
 from telegrad.rpc.worker import Worker
 from tests.cluster import PATIENCE, Process, agents, group, in_threads, wait_until
@@ -501,6 +513,28 @@ def test_async_for() -> None:
         return [item async for item in rpc_stream("w1", count, (1000,), window=10)]
 
     assert asyncio.run(read()) == [*range(1000)]
+
+
+@here_w0
+def test_a_cancellation_that_comes_together_with_an_item_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a timeout that runs out, or Ctrl-C, at any moment of `async for`."""
+    waits = streams.happening
+
+    async def read() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def cancelling(awaited: Any) -> asyncio.Future[None]:
+            waiter = waits(awaited)
+            waiter.add_done_callback(lambda _: task.cancel())
+            return waiter
+
+        monkeypatch.setattr(streams, "happening", cancelling)
+        async for _ in rpc_stream("w1", endless):
+            pass
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(asyncio.wait_for(read(), PATIENCE))
 
 
 @here_w0
