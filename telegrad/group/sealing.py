@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 from telegrad.errors import StoreUntrusted
 from telegrad.keyring import Keyring
 
-# Never the value of a key, as nobody can guess it; so a key is looked up by comparing with this.
-ABSENT = secrets.token_hex(16)
 _FORMAT = "tg1"
 _LONGEST_NUMBER = 20  # digits
 TERMS = "terms"  # a list, of which the group's identity is the first; itself bound to no group
@@ -222,8 +220,9 @@ class SealedStore:
         return self._open(group, place, raw, newest), raw
 
     def _ask(self, place: str) -> str:
-        raw = _text(self.raw.compare_set(place, ABSENT, ABSENT))
-        return "" if raw == ABSENT else raw
+        absent = secrets.token_hex(16)  # which the store gives back where it has no value: it has this one nowhere
+        raw = _text(self.raw.compare_set(place, absent, absent))
+        return "" if raw == absent else raw
 
     def _replace(self, group: str, place: str, raw: str, value: str, serial: int) -> tuple[bool, Opened, str]:
         """Write a value where `raw` stands; return whether it was written, and what is there now."""

@@ -138,6 +138,24 @@ def test_a_hint_that_is_no_number() -> None:
         Board(sealed(store)).hint("n")
 
 
+def test_what_a_look_up_has_told_is_no_value() -> None:
+    """Whoever reads the connection to a store, which is open, sees by which value an empty place is told."""
+    told: list[str] = []
+
+    class Store(dist.HashStore):
+        def compare_set(self, place: str, expected: str, value: str) -> Any:
+            told.append(expected)
+            return super().compare_set(place, expected, value)
+
+    raw = Store()
+    board = Board(sealed(raw))
+    assert board.hint("n") == 0
+    raw.set("n", told[0])
+    for act in (lambda: board.hint("n"), lambda: board.add_hint("n"), lambda: board.read("n")):
+        with pytest.raises(errors.StoreUntrusted):
+            act()
+
+
 def test_values_are_sealed_anew_while_the_key_is_rotated(tmp_path: pathlib.Path) -> None:
     def ring(*keys: bytes) -> Keyring:
         path.write_bytes(b"\n".join(keys))

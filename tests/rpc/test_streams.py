@@ -22,6 +22,7 @@ import torch
 
 import telegrad.autograd as dist_autograd
 from telegrad import errors
+from telegrad.agent.awaiting import happening
 from telegrad.rpc import (
     RRef,
     Stream,
@@ -518,14 +519,12 @@ def test_async_for() -> None:
 @here_w0
 def test_a_cancellation_that_comes_together_with_an_item_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a timeout that runs out, or Ctrl-C, at any moment of `async for`."""
-    waits = streams.happening
-
     async def read() -> None:
         task = asyncio.current_task()
         assert task is not None
 
         def cancelling(awaited: Any) -> asyncio.Future[None]:
-            waiter = waits(awaited)
+            waiter = happening(awaited)
             waiter.add_done_callback(lambda _: task.cancel())
             return waiter
 
