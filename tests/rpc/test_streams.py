@@ -519,6 +519,7 @@ def test_async_for() -> None:
 @here_w0
 def test_a_cancellation_that_comes_together_with_an_item_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a timeout that runs out, or Ctrl-C, at any moment of `async for`."""
+
     async def read() -> None:
         task = asyncio.current_task()
         assert task is not None
