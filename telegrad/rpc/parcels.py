@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
@@ -60,7 +61,7 @@ def packed(item: Any, same_program: bool) -> tuple[Any, int, Counts]:
     whole = len(tensors) - buffers
     weight = len(body) + sum(each.numel() * each.element_size() for each in tensors)
     counts = Counts(
-        [(_counter(each), each._version, tuple(each.shape)) for each in tensors[:whole] if not each.is_inference()]
+        [(_counter(each), each._version, _shape(each)) for each in tensors[:whole] if not each.is_inference()]
     )
     memory = [each.clone() for each in tensors[whole:]]  # of arrays, whose writes nobody counts
     return Parcel(body, [*tensors[:whole], *memory], references, weight), weight, counts
@@ -72,11 +73,16 @@ def _counter(tensor: Tensor) -> Tensor:
     It is kept for as long as the function waits for its reader, and the item would stay in memory with it. Taking other
     `data` leaves the count of a detached tensor, which is that of the tensor it comes from.
     """
-    if tensor.numel() * tensor.element_size() < LARGE or type(tensor) is not Tensor:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not plain or tensor.numel() * tensor.element_size() < LARGE:
         return tensor
     counter = tensor.detach()
     counter.data = tensor.new_empty(0)
     return counter
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return () if tensor.is_nested else tuple(tensor.shape)
 
 
 def unpacked(item: Any) -> Any:

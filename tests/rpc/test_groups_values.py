@@ -206,4 +206,4 @@ def use_after_leaving(where: str) -> str:
 
 def test_a_group_that_is_used_after_leaving(tmp_path: pathlib.Path) -> None:
     with processes(1) as made:
-        assert "RPC has not been initialized" in made[0].run(use_after_leaving, f"file://{tmp_path}/store")
+        assert "this process has left its group" in made[0].run(use_after_leaving, f"file://{tmp_path}/store")
