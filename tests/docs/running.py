@@ -140,8 +140,12 @@ class Forked:
         assert self.returncode is not None
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
     def terminate(self) -> None:
-        os.kill(self.pid, 15)
+        self.send_signal(15)
 
     def kill(self) -> None:
-        os.kill(self.pid, 9)
+        self.send_signal(9)
