@@ -308,8 +308,8 @@ def _is_trusted(found: os.stat_result) -> bool:
 # Paths that the user has named
 
 
-def resolved(path: Path) -> str:
-    """Return `path` without symlinks.
+def resolved(path: Path, check: Callable[[str], None] | None = None) -> str:
+    """Return `path` without symlinks. Call `check` with each folder that it leads through, before its content is used.
 
     Raises:
         UnsafePath: another user has put one of the symlinks into a sticky folder that all may write.
@@ -327,6 +327,8 @@ def resolved(path: Path) -> str:
         if part == "..":
             here = os.path.dirname(here)
             continue
+        if check is not None:
+            check(here)
         inner = os.path.join(here, part)
         try:
             found = os.lstat(inner)

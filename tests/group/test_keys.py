@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import base64
-import grp
 import os
 import pathlib
-import pwd
 import re
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import hypothesis
@@ -23,9 +20,7 @@ import telegrad
 from telegrad import errors, rpc
 from telegrad.group.keys import find_keys, given_keys
 from telegrad.keyring import Keyring, check_key, new_key, read_keys
-from telegrad.private_files import UnsafePath
 from telegrad.rpc.options import TelegradOptions
-from telegrad.secret_files import _check
 from telegrad.supervision import command
 from telegrad.transport.tls import TlsFiles
 
@@ -100,51 +95,6 @@ def test_a_file_that_others_may_read_or_write_is_refused(tmp_path: pathlib.Path,
     path.chmod(mode)
     with pytest.raises(errors.UsageError, match="chmod 600"):
         find_keys(None, {"TELEGRAD_KEY_FILE": str(path)})
-
-
-def named(database: dict[int, tuple[str, list[str]]], gid: int) -> grp.struct_group:
-    """As `grp.getgrgid`, of a host that has these groups."""
-    name, members = database[gid]
-    return grp.struct_group((name, "x", gid, members))
-
-
-@pytest.mark.parametrize(
-    ("owner", "group", "folder", "private"),
-    [
-        ("me", 1000, "", True),  # the group with my name
-        ("me", 100, "", False),  # one of several users, though the database names none of them
-        ("me", 1001, "", False),  # my name, and another user is in it
-        ("root", 0, "", True),
-        ("me", 0, "", False),
-        ("root", 100, "", False),
-        ("root", 2000, "", True),  # an fsGroup that no image knows
-        ("root", 100, "..2026_11_25", True),  # a volume of Kubernetes, of whatever group
-    ],
-)
-def test_a_group_may_read_a_key_if_nobody_else_is_in_it(
-    owner: str, group: int, folder: str, private: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = 0 if owner == "root" else 1000
-    groups: dict[int, tuple[str, list[str]]] = {
-        0: ("root", []),
-        100: ("users", []),
-        1000: ("me", ["me"]),
-        1001: ("me", ["other"]),
-    }
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(grp, "getgrgid", partial(named, groups))
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd(("me", "x", 1000, 1000, "", "/", "/bin/sh")))
-    path = tmp_path / folder / "key"
-    path.parent.mkdir(exist_ok=True)
-    if folder:
-        (tmp_path / "..data").symlink_to(folder)
-    for mode in (0o400, 0o600, 0o440, 0o640):
-        status = os.stat_result((mode, 1, 1, 1, mine, group, 1, 0, 0, 0))
-        if private or not mode & 0o040:
-            _check(status, str(path))
-        else:
-            with pytest.raises(UnsafePath, match=rf"\(group {group}\), as its mode is {mode:o}: chmod 600"):
-                _check(status, str(path))
 
 
 NO_KEYS = [
