@@ -106,15 +106,28 @@ def flag(name: str, value: Any, none: bool = False) -> Any:
 
 
 def text(name: str, value: Any, what: str = "a text", empty: bool = False) -> str:
-    """Return a string."""
+    """Return a string that UTF-8 can write, as what leaves this process must be: one without lone surrogates."""
     if not isinstance(value, str) or not (value or empty):
         wrong(name, what, value)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            wrong(name, f"{what} that UTF-8 can write", value)
     return value
+
+
+def is_path(value: Any) -> bool:
+    """Return True for a path that the system can have: it is not empty, can be encoded and has no null character."""
+    try:
+        return isinstance(value, str | os.PathLike) and b"\0" not in (os.fsencode(value) or b"\0")
+    except UnicodeEncodeError:
+        return False
 
 
 def path(name: str, value: Any) -> Any:
     """Return a path as it was given."""
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+    if not is_path(value):
         wrong(name, "the path of a file or folder, a str or a pathlib.Path", value)
     return value
 

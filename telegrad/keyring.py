@@ -48,13 +48,16 @@ def check_key(key: object, source: str) -> bytes:
     """Return the key as bytes without white space around it, as in a file; `source` says in errors where it was given.
 
     Raises:
-        UsageError: it is no str or bytes, begins with a byte order mark, is shorter than 16 bytes, or is more than one
-            line with nothing but a key on it.
+        UsageError: it is no str or bytes, is text that UTF-8 cannot write, begins with a byte order mark, is shorter
+            than 16 bytes, or is more than one line with nothing but a key on it.
     """
     if isinstance(key, str):
         if key.startswith("\ufeff"):
             raise UsageError(f"{source} {_MARKED}")
-        key = key.encode("utf-8", "surrogateescape")
+        try:
+            key = key.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise UsageError(f"{source} has characters that UTF-8 cannot write: give bytes, or other text") from None
     if not isinstance(key, bytes):
         raise UsageError(
             f"{source} must be a str or bytes of at least {SHORTEST} bytes, or False for a group without a key, "

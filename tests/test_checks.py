@@ -22,7 +22,8 @@ NAN, INF, HUGE, LONG = float("nan"), float("inf"), 10**400, "x" * 1_000_000
 REFUSED = (errors.UsageError, TypeError, ValueError)
 
 # What is wrong for each kind of parameter.
-NO_TEXT: list[Any] = [None, b"x", 5, 1.5, True, ["x"], object(), HUGE]
+LONE = "\ud800"  # a surrogate without its other half, which UTF-8 cannot write
+NO_TEXT: list[Any] = [None, b"x", 5, 1.5, True, ["x"], object(), HUGE, LONE, LONE + LONG]
 NO_FLAG: list[Any] = [0, 1, "yes", b"", [], object(), 1.0]
 SCALARS: list[Any] = [np.bool_(True), np.array([1, 2]), np.array(1), torch.tensor(True), torch.tensor(1), 1j]
 NO_COUNT: list[Any] = ["1", b"1", True, 1.5, NAN, INF, -5, -HUGE, [1], object(), torch.ones(2), np.float64(1), *SCALARS]
@@ -30,10 +31,10 @@ NO_SECONDS: list[Any] = ["1", b"1", True, NAN, -5, -0.5, -INF, 1e300, HUGE, [1],
 NO_FUNCTION: list[Any] = [None, "f", b"f", 5, True, NAN, [print], object()]
 NO_LIST: list[Any] = [b"x", 5, True, 1.5, object(), HUGE]
 NO_MAPPING: list[Any] = [None, "x", b"x", 5, True, [1], object()]
-NO_CHOICE: list[Any] = [None, "other", b"x", 5, True, [], object(), LONG]
-NO_WORKER: list[Any] = [None, b"worker0", 1.0, True, [], object(), NAN, "", -1, HUGE, LONG, "worker0\0", "\udcff"]
+NO_CHOICE: list[Any] = [None, "other", b"x", 5, True, [], object(), LONG, LONE]
+NO_WORKER: list[Any] = [None, b"worker0", 1.0, True, [], object(), NAN, "", -1, HUGE, LONG, "worker0\0", "\udcff", LONE]
 NO_INFO: list[Any] = [rpc.WorkerInfo("worker0", 99), rpc.WorkerInfo("nobody", 0)]
-NO_PATH: list[Any] = [5, True, 1.5, [], object(), ""]
+NO_PATH: list[Any] = [5, True, 1.5, [], object(), "", LONE, "a\0b", LONE + LONG]
 NO_MODULE: list[Any] = [None, "x", b"x", 5, True, NAN, object()]
 NO_CONTEXT: list[Any] = [None, "x", b"x", True, 1.5, NAN, -5, [1], object()]
 
@@ -146,11 +147,25 @@ BY_NAME: dict[str, list[Any]] = {
     "require": [*without_none(NO_LIST[:2]), 1.5, object(), "worker0", [5.5], [True], NO_INFO[:1]],
     "of": [5, True, 1.5, object(), [], [5.5], [True], ["nobody"], ["worker0", "worker0"], [LONG], NO_INFO[:1]],
     "after": [5, "x", True, object()],
-    "device_maps": [5, "x", True, [1], object(), {5: {}}, {"a": 5}, {"a": {"cpu": "nothing"}}],
+    "device_maps": [5, "x", True, [1], object(), {5: {}}, {"a": 5}, {"a": {"cpu": "nothing"}}, {LONE: {}}],
     "device_map": [None, 5, "x", True, [1], object(), {"cpu": "nothing"}],
-    "devices": [5, "cpu", True, object(), ["nothing"], [1.5], [True], [-1], [HUGE], [NAN], [None], [np.int64(0)]],
-    "key": [5, 1.5, True, "", "short", b"short", [], object(), bytearray(32)],
-    "tls": [5, "x", True, [1], ("a", "b"), ("a", "b", 5), object()],
+    "devices": [
+        5,
+        "cpu",
+        True,
+        object(),
+        ["nothing"],
+        [LONE],
+        [1.5],
+        [True],
+        [-1],
+        [HUGE],
+        [NAN],
+        [None],
+        [np.int64(0)],
+    ],
+    "key": [5, 1.5, True, "", "short", b"short", [], object(), bytearray(32), 16 * LONE, LONE + LONG],
+    "tls": [5, "x", True, [1], ("a", "b"), ("a", "b", 5), ("a", "b", LONE), object()],
     "rpc_backend_options": [5, "x", True, {}, object()],
     "group": [None, 5, "x", True, [], object()],
     "cls": [None, 5, "x", True, print, object()],
@@ -173,6 +188,7 @@ BY_ENTRY: dict[str, list[Any]] = {
         [5],
         ["a.b"],
         [LONG],
+        [LONE],
         {"a": 0},
         {"a": True},
         {"a": NAN},
@@ -198,7 +214,7 @@ BY_ENTRY: dict[str, list[Any]] = {
     "telegrad.insight.trace: source": [5, "x", object()],
     "telegrad.insight.tracing: source": [5, "x", object()],
     "telegrad.rpc.get_worker_info: worker_name": [*without_none(NO_WORKER), *NO_INFO],
-    "telegrad.rpc.init_rpc: name": [b"x", 5, True, ["x"], object(), LONG, "a.b", "a#", "", HUGE],
+    "telegrad.rpc.init_rpc: name": [b"x", 5, True, ["x"], object(), LONG, "a.b", "a#", "", HUGE, LONE],
     "telegrad.rpc.init_rpc: backend": ["other", 5, True, [], object(), LONG],
     "telegrad.rpc.wait_for_workers: wanted": [None, 0, True, 1.5, object(), HUGE, [5], b"x"],
     "telegrad.rpc.Group.barrier: name": NO_TEXT,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from telegrad.checkpoint.folders import Path
-from telegrad.checks import shown
+from telegrad.checks import is_path, shown
 from telegrad.errors import UsageError
 from telegrad.nn.tree import Branch, branches
 from telegrad.optim import DistributedOptimizer
@@ -37,7 +37,7 @@ def folder_of(function: str, state: Any, checkpoint_id: Any) -> str:
 
 def path_of(folder: Path) -> str:
     """The path of a folder; UsageError where it is none."""
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+    if not is_path(folder):
         raise UsageError(f"a checkpoint is in a folder: give its path (checkpoint_id), not {shown(folder)}")
     return os.fspath(folder)
 

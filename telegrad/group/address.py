@@ -91,7 +91,7 @@ def listening_address(host: str) -> str:
     A name that is not one of loopback may lead to a loopback address here, but not elsewhere: Debian's /etc/hosts gives
     a machine's own name 127.0.1.1. Behind a NAT or a service of Kubernetes, the host's address is none of this machine.
     """
-    with contextlib.suppress(OSError, UnicodeError):
+    with contextlib.suppress(OSError, ValueError):
         found = socket.getaddrinfo(spelled(host), 0, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -131,7 +131,7 @@ def await_name(host: str, timeout: float) -> None:
 def _resolved(host: str, port: int) -> list[Any]:
     try:
         return socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
         raise UsageError(
             f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
         ) from error
@@ -184,9 +184,12 @@ def _checked(wanted: str) -> str:
         family, _, _, _, address = socket.getaddrinfo(wanted, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
             probe.bind(address)
-        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
-            raise OSError("it stands for all addresses, and others cannot connect to that")
-    except OSError as error:
+        found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+        found = getattr(found, "ipv4_mapped", None) or found
+        # The kernel lets a datagram socket connect to each of the host's own addresses, and not to one of a broadcast.
+        if found.is_unspecified or found.is_multicast or not _source(family, (address[0], ANY_PORT, *address[2:])):
+            raise OSError("it stands for several addresses, and others cannot connect to that")
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes, such as a part of over 63 bytes
         raise UsageError(
             f"{wanted!r} is no address of this host ({error}); give one that `ip addr` shows, "
             f"in the option `address` or in {ADDRESS_VARIABLE}"

@@ -67,7 +67,7 @@ class Dashboard:
         self._host = host
         try:
             self._server = _Server(self, host, port)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a part of the name has over 63 bytes
             number, said = (error.errno, error.strerror) if isinstance(error, OSError) else (EINVAL, error)
             told = f"the dashboard cannot listen at {host}:{port} ({said}); take another port, or 0 for a free one"
             raise OSError(number, told) from None

@@ -113,7 +113,7 @@ class TelegradOptions(RpcBackendOptions):
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         if device_maps is not None:
             for to, map_ in checks.mapping("device_maps", device_maps, _DEVICE_MAPS).items():
-                self.set_device_map(to, map_)
+                self.set_device_map(checks.text("a key of device_maps", to, "the name of a worker"), map_)
         self.set_devices(() if devices is None else devices)
         self.transport: str = checks.one_of("transport", transport, TRANSPORTS)
         self.address: str | None = (
@@ -145,7 +145,7 @@ class TelegradOptions(RpcBackendOptions):
         Raises:
             DeviceError: a device would be sent to two. That no two are sent to one is checked when the workers meet.
         """
-        checks.text("to" if isinstance(to, str) else "to, a key of device_maps,", to, "the name of a worker")
+        checks.text("to", to, "the name of a worker")
         pairs = as_devices(checks.mapping("device_map", device_map, _DEVICE_MAP))
         known = self.device_maps.setdefault(to, {})
         for here, there in pairs.items():

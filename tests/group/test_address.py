@@ -73,12 +73,34 @@ def test_the_option_wins_over_the_variable_and_both_over_the_route(monkeypatch: 
     assert own_address(None, "localhost") == "127.0.0.3"
 
 
-@pytest.mark.parametrize("wanted", [ELSEWHERE, "0.0.0.0", "::", "2001:db8::1"])
+SEVERAL = ["0.0.0.0", "::", "0", "255.255.255.255", "127.255.255.255", "224.0.0.1", "239.255.255.250"]
+NO_HOST = ["a" * 300, "\u00fc" * 300, "\ud800", "\udcff", "a\0b", "a..b", "ff02::1", "ff02::1%lo", "x" * 64]
+
+
+@pytest.mark.parametrize("wanted", [ELSEWHERE, "2001:db8::1", *SEVERAL, *NO_HOST, "::ffff:224.0.0.1", "::ffff:0.0.0.0"])
 def test_an_address_that_others_cannot_reach_here_is_refused(wanted: str) -> None:
     with pytest.raises(errors.UsageError) as caught:
         own_address(wanted, None)
     assert repr(wanted) in str(caught.value)
     assert ADDRESS_VARIABLE in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", SEVERAL)
+def test_an_address_of_several_hosts_is_named_so(wanted: str) -> None:
+    with pytest.raises(errors.UsageError, match=r"it stands for several addresses, and others cannot connect to that"):
+        own_address(wanted, None)
+
+
+@pytest.mark.parametrize("wanted", ["127.0.0.1", "127.0.0.9", "::1", "::ffff:127.0.0.1"])
+def test_each_address_of_this_host_is_taken(wanted: str) -> None:
+    assert own_address(wanted, None) == wanted
+
+
+@pytest.mark.parametrize("host", NO_HOST[:6])
+def test_a_name_that_no_resolver_takes_is_no_host_of_a_store(host: str) -> None:
+    with pytest.raises(errors.UsageError, match="cannot be resolved"):
+        address.check_resolves(host)
+    assert address.listening_address(host) in ("0.0.0.0", "::")
 
 
 def test_one_host_is_one() -> None:
