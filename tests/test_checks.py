@@ -252,6 +252,10 @@ LEFT_OUT = {
     "telegrad.nn.RemoteModule.parameters", "telegrad.nn.RemoteModule.buffers",  # which are refused as a whole
     "telegrad.nn.RemoteModule.register_buffer", "telegrad.nn.RemoteModule.register_parameter",
     "telegrad.nn.RemoteModule.add_module", "telegrad.optim.DistributedOptimizer.zero_grad",
+    "telegrad.optim.DistributedOptimizer.register_state_dict_pre_hook",
+    "telegrad.optim.DistributedOptimizer.register_state_dict_post_hook",
+    "telegrad.optim.DistributedOptimizer.register_load_state_dict_pre_hook",
+    "telegrad.optim.DistributedOptimizer.register_load_state_dict_post_hook",
     "telegrad.nn.Pipeline.parameters",
 }  # fmt: skip
 
