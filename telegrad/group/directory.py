@@ -55,6 +55,13 @@ class Directory:
         self.board.write(place, name)
         return place
 
+    def listed_before(self, place: str, me: Member) -> list[Member]:
+        """Return the members that were listed before this one, which stands at that place; the newest first."""
+        earlier = range(int(place.rpartition("/")[2]) - 1, 0, -1)
+        names = dict.fromkeys(self.board.read(f"listed/{number}") for number in earlier)
+        entries = [self.read_member(name) for name in names if name and name != me.name]
+        return [Member.from_json(entry) for entry in entries if entry]
+
     def free(self, slot: str, member: Member) -> None:
         """Only where the slot is still that member's: swapped, since another may have it by now."""
         self.board.swap(slot, member.to_json(), "")

@@ -55,7 +55,8 @@ class DynamicGroup:
         self.homes: list[str] = []  # hosts at which newcomers look
         self.home: Spot | None = None  # where they do, if that is on this host
         self.serves = serves
-        self._founded = serves
+        self._founded = serves  # or came first, where nobody serves the store
+        self._launched = False  # a launcher keeps the store: it has begun the group
         self._ends = 0  # as seen so far
         self._acknowledged = False  # that the server leaves
         self._me: Member | None = None
@@ -98,6 +99,10 @@ class DynamicGroup:
         self._listed_at = self.directory.add_name(me.name)
         self._me = me
         self._settle_in(me)
+        if self.store.id < 0:  # no worker serves it
+            self._launched = bool(self.store.host)
+            earlier = () if self._launched else self.directory.listed_before(self._listed_at, me)
+            self._founded = not self._launched and not any(map(is_alive, earlier))
         board.add_hint("changes")
         return me
 
@@ -272,14 +277,14 @@ class DynamicGroup:
             self.directory.board.add_hint("seen")
         return True
 
-    def leave(self) -> None:
-        """Free the name and the rank."""
+    def leave(self, in_order: bool = True) -> None:
+        """Free the name and the rank; not `in_order`: the program has ended without a word."""
         me, self._me = self._me, None
         lost = self.over
         self.end("this worker has left the group")
         try:
             if me is not None and not lost and not self._between:
-                self._check_out(me)
+                self._check_out(me, in_order)
         except StoreLost:  # it may have gone with the worker that served it
             pass
         except StoreUntrusted as error:  # its connections tell the others
@@ -289,15 +294,22 @@ class DynamicGroup:
         if self._sign is not None:
             self._sign.close()
 
-    def _check_out(self, me: Member) -> None:
+    def _check_out(self, me: Member, in_order: bool) -> None:
         board = self.directory.board
         if self._listed_at:
             board.write(self._listed_at, "")
-        if self._founded or (me.id == 0 and self.store.id >= 0):
+        if self._ends_with(me, in_order):
             self.directory.end()
         self.directory.take_out(me, LEFT)
         if self.serves:
             self._end_store()
+
+    def _ends_with(self, me: Member, in_order: bool) -> bool:
+        """Return True if the workers that only serve end as `me` leaves: it has rank 0, or began the group.
+
+        Where a launcher keeps the store, it has begun the group, and starts a program anew that has failed.
+        """
+        return me.id == 0 and in_order if self._launched else me.id == 0 or self._founded
 
     def _end_store(self) -> None:
         board = self.directory.board

@@ -158,10 +158,10 @@ class Worker:
         self.membership.serving.ended.set()
 
     @uninterrupted
-    def end(self, how: str, *, reason: PeerError | None = None) -> None:
+    def end(self, how: str, *, reason: PeerError | None = None, in_order: bool = True) -> None:
         """Leave now; a group whose workers leave together is told `how`, where that is not in order.
 
-        What is in flight here, and what is begun later, fails for that `reason`.
+        What is in flight here, and what is begun later, fails for that `reason`. Not `in_order`: the program has ended.
         """
         for act in self.at_end:
             act()
@@ -172,14 +172,14 @@ class Worker:
             how = OVER
         try:
             if isinstance(self.directory, DynamicGroup):
-                self.directory.leave()
+                self.directory.leave(in_order)
         finally:
             self.agent.close(reason, how if self.parting.together else "")
             self.witness.close()
 
     def end_with_the_program(self) -> None:
         """Its program has ended without `shutdown`."""
-        self.end("its program ended without rpc.shutdown()")
+        self.end("its program ended without rpc.shutdown()", in_order=False)
 
     def abandon(self) -> None:
         """In a forked child: give back the descriptors, and have each use of this worker raise NotInitialized."""

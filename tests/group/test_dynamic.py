@@ -6,9 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from telegrad.errors import StoreLost, UnknownWorker
+from telegrad.group import dynamic
 from telegrad.group.directory import Directory
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.members import Member
+from telegrad.group.stores import Place
 from telegrad.group.succession import Seat
 from tests.cluster import sealed
 
@@ -53,6 +55,61 @@ def test_an_end_from_before_it_came_is_no_workers_own() -> None:
     group = DynamicGroup(store)
     group.join(member("server", 1))
     assert not group.ended()
+
+
+FILE, TCP, LAUNCHED = (None, None), ("127.0.0.1", 1), ("127.0.0.1", 2)
+
+
+@pytest.mark.parametrize("place", [FILE, TCP, LAUNCHED], ids=["file", "tcp", "launched"])
+@pytest.mark.parametrize(
+    ("first", "ranks", "leaver", "in_order", "ends"),
+    [
+        (1, (0, 2), 0, True, "file tcp launched"),
+        (0, (1, 2), 0, True, "file tcp launched"),
+        (0, (1, 2), 0, False, "file tcp"),  # a launcher starts it anew
+        (1, (2, 3), 1, True, "file tcp"),  # else a launcher has begun the group
+        (1, (2, 3), 2, True, ""),
+        (0, (1, 2), 1, True, ""),
+    ],
+)
+def test_with_whom_those_end_who_only_serve(
+    monkeypatch: pytest.MonkeyPatch,
+    place: Place,
+    first: int,
+    ranks: tuple[int, ...],
+    leaver: int,
+    in_order: bool,
+    ends: str,
+) -> None:
+    monkeypatch.setattr(dynamic, "LINGER", 0.0)  # nobody looks meanwhile
+    store = sealed(dist.HashStore())
+    groups = {first: DynamicGroup(store, serves=place is TCP, place=place)}
+    groups |= {rank: DynamicGroup(store, place=place) for rank in ranks}
+    for rank, group in groups.items():
+        group.join(member(f"w{rank}", rank))
+    groups.pop(leaver).leave(in_order)
+    expected = {FILE: "file", TCP: "tcp", LAUNCHED: "launched"}[place] in ends.split()
+    assert {group.ended() for group in groups.values()} == {expected}
+
+
+def test_who_comes_first_again_to_a_file_where_all_have_died_has_begun_the_group() -> None:
+    store = sealed(dist.HashStore())
+    for rank in (1, 2):
+        DynamicGroup(store).join(member(f"dead{rank}", rank))
+    dead = {"life of dead1", "life of dead2"}
+
+    def is_alive(other: Member) -> bool:
+        return other.incarnation not in dead
+
+    first, second = DynamicGroup(store), DynamicGroup(store)
+    first.join(member("first", -1), is_alive)
+    second.join(member("second", -1), is_alive)
+    second.leave()
+    assert not first.ended()
+    again = DynamicGroup(store)
+    again.join(member("again", -1), is_alive)
+    first.leave()
+    assert again.ended()
 
 
 def test_a_store_that_is_lost_as_the_names_are_read_is_no_error_of_the_look_up(monkeypatch: pytest.MonkeyPatch) -> None:

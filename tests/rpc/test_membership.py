@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import os
 import pathlib
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import errors
+from telegrad.group import supervised
+from telegrad.group.board import OPEN, SERVED, Board
+from telegrad.group.keys import user_keys
+from telegrad.group.sealing import SealedStore
 from telegrad.rpc import current
 from telegrad.rpc.options import TelegradOptions
 from tests.cluster import PATIENCE, Process, free_port, group, processes
@@ -103,6 +109,42 @@ def test_who_is_not_connected_to_a_member_that_died_hears_of_it_by_others(where:
         assert x.run(next_event) == ("lost", "y")
         assert "'y' was lost" in boss.run(line_with, "lost")
         assert boss.run(names) == ["boss", "x"]
+
+
+@pytest.fixture(params=["tcp", "file", "agent store", "telegrad run"])
+def variables(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[dict[str, str]]:
+    """Those of the environment that say where workers meet, and for a file its URL."""
+    if request.param == "tcp":
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    elif request.param == "file":
+        yield {"URL": f"file://{tmp_path}/store"}
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        kept = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        if request.param == "agent store":
+            yield kept | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        else:
+            Board(SealedStore(store, user_keys())).write(SERVED, OPEN)
+            yield kept | {supervised.STORE: f"127.0.0.1:{store.port}"}
+
+
+def join_there(name: str, rank: int, variables: dict[str, str]) -> int:
+    os.environ.update(variables)
+    return join(name, variables.get("URL", "env://"), rank, False)
+
+
+def test_serving_ends_as_rank_0_leaves_in_order_whatever_the_store(variables: dict[str, str]) -> None:
+    with processes(3) as made:
+        boss, x, again = made
+        boss.run(join_there, "boss", 0, variables)
+        x.run(join_there, "x", -1, variables)
+        x.run(rpc.wait_for_workers, ["boss"], PATIENCE)
+        x.begin(rpc.serve)
+        boss.kill()
+        again.run(join_there, "boss", 0, variables)
+        assert again.run(call, "x") == 3  # which served on
+        again.run(rpc.shutdown)
+        assert x.end() is None
 
 
 def test_members_of_a_group_of_fixed_size_are_told_who_goes() -> None:
