@@ -12,6 +12,7 @@ since it outlives them.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -73,3 +74,14 @@ def _settle() -> None:
             listener(event)
 
     note = tell_all
+
+
+def _forget_after_fork() -> None:
+    """In a forked child: drop the alarms of the parent's workers, and the lock, which a thread of it may hold."""
+    global _lock
+    _lock = threading.Lock()
+    alarms.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

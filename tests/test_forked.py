@@ -313,3 +313,60 @@ def test_children_drop_what_they_inherit_and_end_in_silence(tmp_path: Any) -> No
     ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.splitlines() == ["[7, 7, 7, 7]", "[1, 2] 0 1 torch.Size([1, 2])"]
+
+
+JOINS = """
+import glob, os, signal, sys, threading, time
+from telegrad import errors, insight, rpc
+
+me = rpc.TelegradOptions(init_method=sys.argv[1])
+
+def joined(name, **more):
+    rpc.init_rpc(name, rpc_backend_options=me, **more)
+
+def wait_for(what):
+    until = time.monotonic() + 20
+    while not glob.glob(os.environ["TELEGRAD_DUMPS"] + "/" + what):
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    other = os.fork()
+    if other == 0:
+        joined("other")
+        rpc.serve()
+        os._exit(0)
+    joined("parent", rank=0)
+    rpc.wait_for_workers(["other"], timeout=20)
+    rpc.rpc_sync("other", pow, (2, 3))
+    child = os.fork()
+    if child == 0:
+        joined("child")
+        assert "child" in insight.why() and insight.dump() is not None
+        for path in glob.glob(os.environ["TELEGRAD_DUMPS"] + "/*"):
+            os.remove(path)
+        try:
+            rpc.rpc_sync("other", time.sleep, (1,), timeout=0.1)
+        except errors.CallTimeout:
+            wait_for("*-child-*")
+        os.remove(glob.glob(os.environ["TELEGRAD_DUMPS"] + "/*-child-*")[0])
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_for("*-child-*")
+        assert not glob.glob(os.environ["TELEGRAD_DUMPS"] + "/*-parent-*")
+        rpc.shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    rpc.shutdown()
+    assert os.waitpid(other, 0)[1] == 0
+"""
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_a_child_that_joins_tells_of_itself_and_not_of_its_parent(tmp_path: Any) -> None:
+    program, dumps = tmp_path / "program.py", tmp_path / "dumps"
+    program.write_text(JOINS)
+    dumps.mkdir(mode=0o700)
+    command = [sys.executable, str(program), f"file://{tmp_path}/store"]
+    environment = {**os.environ, "TELEGRAD_DUMPS": str(dumps)}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, env=environment)
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from telegrad import instruments
+from telegrad import forks, instruments
 from telegrad.private_files import Folder, open_folder, private_folder
 from telegrad.threads import Background
 
@@ -136,17 +136,24 @@ class Signalled:
     """SIGUSR2: stacks to a file of the process, and `act` called on a thread of its own; where nobody uses it."""
 
     def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._depth = forks.depth
         self.file = -1  # the descriptor of that file; -1: there is none
         if not hasattr(signal, "SIGUSR2") or not hasattr(os, "memfd_create"):
             return
-        if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        found = signal.getsignal(signal.SIGUSR2)
+        if found is not signal.SIG_DFL and not _is_inherited(found):
             return
         chain = False  # what the signal does otherwise is to end the process
         with contextlib.suppress(ValueError):  # this is not the main thread: the stacks have to do
-            signal.signal(signal.SIGUSR2, lambda *_: threading.Thread(target=act, daemon=True).start())
+            signal.signal(signal.SIGUSR2, self._came)
             chain = True
         self.file = os.memfd_create("stacks-of-telegrad", os.MFD_CLOEXEC)
         faulthandler.register(signal.SIGUSR2, file=self.file, all_threads=True, chain=chain)
+
+    def _came(self, *_: object) -> None:
+        if self._depth == forks.depth:  # else this is a forked child that is no worker
+            threading.Thread(target=self._act, daemon=True).start()
 
     def close(self) -> None:
         """As it was before."""
@@ -156,3 +163,9 @@ class Signalled:
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGUSR2, signal.SIG_DFL)
             self.file = -1
+
+
+def _is_inherited(handler: Any) -> bool:
+    """Return True if this process was forked from a worker that has set this handler."""
+    owner = getattr(handler, "__self__", None)
+    return isinstance(owner, Signalled) and owner._depth != forks.depth

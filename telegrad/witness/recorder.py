@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 
@@ -37,6 +38,13 @@ class Recorder:
             if not self._users:
                 instruments.remove(self._note)
 
+    def forget(self) -> None:
+        """In a forked child: drop what the parent's workers recorded; none of them is here."""
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ring.clear()
+        instruments.remove(self._note)
+
     def events(self, after: float = 0.0) -> list[Event]:
         """Those that ended after that moment of `perf_counter`, in the order in which they ended."""
         return [event for event in self._ring.copy() if event[2] > after]
@@ -48,3 +56,5 @@ class Recorder:
 
 
 recorder = Recorder()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=recorder.forget)
