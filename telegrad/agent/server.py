@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -245,10 +246,9 @@ class Server:
                 known = self._short if arrival is None else self._short_in_order
                 limit = SHORT if known.get(message.head) else SHORT + HANDING_OVER
                 known[message.head] = self._reactor.worked_until() - start < limit
-        except BaseException as error:
+        except BaseException:
             call.name = user_name(function, args) if function is not None else ""
-            _note(call, error)
-            self._answers.fail(call, error, call.name)
+            self._fail(call, call.name)
         else:
             if type(result) is CoroutineType:
                 self._await(call, result, result if hasattr(function, RUNS) else function, arrival)
@@ -263,6 +263,17 @@ class Server:
                     failure = CANCELLED if call.cancelled else ""
                     note((RAN, start, perf_counter(), call.caller.name, message.id, call.name, failure))
                 self._answers.send(call, answer)
+
+    def _fail(self, call: Incoming, name: str, error: BaseException | None = None) -> None:
+        """Answer with an error: that one, or the one that is being handled.
+
+        Who handles it has no variable for it. Its frame is in the error's traceback, and keeps a copy of its variables
+        once a debugger or a look at stacks has read them: with the error in it the two would be a cycle, and stay.
+        """
+        error = error or sys.exc_info()[1]
+        assert error is not None
+        _note(call, error)
+        self._answers.fail(call, error, name)
 
     def _open(self, call: Incoming) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and the arguments of a call."""
@@ -346,17 +357,15 @@ class Server:
 
     def _when_done(self, call: Incoming, future: Any, function: Any) -> None:
         if not isinstance(future, torch._C.Future | Signal):
-            _note(call, future)
-            self._answers.fail(call, future, user_name(function))
+            self._fail(call, user_name(function), future)
             return
         self._begin_going_on(call)
 
         def done(future: Any) -> None:
             try:
                 result = future.wait()
-            except BaseException as error:
-                _note(call, error)
-                self._answers.fail(call, error, user_name(function))
+            except BaseException:
+                self._fail(call, user_name(function))
             else:
                 _note(call)
                 self._answers.send(call, self._answers.made_of(call, result, function))
@@ -383,9 +392,8 @@ class Server:
                 if call.cancelled:
                     call.check_begins(awaitable.cr_code in FINISHING, awaitable.close)
                 result = await (in_setting(awaitable, call.setting, self._streams) if special else awaitable)
-            except BaseException as error:
-                _note(call, error)
-                self._answers.fail(call, error, user_name(function))
+            except BaseException:
+                self._fail(call, user_name(function))
             else:
                 _note(call)
                 self._answers.send(call, self._answers.made_of(call, result, function))

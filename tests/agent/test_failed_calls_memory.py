@@ -1,0 +1,95 @@
+"""A failed call's exception is freed without the garbage collector, also where stacks are looked at meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
+from tests.cluster import agents, wait_until
+
+_alive: list[weakref.ref[Any]] = []
+_look: list[Callable[[], object]] = []
+
+
+class Refused(Exception):
+    def __str__(self) -> str:
+        for look in _look:  # where the callee describes it
+            look()
+        return "no"
+
+
+def refuse() -> None:
+    error = Refused("no")
+    _alive.append(weakref.ref(error))
+    try:
+        raise error
+    finally:
+        del error
+
+
+async def refuse_later() -> None:
+    await asyncio.sleep(0)
+    refuse()
+
+
+def refuse_in_stream() -> Iterator[int]:
+    yield 1
+    refuse()
+
+
+class Refusing:
+    def method(self) -> None:
+        refuse()
+
+
+def call(kind: str) -> None:
+    to = "w0" if kind == "to itself" else "w1"
+    if kind == "stream":
+        list(rpc.rpc_stream(to, refuse_in_stream))
+    elif kind == "method":
+        rpc.remote(to, Refusing).rpc_sync().method()
+    else:
+        function = refuse_later if kind == "async def" else refuse
+        rpc.rpc_sync(to, function, idempotent=kind == "idempotent")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[Worker]]:
+    with agents(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("looked", ["at nothing", "by telegrad"])
+@pytest.mark.parametrize("kind", ["plain", "async def", "stream", "to itself", "method", "idempotent"])
+def test_a_failed_call_leaves_no_cycle(two: list[Worker], kind: str, looked: str) -> None:
+    looks: dict[str, list[Callable[[], object]]] = {
+        "at nothing": [],
+        "by telegrad": [each.witness.observer.account for each in two],
+    }
+    current.enter(two[0])
+    gc.collect()
+    gc.disable()
+    try:
+        _look[:] = looks[looked]
+        for _ in range(5):
+            try:
+                call(kind)
+            except Exception:
+                pass
+            else:
+                pytest.fail("it did not fail")
+        assert len(_alive) == 5
+        wait_until(lambda: not any(each() is not None for each in _alive))
+    finally:
+        gc.enable()
+        _look.clear()
+        _alive.clear()
+        current.enter(None)
