@@ -170,6 +170,7 @@ def arguments(function: Any, made: dict[str, Any]) -> dict[str, Any]:
         "cookies": "",
         "after": {},
         "param": None,
+        "hook": print,
         "cls": list,
         "to_here": None,
         "device_map": {},

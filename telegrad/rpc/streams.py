@@ -17,7 +17,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
@@ -339,16 +339,17 @@ class OpenStreams:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()  # guards _streams
-        self._streams: WeakSet[Stream[Any]] = WeakSet()
+        # By their ids. No lock: each use is one operation of a dict, also that of the callback, in which an exception
+        # of a handler of a signal would be lost if it were in Python.
+        self._streams: dict[int, ref[Stream[Any]]] = {}
         self._all_leave: Callable[[], bool] = lambda: False
         self._leaver = 0  # the thread that waits in shutdown
         self._next_look = inf  # the clock's thread, after `leaving`
         agent.ticking.append(self._tick)
 
     def add(self, stream: Stream[Any]) -> None:
-        with self._lock:
-            self._streams.add(stream)
+        key = id(stream)
+        self._streams[key] = ref(stream, partial(self._streams.pop, key))
 
     def leaving(self, worker: Worker) -> None:
         """This thread waits for the end of all calls."""
@@ -360,9 +361,8 @@ class OpenStreams:
         if now >= self._next_look:
             self._next_look = now + GRACE
             if self._all_leave():
-                with self._lock:
-                    left = [stream for stream in self._streams if stream._reader == self._leaver]
-                for stream in left:
+                opened = [found() for found in list(self._streams.values())]
+                for stream in [each for each in opened if each is not None and each._reader == self._leaver]:
                     self._agent.later(Stream._give_up, stream)  # frees items of users
         return self._next_look
 

@@ -322,7 +322,7 @@ def test_who_crashed_is_taken_over_only_if_it_is_dead(stores: Stores) -> None:
         join(stores, "b", is_alive=is_alive)
     again = member("a")._replace(incarnation="anew")
     me = DynamicGroup(stores()).join(again, is_alive)
-    assert asked == [alive, dead]
+    assert asked[:2] == [alive, dead]
     assert other.find("a") == me != dead
     with pytest.raises(errors.UnknownWorker):
         other.find(dead.id)

@@ -51,7 +51,7 @@ class Stage:
 
     def crash(self, worker: Worker) -> None:
         """Without a word, as if its process were killed: its entries stay in the store."""
-        worker.directory.leave = lambda: None
+        worker.directory.leave = lambda *_: None
         for link in [*worker.agent._connections._accepted, *links_of(worker)]:
             link._sock.shutdown(socket.SHUT_RDWR)
         worker.end("")
