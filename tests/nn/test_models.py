@@ -233,7 +233,7 @@ def logits(outputs: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("itself", [False, True], ids=["at", "by itself"])
+@pytest.mark.parametrize("itself", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["at", "by itself"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_trains_as_in_one_process(name: str, itself: bool) -> None:
     case = CASES[name]
