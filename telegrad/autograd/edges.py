@@ -43,8 +43,8 @@ def run_backward(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], retain: bool, create: bool
 ) -> Sequence[Tensor | None]:
     """What `torch.autograd.grad` gives, without its checks of what users may give it."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and compiled.compiled_autograd_enabled:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # which another thread may be importing just now
+    if getattr(compiled, "compiled_autograd_enabled", False):
         raise UsageError(
             "a backward pass over several workers cannot be compiled: begin it outside of compiled autograd "
             "(torch._dynamo.config.compiled_autograd)"
