@@ -235,11 +235,11 @@ class _Arrangement:
 
 def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
     """The tree without its tensors, as bytes, and these."""
-    distributed = sys.modules.get("torch.distributed.tensor")  # it is imported in each process that has such tensors
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # who has such a tensor has it
     for name, value in named(tree):
         if is_lazy(value):
             raise InvalidArgument(f"{name!r} has no values yet: run the lazy module once before it is published")
-        if distributed and isinstance(value, distributed.DTensor):
+        if isinstance(value, distributed):
             raise InvalidArgument(
                 f"{name!r} is a DTensor, of which this worker has a part: publish by a ShardedPublisher, or its "
                 "full_tensor()"

@@ -178,10 +178,10 @@ def _state_of(shares: list[Branch]) -> dict[str, Any]:
 
 
 def _described(name: str, value: Any) -> tuple[Content, Tensor]:
-    distributed = sys.modules.get("torch.distributed.tensor")  # whoever has such tensors has it
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # who has such a tensor has it
     if isinstance(value, Shard):
         tensor, offsets, shape = value.tensor, tuple(value.offsets), tuple(value.shape)
-    elif distributed is not None and isinstance(value, distributed.DTensor):
+    elif isinstance(value, distributed):
         rules = sys.modules["torch.distributed.tensor._utils"]
         if any(placement.is_partial() for placement in value.placements):
             raise InvalidArgument(f"{name!r} is a sum whose parts are not added up yet: redistribute it first")
