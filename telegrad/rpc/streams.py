@@ -254,19 +254,8 @@ class Stream(Generic[T]):
 
     async def _happening(self, awaited: Signal | Future[Any]) -> None:
         # Not by asyncio.wait_for: up to Python 3.11 it loses a cancellation that comes as the awaited future is done.
-        waiter = happening(awaited)
-
-        def give_up() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        late = asyncio.get_running_loop().call_later(self._timeout, give_up) if self._timeout else None
         with self._waiting():
-            try:
-                await waiter
-            finally:
-                if late is not None:
-                    late.cancel()
+            await asyncio.wait((happening(awaited),), timeout=self._timeout or None)
         if not awaited.done():
             raise self._too_late()
 
