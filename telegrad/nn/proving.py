@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from telegrad.errors import UsageError
 from telegrad.nn.exported import Inputs, resized
+from telegrad.nn.tree import OF_EVERY_MODULE
 
 _BY_HAND = "make the stages by hand: Pipeline([RemoteModule('worker1', First), ...])"
 _MODES = {True: "training", False: "evaluation"}
@@ -245,7 +246,7 @@ def _python_state(model: nn.Module) -> dict[str, bytes | None]:
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
+        if name not in OF_EVERY_MODULE
     }
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_users(kind)}
     of_classes = {f"{kind.__name__}.{name}": value for kind in kinds for name, value in vars(kind).items()}
@@ -273,9 +274,6 @@ def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
 
 def _is_of_users(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in ("torch", "builtins")
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:

@@ -14,7 +14,7 @@ from telegrad.rpc.together import together
 
 Model = nn.Module | RRef[Any]
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Branch(NamedTuple):
@@ -75,7 +75,7 @@ def references_of(module: nn.Module, prefix: str = "") -> Iterator[Branch]:
             yield Branch(path.removesuffix(part._surplus).removesuffix("."), part.module_rref)
         else:
             for attribute, value in vars(part).items():
-                if attribute not in _OF_EVERY_MODULE:
+                if attribute not in OF_EVERY_MODULE:
                     yield from _references_in(value, joined(path, attribute))
 
 
