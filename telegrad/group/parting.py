@@ -56,7 +56,10 @@ class Parting(ABC):
         deadline = monotonic() + timeout if timeout > 0 else inf
         self._begin()
         what = "serve" if serving else "shutdown"
-        text = lambda: f"{self.awaited()} (worker {self._me.name!r} serves meanwhile)"  # noqa: E731
+
+        def text() -> str:
+            return f"{self.awaited()} (worker {self._me.name!r} serves meanwhile)"
+
         with Wait(what, text, self.missing, worker=self._me.name) as wait:
             pause = FIRST_LOOK
             while not self._over():
