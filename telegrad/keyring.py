@@ -33,7 +33,7 @@ LONGEST_FILE, MOST_KEYS = 1 << 16, 2  # bytes and keys of a key file
 _MADE = b"tgk1-"  # the prefix of keys that `new_key` made
 _MADE_SIZE = len(_MADE) + 43  # 32 random bytes, as base64 for URLs
 _MARKED = "begins with a byte order mark, as some editors write it: save it without one (UTF-8, no BOM)"
-# What stands in files that hold a key and more: a comment, a key within quotes, an assignment of a shell or of YAML,
+# Lines of files that hold more than a key: a comment, a key within quotes, an assignment of a shell or of YAML,
 # PEM. A key in base64 may end with "=".
 _NO_KEY = re.compile(rb"""#|(["']).*\1$|(export\s+)?[A-Za-z_]\w*\s*=\s*[^=\s]|[A-Za-z_]\w*:\s|-----BEGIN """)
 _OPEN = hashlib.sha256(b"telegrad: a group without a key").digest()

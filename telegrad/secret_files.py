@@ -81,7 +81,7 @@ def _check_folder(path: str) -> None:
 
 
 def _others(found: os.stat_result, place: int | str, bits: int) -> str:
-    """Return who has one of the permissions `bits` for a file beside its owner, this user and root; "" if nobody has.
+    """Return which other users, beside its owner and root, have one of the permissions `bits` for a file; "" for none.
 
     `place` is the descriptor of the file, or its path.
     """

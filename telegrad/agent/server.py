@@ -267,8 +267,9 @@ class Server:
     def _fail(self, call: Incoming, name: str, error: BaseException | None = None) -> None:
         """Answer with an error: that one, or the one that is being handled.
 
-        Who handles it has no variable for it. Its frame is in the error's traceback, and keeps a copy of its variables
-        once a debugger or a look at stacks has read them: with the error in it the two would be a cycle, and stay.
+        The `except` blocks that call this have no variable for the error. Their frame is in its traceback, and keeps a
+        copy of its variables once a debugger or `why()` has read them. With the error in that copy, the two would be a
+        reference cycle, and the error would stay in memory.
         """
         error = error or sys.exc_info()[1]
         assert error is not None

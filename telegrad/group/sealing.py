@@ -220,7 +220,7 @@ class SealedStore:
         return self._open(group, place, raw, newest), raw
 
     def _ask(self, place: str) -> str:
-        absent = secrets.token_hex(16)  # which the store gives back where it has no value: it has this one nowhere
+        absent = secrets.token_hex(16)  # no value in the store: it gives this one back where it has none
         raw = _text(self.raw.compare_set(place, absent, absent))
         return "" if raw == absent else raw
 

@@ -1,8 +1,9 @@
 """A model cut into stages, one after the other; knows no worker.
 
 A model that consists of `nn.Sequential`s down to the cuts is taken apart between their children. Of any other, the
-forward pass is recorded (`exporting`), and cut where modules begin. What an early stage makes and a late one needs goes
-through those between. With an example of the inputs, the stages are compared with the model (`proving`).
+forward pass is recorded (`exporting`), and cut where modules begin. Values that an early stage makes and a late one
+needs pass through the stages between. With an example of the inputs, the stages are compared with the model
+(`proving`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Cut(NamedTuple):
     stages: list[nn.Module]
     parts: list[list[str]]  # what each stage has of the model, by qualified names, which are the same in it
     ties: list[Shared]  # parameters that several stages have
-    inputs: Inputs | None  # what the first stage takes, where the forward pass was recorded
+    inputs: Inputs | None  # of the first stage, where the forward pass was recorded
 
 
 _AT = "a list of the names of modules"

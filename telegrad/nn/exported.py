@@ -1,4 +1,4 @@
-"""A stage of a model whose forward pass was recorded, and what goes into the first one."""
+"""A stage of a model whose forward pass was recorded, and the inputs of the first one."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class Named(str):
 
 
 class Piece(NamedTuple):
-    """What a stage does in one mode. The values that it needs go by the names of the nodes that make them."""
+    """The operations of a stage in one mode. The values that it needs go by the names of the nodes that make them."""
 
     code: Code
     takes: Sequence[str]  # from the stage before
     needs: list[str]  # for its operations, in order
     makes: list[str]
     passes: list[Any]  # to the stage behind; of the last one the outputs, with constants as they are
-    state: Mapping[str, str] = {}  # of what it needs: the names in the stage
+    state: Mapping[str, str] = {}  # the names in the stage of parameters and buffers that it needs
 
 
 class Use(NamedTuple):
@@ -102,7 +102,7 @@ class ExportedStage(nn.Module):
         return {**self.__dict__, "_prepared": {}}
 
     def _prepare(self, piece: Piece) -> tuple[list[tuple[nn.Module, str] | None], TreeSpec | None]:
-        """Find where what the operations need is held, None for what comes to the stage; and the form of outputs."""
+        """Return where the values that the operations need are held, None for inputs; and the form of outputs."""
         paths = [piece.state[name].rpartition(".") if name in piece.state else None for name in piece.needs]
         form = tree_flatten(self._outputs[self.training])[1] if self._outputs is not None else None
         return [path and (self.get_submodule(path[0]), path[2]) for path in paths], form
@@ -140,7 +140,7 @@ class ExportedStage(nn.Module):
 
 
 class Inputs:
-    """What a model is given, as the example shows it: a value, several in a tuple, or a dictionary by their names."""
+    """The inputs of a model, in the form of the example: a value, several in a tuple, or a dictionary by their names."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = type(model).__name__
@@ -189,7 +189,7 @@ class Inputs:
         return {names[0]: inputs}
 
     def __call__(self, inputs: Any) -> tuple[None, list[Any]]:
-        """What the first stage takes.
+        """Return the inputs of the first stage.
 
         Raises:
             UsageError: these inputs are of another form than the example.
@@ -255,7 +255,7 @@ def resized(leaves: Sequence[Any], size: int) -> list[Any]:
 def adopted(
     model: nn.Module, pieces: Mapping[bool, Sequence[tuple[Piece, list[Use]]]], outputs: dict[bool, Any]
 ) -> list[tuple[nn.Module, list[str]]]:
-    """Stages of these pieces, and what of the model each has."""
+    """Return stages of these pieces, and the names of the parameters and buffers of each."""
     held = {
         f"{path}.{name}".lstrip("."): (
             tensor,
@@ -282,13 +282,13 @@ def adopted(
                     found.update((name, held[name][0]) for name in here)
                     places[mode, number][node] = here[0]
                 else:
-                    own = _attribute(model, path)  # of the model, else of what was recorded
+                    own = _attribute(model, path)  # of the model, else of the recording
                     name = path if isinstance(own, Tensor) else f"_constants.{mode}.{path}".lower()
                     found[name] = own if isinstance(own, Tensor) else constant
                     places[mode, number][node] = name
         taken |= found.keys()
         wanted.append(found)
-    for found in wanted:  # other names of what is there
+    for found in wanted:  # other names of these tensors
         for tensor in list(found.values()):
             found.update((name, tensor) for name in names.get(tensor, ()) if name not in taken)
         taken |= found.keys()

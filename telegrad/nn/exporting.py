@@ -6,7 +6,7 @@ and the parameters and buffers that they use, under their names in the model.
 
 The recorded operations read and write memory, and stages on different workers have none in common. So what an operation
 writes, by the schema of its operator, must not be read through other memory behind a cut: `Program.cut` refuses that.
-What a recording leaves out (Python state, functions with a backward of their own) only a comparison shows: `proving`.
+Only a comparison (`proving`) shows what a recording leaves out: Python state, functions with a backward of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from telegrad.errors import UsageError
 from telegrad.nn.exported import Code, Named, Piece, Use
 
-_one_by_one = threading.RLock()  # guards what torch.fx puts in the place of methods of all modules of this process
+_one_by_one = threading.RLock()  # guards the methods that torch.fx replaces in all modules of this process
 
 
 @contextlib.contextmanager
@@ -282,7 +282,7 @@ class _Memory:
 
 
 def _effects(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
-    """What an operation is given: whether it writes to that, and whether what it gives shares memory with it."""
+    """Yield each argument of an operation, whether that is written to, and whether a result shares memory with it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         if node.target is operator.getitem:
@@ -299,7 +299,7 @@ def _effects(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
 
 
 def _parts_of(node: fx.Node) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:
-    """The graphs of an operation that has some, as for another grad mode or autocast, and what they are given."""
+    """The graphs of an operation that has some, as for another grad mode or autocast, and their arguments."""
     given: list[fx.Node] = []
     fx.node.map_arg(node.args, given.append)
     graphs = [each for each in given if each.op == "get_attr"]

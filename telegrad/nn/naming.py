@@ -28,7 +28,7 @@ def _name_as_whole(_: nn.Module, state: Any, prefix: str, *__: Any) -> None:
 
 
 def _name_by_stages(parts: Sequence[Sequence[str]], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    """The other way; what several stages use is for each of them."""
+    """The other way; a value that several stages use goes to each of them."""
     found = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
     for name, value in found.items():
         holders = [

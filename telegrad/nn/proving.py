@@ -1,6 +1,6 @@
 """A comparison of a model with the stages into which it was cut, with an example and in this process.
 
-A recording has operators alone. What a forward pass does besides (Python state, globals, the training flags of a part,
+A recording has operators alone. Other effects of a forward pass (Python state, globals, the training flags of a part,
 hooks of tensors) and memory that stages would need in common show in outputs, gradients, buffers or random numbers, or
 are looked for where the model runs (activation checkpointing, functions with a backward of their own). So the model
 and its stages run beside each other, with one seed, in both modes, with several sizes of the batch. Both are copies:
@@ -139,7 +139,7 @@ def _random_numbers(model: nn.Module) -> Iterator[None]:
 def _results(
     call: Callable[[Sequence[Any]], Any], modules: Sequence[nn.Module], given: Sequence[Any], with_backward: bool
 ) -> dict[str, Any]:
-    """Run a model, or its stages; what comes of it, by what it is."""
+    """Run a model, or its stages; return the results by their names."""
     torch.manual_seed(0)
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
@@ -213,18 +213,18 @@ def _sum(gradients: Sequence[Tensor | None] | None) -> Tensor | None:
 
 
 def _sent(value: Any) -> Any:
-    """As it arrives at another worker: what shared memory does not any more, and what was one tensor is one."""
+    """Return a value as another worker gets it: its tensors share no memory, and a tensor at two places stays one."""
     made: dict[Tensor, Tensor] = {}
     return tree_map_only(Tensor, lambda tensor: made.setdefault(tensor, tensor.clone()), value)
 
 
-# What a forward pass does besides
+# Other effects of a forward pass
 
 _one_by_one = threading.RLock()  # guards saved_tensors_hooks.__enter__
 
 
 class _Writer(pickle.Pickler):
-    """Writes a value with all that it holds, but for what is compared or refused elsewhere: that by its identity."""
+    """Writes a value with all that it holds; tensors, modules, classes and functions by their identity alone."""
 
     def persistent_id(self, value: Any) -> int | None:
         return id(value) if isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)) else None

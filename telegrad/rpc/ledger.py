@@ -52,7 +52,7 @@ class Entry(Generic[T]):
 
 
 class _Caller(Generic[T]):
-    """What is kept for one caller beside its calls that run."""
+    """The answers that are kept for one caller, and the numbers of those that were dropped."""
 
     def __init__(self) -> None:
         self.kept = 0  # bytes
@@ -82,7 +82,7 @@ class Ledger(Generic[T]):
         return entry
 
     def has_forgotten(self, key: Key) -> bool:
-        """Whether a call that `find` does not find must not be run, since it may have run before."""
+        """Return True for a call that may have run before, and whose answer is not kept."""
         if key.caller in self._dead:
             return True
         caller = self._callers.get(key.caller)
@@ -94,7 +94,7 @@ class Ledger(Generic[T]):
         entry.until = now + (left or LONGEST)
 
     def ended(self, key: Key, weight: int = 0) -> list[Entry[T]]:
-        """A call has run, and its value has so many bytes; entries that are let go."""
+        """Note that a call has run, and the bytes of its value; return the entries that are dropped."""
         entry = self._entries[key]
         entry.ended = True
         if entry.settled or key.caller in self._dead:
@@ -112,7 +112,7 @@ class Ledger(Generic[T]):
         return over
 
     def _forget(self, key: Key) -> Entry[T]:
-        """Let an answer go for lack of room."""
+        """Drop an answer for lack of room."""
         caller = self._callers[key.caller]
         caller.forgotten[key.number] = self._entries[key].until
         if len(caller.forgotten) > MOST_FORGOTTEN:
@@ -135,7 +135,7 @@ class Ledger(Generic[T]):
             del self._callers[name]
 
     def settled(self, key: Key) -> Entry[T] | None:
-        """The caller has the answer, or wants none; the entry, where that is let go."""
+        """Note that the caller has the answer, or wants none; return the entry, where that is dropped."""
         entry = self._entries.get(key)
         if entry is None:
             caller = self._callers.get(key.caller)
@@ -146,14 +146,14 @@ class Ledger(Generic[T]):
         return self._take_out(key) if entry.ended else None
 
     def expire(self, now: float) -> list[Entry[T]]:
-        """Let go what nobody will ask for; those entries."""
+        """Drop the answers that nobody will ask for; return their entries."""
         for name, caller in list(self._callers.items()):
             caller.forgotten = {number: until for number, until in caller.forgotten.items() if until > now}
             self._drop_if_empty(name, caller)
         return [self._take_out(key) for key, entry in list(self._answers.items()) if entry.until <= now]
 
     def died(self, name: str) -> list[Entry[T]]:
-        """A caller has died or left; the entries of its calls that have ended."""
+        """Note that a caller has died or left; return the entries of its calls that have ended."""
         self._dead[name] = None
         if len(self._dead) > MOST_DEAD:
             del self._dead[next(iter(self._dead))]

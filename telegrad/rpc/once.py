@@ -49,7 +49,7 @@ class Desk:
         return len(self._ledger)
 
     def enter(self, key: Key, left: float) -> tuple[Future[Any], bool]:
-        """A call has come: what becomes of it, and whether it is to be run.
+        """Note a call that has come; return its outcome, and whether it is to be run.
 
         Raises:
             AnswerLost: neither.
@@ -77,7 +77,7 @@ class Desk:
         del over  # now: what it holds may be the user's
 
     def gone(self, member: Member) -> None:
-        """A worker has died or left: what is kept for it goes within LOOK_EVERY."""
+        """Drop the answers for a worker that has died or left, within LOOK_EVERY."""
         self._dead.append(member.incarnation)
 
     def _on_settled(self, sender: Identity, settled: Settled) -> None:

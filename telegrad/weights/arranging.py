@@ -235,7 +235,7 @@ class _Arrangement:
 
 def _taken_apart(tree: Any) -> tuple[bytes, list[Tensor]]:
     """The tree without its tensors, as bytes, and these."""
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # who has such a tensor has it
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there is none
     for name, value in named(tree):
         if is_lazy(value):
             raise InvalidArgument(f"{name!r} has no values yet: run the lazy module once before it is published")

@@ -178,7 +178,7 @@ def _state_of(shares: list[Branch]) -> dict[str, Any]:
 
 
 def _described(name: str, value: Any) -> tuple[Content, Tensor]:
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # who has such a tensor has it
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there is none
     if isinstance(value, Shard):
         tensor, offsets, shape = value.tensor, tuple(value.offsets), tuple(value.shape)
     elif isinstance(value, distributed):

@@ -118,7 +118,7 @@ def text_of(error: BaseException) -> str:
         return cut(str(error))  # its own code
     if shown is BaseException.__str__ and len(args) == 1:
         return cut(str(_light(args[0])))
-    # What a UnicodeError could not read takes no time, since only its position is told.
+    # The data of a UnicodeError takes no time, since only a position in it is told.
     if not is_large(args[:1] + args[2:] if isinstance(error, UnicodeError) else args):
         return cut(str(error))
     if len(args) == 1:
