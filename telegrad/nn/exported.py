@@ -140,7 +140,7 @@ class ExportedStage(nn.Module):
 
 
 class Inputs:
-    """The inputs of a model, in the form of the example: a value, several in a tuple, or a dictionary by their names."""
+    """Inputs of a model, in the form of the example: a value, several in a tuple, or a dictionary by their names."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = type(model).__name__
