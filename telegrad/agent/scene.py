@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from math import inf
 from time import monotonic
@@ -150,8 +150,7 @@ def described(left: float = 0.0, whose: str = "") -> tuple[bytes, InTurn | None]
     follower = profiling.follower
     if here is None and follower is None and not left and not _is_autocast_on():
         return b"", None
-    kinds = [kind for kind in ("cpu", streams.kind()) if kind and torch.is_autocast_enabled(kind)]
-    types = {kind: NAMES[torch.get_autocast_dtype(kind)] for kind in kinds}
+    types = _autocast_types()
     hops, turn, baggage, *_ = here or Scene()
     if follower is not None:
         baggage = follower.baggage() or baggage
@@ -163,6 +162,41 @@ def described(left: float = 0.0, whose: str = "") -> tuple[bytes, InTurn | None]
         return b"", in_turn
     time = (left, whose) if left else ()
     return pickle.dumps((types, torch.is_autocast_cache_enabled(), hops, baggage, *time), 5), in_turn
+
+
+def described_autocast() -> bytes:
+    """Return this thread's autocast for `under_autocast`, empty where it is off."""
+    if not _is_autocast_on():
+        return b""
+    return pickle.dumps((_autocast_types(), torch.is_autocast_cache_enabled()), 5)
+
+
+def under_autocast(description: bytes) -> AbstractContextManager[None]:
+    """Run the block with the autocast that another thread or worker has described, and with no other."""
+    return _under_autocast(description) if description or _is_autocast_on() else nullcontext()
+
+
+@contextmanager
+def _under_autocast(description: bytes) -> Iterator[None]:
+    types, cached = pickle.loads(description) if description else ({}, True)
+    with ExitStack() as stack:
+        for kind in _autocast_kinds():
+            name = types.get(kind)
+            dtype = DTYPES[name] if name is not None else None
+            stack.enter_context(torch.autocast(kind, dtype, enabled=name is not None, cache_enabled=cached))
+        yield
+
+
+def _autocast_kinds() -> list[str]:
+    """Return the types of devices of this worker that have an autocast of their own."""
+    return [kind for kind in ("cpu", streams.kind()) if kind]
+
+
+def _autocast_types() -> dict[str, str]:
+    """Return the dtypes of this thread's autocast, by the type of device, where it is on."""
+    return {
+        kind: NAMES[torch.get_autocast_dtype(kind)] for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)
+    }
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from telegrad import instruments
-from telegrad.agent import profiling
+from telegrad.agent import profiling, scene
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
 from telegrad.autograd import guard
@@ -199,7 +199,10 @@ class Conductor:
         self._agent.streams.publish()
         workers = tuple(sorted(roots))
         number, captures = next(self._numbers), capture is not None
-        spec = PassSpec(context.id, self.name, number, retain, create, fast, workers, rider, request, captures)
+        autocast = scene.described_autocast()
+        spec = PassSpec(
+            context.id, self.name, number, retain, create, fast, workers, rider, request, captures, autocast
+        )
         if capture is not None:
             self._parts.captures[spec] = capture
         driven = DrivenPass(context, spec, monotonic() + timeout if timeout else inf, keeps, outcome)

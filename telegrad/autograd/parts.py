@@ -17,6 +17,7 @@ from telegrad import instruments
 from telegrad.agent.agent import Agent
 from telegrad.agent.futures import Future, Signal
 from telegrad.agent.naming import user_name
+from telegrad.agent.scene import under_autocast
 from telegrad.autograd.captures import Capture
 from telegrad.autograd.contexts import Contexts
 from telegrad.autograd.mailbox import LocalPart, Mailbox
@@ -184,7 +185,7 @@ class LocalParts:
             part = mailbox.parts.get(spec)
             if part is None or not tasks:
                 return
-            with Inside(context.id):
+            with Inside(context.id), under_autocast(spec.autocast):
                 letters = part.participant.take(tasks)
             if spec.rider:
                 self._let_ride(mailbox, part)

@@ -57,6 +57,7 @@ class PassSpec(NamedTuple):
     rider: int = 0  # what wants the gradients of each worker, where there is something under that number; 0: nothing
     request: bytes = b""  # what the rider shall do
     captures: bool = False  # the driver wants gradients of tensors of its own, and no other shall be added up
+    autocast: bytes = b""  # in which the driver has begun it, as `agent.scene` describes it
 
     def __str__(self) -> str:
         return f"pass {self.number} of {self.driver!r} in context {self.context}"

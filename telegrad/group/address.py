@@ -130,11 +130,23 @@ def await_name(host: str, timeout: float) -> None:
 
 def _resolved(host: str, port: int) -> list[Any]:
     try:
-        return socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(spelled(host), port, type=socket.SOCK_DGRAM)
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
         raise UsageError(
             f"the store's host {host!r} cannot be resolved ({error}): correct MASTER_ADDR or init_method"
         ) from error
+    if all(_means_many(str(address[0])) for *_, address in found):
+        raise UsageError(
+            f"the store's host {host!r} is an address of several hosts, to which nobody can connect: give the address "
+            "of the host of rank 0 in MASTER_ADDR or init_method"
+        )
+    return found
+
+
+def _means_many(address: str) -> bool:
+    """Return True for a multicast address, and for that of all hosts of a network."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return found.is_multicast or str(found) == "255.255.255.255"
 
 
 def spelled(host: str) -> Any:

@@ -541,6 +541,30 @@ def test_autocast_in_forward() -> None:
         assert autograd.get_gradients(context)[x].dtype == torch.float32
 
 
+def test_autocast_around_backward_holds_on_other_workers_for_that_pass_alone() -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+
+    def gradient_of(loss: Callable[[], None]) -> torch.Tensor:
+        before = autograd.get_gradients(context).get(x, torch.zeros(3, 3)).clone()
+        loss()
+        return autograd.get_gradients(context)[x] - before
+
+    y = torch.matmul(x, x).sum()
+    (exact,) = torch.autograd.grad(y, [x], retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (rounded,) = torch.autograd.grad(y, [x])
+    assert not torch.equal(exact, rounded)
+    with autograd.context() as context:
+        y = rpc_sync("w1", torch.matmul, (x, x)).sum()
+
+        def inside() -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                autograd.backward(context, y, retain_graph=True)
+
+        assert torch.equal(gradient_of(inside), rounded)
+        assert torch.allclose(gradient_of(lambda: autograd.backward(context, y)), exact)
+
+
 def test_gradients_of_gradients() -> None:
     x = leaf()
 

@@ -103,6 +103,12 @@ def test_a_name_that_no_resolver_takes_is_no_host_of_a_store(host: str) -> None:
     assert address.listening_address(host) in ("0.0.0.0", "::")
 
 
+@pytest.mark.parametrize("host", ["224.0.0.1", "ff02::1", "255.255.255.255"])
+def test_an_address_of_several_hosts_is_no_host_of_a_store(host: str) -> None:
+    with pytest.raises(errors.UsageError, match=f"'{host}' is an address of several hosts.*MASTER_ADDR"):
+        address.check_resolves(host)
+
+
 def test_one_host_is_one() -> None:
     assert host_identity() == host_identity() != ""
 

@@ -45,17 +45,6 @@ found = nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
         "`get_gradients(context_id)`, `telegrad.optim.clip_grad_norm_`",
     ),
     Left(
-        "Autograd",
-        "`backward` inside of `torch.autocast`: other workers run it without autocast",
-        """
-y = call(torch.matmul, x.float(), x.float())
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    backward(y.sum())
-found = gradients(x)
-""",
-        "begin it behind the `with` block, as torch recommends",
-    ),
-    Left(
         "Modules",
         "`modules()`, `children()` and the like of a remote module, or of one with such a module inside, leave it out",
         """

@@ -283,6 +283,12 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 backward(y.float().sum())
 found = [y, *gradients(x)]
 """,
+    "`backward` inside of `torch.autocast`, which holds for what runs on other workers": """
+y = call(torch.matmul, x.float(), x.float())
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    backward(y.sum())
+found = gradients(x)
+""",
     "`custom_fwd` and `custom_bwd`": """
 class F(torch.autograd.Function):
     @staticmethod
