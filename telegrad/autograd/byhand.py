@@ -56,7 +56,7 @@ def run(
             for following, number in node.next_functions
         )
         given = _call_hooks(_hooks(node.register_hook), given, shown)
-        if torch.is_anomaly_check_nan_enabled():
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_nan(node, given)
         if not spec.retain:
             streams.publish()  # what it saved was most likely made on another stream

@@ -531,6 +531,32 @@ def test_anomaly_mode_finds_the_nan() -> None:
             autograd.backward(context, (y.sqrt() * 0).sum())
 
 
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("looks", [False, True], ids=["off", "on"])
+def test_a_gradient_that_is_no_number_is_an_error_in_anomaly_mode_alone(looks: bool) -> None:
+    """Also from a node between two tensors of another worker, which is run without torch's engine."""
+    x = torch.tensor([0.0, 4.0], requires_grad=True)
+
+    def gradient(call: Callable[..., torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        sent = x * 1.0
+        root = call(torch.sqrt, sent)
+        between = sent - 0.5 * root
+        return backward((call(torch.sqrt, between * 0) * 0).sum() + root.sum() * 0)
+
+    def of_context(loss: torch.Tensor) -> torch.Tensor:
+        autograd.backward(context, loss)
+        return autograd.get_gradients(context)[x]
+
+    expected = gradient(lambda function, *args: function(*args), lambda loss: torch.autograd.grad(loss, [x])[0])
+    with torch.autograd.set_detect_anomaly(looks), autograd.context() as context:
+        if looks:
+            with pytest.raises(RuntimeError, match="nan"):
+                gradient(lambda function, *args: rpc_sync("w1", function, args), of_context)
+        else:
+            found = gradient(lambda function, *args: rpc_sync("w1", function, args), of_context)
+            assert torch.equal(found, expected) or torch.allclose(found, expected, equal_nan=True)
+
+
 def test_autocast_in_forward() -> None:
     x = torch.randn(3, 3, requires_grad=True)
     with autograd.context() as context:
