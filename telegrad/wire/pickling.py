@@ -33,6 +33,7 @@ from telegrad.wire.functions import import_anew, not_found
 from telegrad.wire.rawmemory import held, of_buffer, to_text
 from telegrad.wire.reducers import FROM_REFERENCES, FROM_SLOTS, REBUILDERS, NeedsValue, reduce
 from telegrad.wire.segments import OWN_FROM, LargeText, OnePiece, SegmentReader, SegmentWriter, Texts, expect_texts
+from telegrad.wire.shortening import text_of
 
 if TYPE_CHECKING:
     from telegrad.wire.byvalue import ValuePickler
@@ -120,13 +121,24 @@ def decode(body: bytes | memoryview, tensors: Sequence[Tensor], references: Sequ
         return _load(body, tensors, references)
     except CodecError:
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit, too: a worker's value does not end another worker
         if raised_by_handler(error):
             raise
+        forks.end_if_over()
         raise CannotDecode(
-            f"a value arrived but cannot be rebuilt: {type(error).__name__}: {error}; "
+            f"a value arrived but cannot be rebuilt: {type(error).__name__}{_text(error)}; "
             "use the same versions of its packages on all workers, or send what it is made of"
         ) from error
+
+
+def _text(error: BaseException) -> str:
+    """Return what an exception says behind its name; nothing where its own code raises."""
+    try:
+        return f": {text_of(error)}"
+    except BaseException as raised:
+        if raised_by_handler(raised):
+            raise
+        return ""
 
 
 # The usual cases, without a pickler in Python

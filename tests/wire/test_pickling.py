@@ -586,3 +586,30 @@ def test_what_cannot_be_rebuilt_says_why() -> None:
     with pytest.raises(errors.CannotDecode, match="AttributeError: no such state") as caught:
         decode(encode(Stubborn(), True).body, [])
     assert type(caught.value.__cause__) is AttributeError
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Raises:
+    """Raises as it is rebuilt."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Callable[..., NoReturn], tuple[BaseException]]:
+        return _raise, (self._error,)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("now"), GeneratorExit(), Mute()], ids=repr)
+def test_a_value_that_raises_anything_as_it_is_rebuilt_ends_nobody(error: BaseException) -> None:
+    body = encode(Raises(error), True).body
+    with pytest.raises(errors.CannotDecode, match=f"cannot be rebuilt: {type(error).__name__}") as caught:
+        decode(body, [])
+    assert type(caught.value.__cause__) is type(error)
