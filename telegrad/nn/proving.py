@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import inspect
 import io
 import pickle
@@ -18,7 +19,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -226,18 +227,30 @@ _one_by_one = threading.RLock()  # guards saved_tensors_hooks.__enter__
 class _Writer(pickle.Pickler):
     """Writes a value with all that it holds; tensors, modules, classes and functions by their identity alone."""
 
-    def persistent_id(self, value: Any) -> int | None:
-        return id(value) if isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)) else None
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.identified: list[Any] = []  # kept, so that no other object gets their identities
+
+    def persistent_id(self, value: Any) -> int | bytes | None:
+        if isinstance(value, torch.Generator):  # its pickle has a new tensor each time
+            return value.get_state().numpy().tobytes()
+        if not isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)):
+            return None
+        self.identified.append(value)
+        return id(value)
 
 
 def _written(value: Any) -> bytes | None:
-    """None: it cannot be written."""
-    file = io.BytesIO()
+    """Return a value as bytes that change with it; None for one without, whose pickle is new each time."""
+    files = io.BytesIO(), io.BytesIO()
+    writers = [_Writer(file) for file in files]
     try:
-        _Writer(file).dump(value)
+        for writer in writers:
+            writer.dump(value)
     except Exception:
         return None
-    return file.getvalue()
+    first, second = (file.getvalue() for file in files)
+    return first if first == second else None
 
 
 def _python_state(model: nn.Module) -> dict[str, bytes | None]:
@@ -261,7 +274,7 @@ def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     while functions:
         function = functions.pop()
-        used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        used = {name: function.__globals__.get(name) for name in _global_names(function.__code__)}
         with contextlib.suppress(ValueError):  # a variable without a value
             used |= inspect.getclosurevars(function).nonlocals
         for name, value in used.items():
@@ -270,6 +283,16 @@ def _globals_of(functions: list[FunctionType]) -> dict[str, Any]:
                 functions.append(value)
             found[path] = value
     return found
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Yield the globals that code and the functions within it use; their attributes have names in `co_names`, too."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.endswith("_GLOBAL"):
+            yield str(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
 
 
 def _is_of_users(kind: type) -> bool:

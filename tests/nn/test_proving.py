@@ -325,6 +325,26 @@ def global_state_of_a_function(m: Two, value: Tensor) -> Tensor:
     return global_state(m, value)
 
 
+def state_of_an_inner_function(m: Two, value: Tensor) -> Tensor:
+    def inner() -> int:
+        GLOBAL.append(1)
+        return len(GLOBAL)
+
+    return m.b(m.a(value)) * inner()
+
+
+GENERATOR = torch.Generator()
+norm = torch.Generator()  # the name of a part of the model, too
+
+
+def noise_of_a_generator(m: Two, value: Tensor) -> Tensor:
+    return m.b(m.a(value)) + torch.rand(WIDTH, generator=GENERATOR)
+
+
+def seed_of_a_generator(m: Two, value: Tensor) -> Tensor:
+    return m.b(m.norm(m.a(value))) * (1 if GENERATOR.initial_seed() else 2)
+
+
 def _counting() -> Callable[[Two, Tensor], Tensor]:
     count = 0
 
@@ -402,6 +422,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (of(global_state), r"changes '.*test_proving.GLOBAL', which is Python state"),
     (of(global_state_of_a_function), r"changes '.*test_proving.GLOBAL', which is Python state"),
     (of(_counting()), r"changes '.*test_proving.count', which is Python state"),
+    (of(state_of_an_inner_function), r"changes '.*test_proving.GLOBAL', which is Python state"),
+    (of(noise_of_a_generator), r"changes '.*test_proving.GENERATOR', which is Python state"),
     (of(random_of_python), "differ from the model in training, with 8 samples: output 0"),
     (of(hook_of_a_tensor), "differ from the model in training, with 8 samples: the gradient of 'a.bias'"),
     (of(recomputed), "uses activation checkpointing"),
@@ -418,6 +440,12 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
 def test_what_stages_would_not_do_is_refused(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         cut(make().double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64))
+
+
+def test_a_generator_that_is_not_used_up_is_no_state() -> None:
+    """Nor is a global with the name of a part of the model."""
+    made = cut(Two(seed_of_a_generator).double(), 2, at=["b"], example=torch.randn(8, WIDTH, dtype=torch.float64))
+    assert len(made.stages) == 2
 
 
 def test_without_the_check_nothing_runs_but_the_recording() -> None:
