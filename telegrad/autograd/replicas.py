@@ -37,9 +37,9 @@ showing = threading.RLock()
 
 
 def watch() -> None:
-    """From now on know of all replicated modules, if there can be any: their `forward` may be called directly."""
+    """From now on know of all replicated modules, over whichever process group: `forward` may be called directly."""
     global _watching
-    if not _watching and torch.distributed.is_initialized():
+    if not _watching:
         register_module_module_registration_hook(_notice)  # twice does no harm
         found = instances(DistributedDataParallel)
         with _lock:

@@ -12,7 +12,9 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import telegrad
 import telegrad.autograd as autograd
+from telegrad import rpc
 from telegrad.rpc import RRef, remote, rpc_async, rpc_sync
 from tests.cluster import PATIENCE, Process, free_port, group
 
@@ -100,6 +102,19 @@ def test_gradients_are_averaged(trainers: list[Process], unused: bool, options: 
     for rank, trainer in enumerate(trainers):
         trainer.begin(whole_program, rank, unused, options)
     assert all(trainer.end(PATIENCE) for trainer in trainers)
+
+
+def program_over_a_group_of_workers(rank: int) -> bool:
+    assert not torch.distributed.is_initialized()
+    trainers = rpc.group(["worker0", "worker1"])
+    return whole_program(rank, False, {"process_group": telegrad.process_group(trainers)})
+
+
+def test_gradients_are_averaged_over_a_process_group_without_a_default_one() -> None:
+    with group(TRAINERS + 1) as made:
+        for rank in range(TRAINERS):
+            made[rank].begin(program_over_a_group_of_workers, rank)
+        assert all(made[rank].end(PATIENCE) for rank in range(TRAINERS))
 
 
 def two_forwards(rank: int) -> bool:
