@@ -26,6 +26,7 @@ from collections import deque
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
+from telegrad.atfork import in_child
 from telegrad.errors import NotInitialized
 
 ADVICE = (
@@ -41,6 +42,11 @@ _SUSPENDED = {
 
 depth = 0  # how many forks lie between this process and the one that was started; only a fork changes it
 _classes: dict[type, type] = {}  # of what was disabled, by the class it had
+
+
+def thread() -> tuple[int, int]:
+    """Return what this thread alone is called: new threads of a forked child have numbers of the parent's threads."""
+    return depth, threading.get_ident()
 
 
 def refuse(*_: object) -> NoReturn:
@@ -223,11 +229,8 @@ def _ended_by(error: BaseException, users: FrameType | None) -> Any:
     return error.code
 
 
+@in_child
 def _count() -> None:
     global depth, _origin
     depth += 1
     _origin = _find_origin()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count)

@@ -12,10 +12,11 @@ since it outlives them.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from telegrad.atfork import in_child, renewed
 
 Event = tuple[Any, ...]
 Listener = Callable[[Event], Any]
@@ -37,7 +38,7 @@ STEPPED = "stepped"  # an optimizer's share: context, name of the optimizer
 note: Listener | None = None
 alarms: list[Callable[[str], Any]] = []  # called with a reason when something went wrong that a person may ask about
 
-_lock = threading.Lock()  # guards _listeners, and changes of `note`
+_lock = renewed(threading.Lock())  # guards _listeners, and changes of `note`
 _listeners: list[Listener] = []
 
 
@@ -76,12 +77,7 @@ def _settle() -> None:
     note = tell_all
 
 
-def _forget_after_fork() -> None:
-    """In a forked child: drop the alarms of the parent's workers, and the lock, which a thread of it may hold."""
-    global _lock
-    _lock = threading.Lock()
+@in_child
+def _forget_alarms() -> None:
+    """They are of the parent's workers."""
     alarms.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

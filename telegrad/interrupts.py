@@ -43,7 +43,6 @@ import _thread
 import contextlib
 import dis
 import functools
-import os
 import signal
 import sys
 import threading
@@ -52,6 +51,8 @@ from enum import Enum
 from time import monotonic, sleep
 from types import CodeType, FrameType
 from typing import Any, TypeVar
+
+from telegrad.atfork import in_child, renewed
 
 BLOCKED = 4e-3  # seconds without any progress, after which a call blocks
 KICK = 5e-3  # seconds between two signals for that: more than BLOCKED
@@ -144,7 +145,8 @@ class _Deferred:
         return _Look.RUN if may_run and not _is_uninterrupted(frame) else _Look.WAIT
 
 
-_lock = threading.Lock()  # guards that a kick is sent for a deferred signal only; held by the main thread or `_kick`
+# Guards that a kick is sent for a deferred signal only; held by the main thread or `_kick`.
+_lock = renewed(threading.Lock())
 _deferred: dict[int, _Deferred] = {}
 _kicking = False  # whether a thread is in `_kick`
 _drained = 0  # the signal whose kicks are dropped at this moment
@@ -414,14 +416,11 @@ def install() -> None:
                 _real_signal(signum, fronted)
 
 
+@in_child
 def _forget_after_fork() -> None:
-    """A forked child has no thread that kicks; the lock may be held by one."""
-    global _lock, _kicking
-    _lock = threading.Lock()
+    """A forked child has no thread that kicks, and where another thread has forked, not that main thread."""
+    global _kicking, _drained
     _kicking = False
+    _drained = 0
     _deferred.clear()
     _postponed.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

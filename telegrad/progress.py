@@ -27,6 +27,8 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from telegrad.atfork import in_child, renewed
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -168,7 +170,7 @@ class _Line:
 
     def __init__(self) -> None:
         # Guards _of, and what is written. Reentrant, since a finalizer that logs may come between.
-        self._lock = threading.RLock()
+        self._lock = renewed(threading.RLock())
         self._of: Wait | None = None  # whose line is there
 
     def show(self, wait: Wait, text: str) -> bool:
@@ -240,13 +242,11 @@ def _before_a_record(_: logging.LogRecord) -> bool:
     return True
 
 
+@in_child
 def _forget_after_fork() -> None:
     """A forked child does not wait for what its parent waits for."""
-    global _line
-    _line = _Line()
+    _line._of = None
     _under_way.clear()
 
 
 log.addFilter(_before_a_record)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -51,7 +51,7 @@ class Exclusive:
 
     @uninterrupted
     def __enter__(self) -> None:
-        if self._owner == threading.get_ident():
+        if self._is_owned():
             raise UsageError(
                 f"a handler of a signal has interrupted {self._what}, and calls it again. Let the handler raise an "
                 "exception, or take a note that the program looks at"
@@ -62,6 +62,14 @@ class Exclusive:
     def __exit__(self, *_: object) -> None:
         self._owner = 0
         self._lock.release()
+
+    def _is_owned(self) -> bool:
+        """What `atfork.renewed` asks, and what it calls."""
+        return self._owner == threading.get_ident()
+
+    def _at_fork_reinit(self) -> None:
+        self._owner = 0
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 class Background:

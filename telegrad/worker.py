@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+from telegrad.atfork import renewed
 from telegrad.group import supervised
 from telegrad.processes import signal_at_parents_end
 
@@ -16,7 +17,7 @@ ENDED, JOINED_NOT, LOST, INTERRUPTED = 0, 3, 4, 130
 GRACE = 1.0  # seconds for a worker to leave in order, once its parent has gone
 MOMENT = 0.1  # seconds to see that the parent has ended, if that is why the group has not formed
 
-_parent_ended = threading.Event()
+_parent_ended = renewed(threading.Event())
 
 EPILOG = f"""\
 exit codes:

@@ -15,6 +15,7 @@ import telegrad
 
 ROOT = pathlib.Path(telegrad.__file__).parent
 FLOORS = [
+    {"atfork"},
     {"errors", "version", "instruments", "importing", "safe_text", "interrupts", "addresses"},
     {"forks"},
     {
@@ -189,7 +190,7 @@ def room_of(path: pathlib.Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent != ROOT or p.stem in set.union(*FLOORS[:3])], ids=str)
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent != ROOT or p.stem in set.union(*FLOORS[:4])], ids=str)
 def test_rooms_import_downward(path: pathlib.Path) -> None:
     assert wrong_directions(room_of(path), path.read_text()) == []
 

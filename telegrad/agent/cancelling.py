@@ -20,13 +20,14 @@ from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 from telegrad.agent import scene
+from telegrad.atfork import in_child, renewed
 from telegrad.errors import CallCancelled
 
 MUST_FINISH = "_telegrad_must_finish"  # of a function that is not to be cancelled; or what tells it from the arguments
 
 FINISHING: set[CodeType] = set()  # of coroutines that are not to be cancelled
 
-_lock = threading.Lock()  # guards that `Served.nested` is made once
+_lock = renewed(threading.Lock())  # guards that `Served.nested` is made once
 
 
 class Nested(scene.Described, Protocol):
@@ -106,6 +107,12 @@ class Served:
 
 
 serving: ContextVar[Served | None] = ContextVar("telegrad_serving", default=None)
+
+
+@in_child
+def _serve_none() -> None:
+    """The call that the forking thread serves is the parent's."""
+    serving.set(None)
 
 
 def cancelled() -> bool:

@@ -17,6 +17,7 @@ from telegrad.agent.cancelling import serving
 from telegrad.agent.reactor import Reactor
 from telegrad.agent.spinning import Spin
 from telegrad.agent.works import Work, WorkQueue
+from telegrad.atfork import in_child
 from telegrad.interrupts import raised_by_handler
 from telegrad.transport.link import Link
 
@@ -24,6 +25,12 @@ MOMENT = 1e-3  # seconds without anything, after which it sleeps
 
 log = logging.getLogger("telegrad")
 _here = threading.local()  # .own: what this thread has read and not seen to
+
+
+@in_child
+def _help_nobody() -> None:
+    """What the forking thread has read, while it ran code of users in between, is the parent's to see to."""
+    _here.own = None
 
 
 def submit(reactor: Reactor, work: Work, queue: WorkQueue | None = None) -> None:

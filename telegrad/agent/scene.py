@@ -26,6 +26,7 @@ import torch
 
 from telegrad.agent import profiling
 from telegrad.agent.attachments import GraphContext
+from telegrad.atfork import in_child
 from telegrad.devices import streams
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallTimeout
@@ -106,6 +107,12 @@ class Share(float):
 _current: ContextVar[Scene | None] = ContextVar("telegrad_scene", default=None)
 _entered = False  # whether there was ever a scene in this process
 limits = False  # whether there was ever one whose time is limited
+
+
+@in_child
+def _leave() -> None:
+    """The call that the forking thread serves, whose time may be limited, is the parent's."""
+    _current.set(None)
 
 
 def matters() -> bool:

@@ -26,13 +26,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
+from telegrad.atfork import in_child
 from telegrad.autograd.captures import Ancestors, first_leading_to
 from telegrad.autograd.edges import edge_of
 from telegrad.autograd.record import UNKNOWN, receiving
 from telegrad.errors import UsageError
 
 _NOTED = ("torch.utils.", "torch.distributed._tools.", "torch._functorch.")  # these only note that the engine has ended
-running: set[int] = set()  # the threads that run the graph for a pass; each use is one operation of a set
+# The threads that run the graph for a pass; each use is one operation of a set. They are not in a forked child, where
+# new threads may have their numbers.
+running: set[int] = set()
+in_child(running.clear)
 
 
 def install() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from telegrad.atfork import in_child
 from telegrad.autograd.edges import edge_of
 from telegrad.autograd.gradients import Gradients
 from telegrad.errors import UsageError
@@ -33,7 +34,15 @@ read_id = struct.Struct("<Q").unpack_from  # of the context
 _entered: ContextVar[int | None] = ContextVar("telegrad_context", default=None)
 entered_id = _entered.get  # of the context in which this thread's code runs, if it does in one
 
-receiving: set[int] = set()  # the addresses of contexts in which tensors were received; each use is one operation
+# The addresses of contexts in which tensors were received; each use is one operation. A forked child keeps them: graphs
+# that it inherits must not run without the gradients of other workers there either.
+receiving: set[int] = set()
+
+
+@in_child
+def _leave() -> None:
+    """The context in which the forking thread's code runs is one of the parent's workers'."""
+    _entered.set(None)
 
 
 class Send(NamedTuple):

@@ -19,13 +19,14 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from telegrad.atfork import renewed
 from telegrad.autograd.guard import no_pass
 from telegrad.instances import instances
 
 Node = Any
 
 # Guards the two below; a look whether there is anything, or whether it is watched for, is atomic and goes without.
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 _seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that there are
 _watching = not torch.distributed.is_available()  # or there is nothing to watch for
 
@@ -33,7 +34,7 @@ _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of
 
 # Guards `.grad` of leaves while it shows a gradient of a context, to a hook or to a reducer. So these run under it, for
 # they look there; it is reentrant, since a hook may do what shows another.
-showing = threading.RLock()
+showing = renewed(threading.RLock())
 
 
 def watch() -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
+from telegrad.atfork import renewed
+
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Stands before the real finders, and wraps the loaders of the modules that are waited for."""
@@ -71,7 +73,7 @@ class _Late:
 
     def __init__(self) -> None:
         self.module: ModuleType | None = None  # once it was asked for
-        self._lock = threading.Lock()  # guards _asleep
+        self._lock = renewed(threading.Lock())  # guards _asleep
         self._asleep = True
 
     def wake(self) -> None:
@@ -80,7 +82,7 @@ class _Late:
         name = self.module.__name__
         with self._lock:
             if self._asleep:
-                del sys.modules[name]  # so that it is imported, by whoever comes first now
+                sys.modules.pop(name, None)  # so that it is imported, by whoever comes first now
                 self._asleep = False
         importlib.import_module(name)
 

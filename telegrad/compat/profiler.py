@@ -22,6 +22,7 @@ from telegrad.agent import profiling
 from telegrad.agent.answers import its_future
 from telegrad.agent.naming import runs_as, user_name
 from telegrad.agent.server import ASYNC_MARK, Later
+from telegrad.atfork import renewed
 from telegrad.rpc import current
 
 REMOTE = "#remote_op: "
@@ -129,7 +130,7 @@ class _Reports:
     """Events of profiled calls, until their callers fetch them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _kept
+        self._lock = renewed(threading.Lock())  # guards _kept
         self._kept: OrderedDict[str, list[Event]] = OrderedDict()
 
     def keep(self, token: str, events: list[Event]) -> None:

@@ -21,6 +21,7 @@ from torch.autograd.profiler import record_function
 from telegrad import checks
 from telegrad.agent import profiling
 from telegrad.agent.naming import user_name
+from telegrad.atfork import renewed
 from telegrad.errors import TelegradError, UsageError
 from telegrad.insight import clocks, timeline
 from telegrad.insight.clocks import Exchange, Reading, Relation
@@ -126,7 +127,7 @@ class _Profiling:
     """Torch's profiler on this worker."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _running: one at a time
+        self._lock = renewed(threading.Lock())  # guards _running: one at a time
         self._running: profiler.profile | None = None
 
     def begin(self) -> bool:

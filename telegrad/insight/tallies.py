@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from telegrad import instruments
+from telegrad.atfork import renewed
 from telegrad.insight.labels import Names, without_object
 from telegrad.instruments import Event
 
@@ -67,7 +68,7 @@ class Tallies:
 
     def __init__(self) -> None:
         # Guards all below. A thread that holds it may be interrupted by a signal, whose handler may make calls.
-        self.lock = threading.RLock()
+        self.lock = renewed(threading.RLock())
         self.calls: defaultdict[tuple[str, ...], Durations] = defaultdict(Durations)  # function, peer, outcome
         self.served: defaultdict[tuple[str, ...], Durations] = defaultdict(Durations)  # the same
         self._found: dict[tuple[str, ...], Durations] = {}  # those of either, by what the events say

@@ -27,10 +27,12 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.fx.passes.split_module import split_module
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
+from telegrad import forks
+from telegrad.atfork import renewed
 from telegrad.errors import UsageError
 from telegrad.nn.exported import Code, Named, Piece, Use
 
-_one_by_one = threading.RLock()  # guards the methods that torch.fx replaces in all modules of this process
+_one_by_one = renewed(threading.RLock())  # guards the methods that torch.fx replaces in all modules of this process
 
 
 @contextlib.contextmanager
@@ -39,17 +41,17 @@ def _this_thread_alone() -> Iterator[None]:
 
     While it traces, `nn.Module.__call__` and `__getattr__` of the whole process lead to the tracer.
     """
-    here = threading.get_ident()
+    here = forks.thread()
 
     def call_module(own: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: fx.Tracer, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            return (own(self, m, forward, args, kwargs)) if threading.get_ident() == here else forward(*args, **kwargs)
+            return (own(self, m, forward, args, kwargs)) if forks.thread() == here else forward(*args, **kwargs)
 
         return call
 
     def get(own: Callable[..., Any]) -> Callable[..., Any]:
         def getattr_(self: fx.Tracer, attr: str, attr_val: Any, cache: dict[str, Any]) -> Any:
-            return own(self, attr, attr_val, cache) if threading.get_ident() == here else attr_val
+            return own(self, attr, attr_val, cache) if forks.thread() == here else attr_val
 
         return getattr_
 

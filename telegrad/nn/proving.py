@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from telegrad import forks
+from telegrad.atfork import renewed
 from telegrad.errors import UsageError
 from telegrad.nn.exported import Inputs, resized
 from telegrad.nn.tree import OF_EVERY_MODULE
@@ -221,7 +223,7 @@ def _sent(value: Any) -> Any:
 
 # Other effects of a forward pass
 
-_one_by_one = threading.RLock()  # guards saved_tensors_hooks.__enter__
+_one_by_one = renewed(threading.RLock())  # guards saved_tensors_hooks.__enter__
 
 
 class _Writer(pickle.Pickler):
@@ -312,10 +314,10 @@ def _check_state(model: nn.Module, before: Mapping[str, bytes | None]) -> None:
 @contextlib.contextmanager
 def _no_saving() -> Iterator[None]:
     """Refuse, on this thread, what decides how tensors are kept for backward."""
-    here, own = threading.get_ident(), saved_tensors_hooks.__enter__
+    here, own = forks.thread(), saved_tensors_hooks.__enter__
 
     def enter(hooks: saved_tensors_hooks) -> None:
-        if threading.get_ident() == here:
+        if forks.thread() == here:
             raise UsageError(
                 "the forward pass uses activation checkpointing, or other saved_tensors_hooks, which no recording has: "
                 f"cut the model without it, with more micro-batches (`chunks`), or {_BY_HAND}"

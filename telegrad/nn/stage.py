@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from telegrad.atfork import in_child, renewed
 from telegrad.errors import UsageError
 from telegrad.nn.hosted import device_of, moved
 from telegrad.rpc import RRef
@@ -18,7 +19,8 @@ from telegrad.wire.pickling import decode, encode
 
 # Of the process: a module is one, in however many pipelines.
 _turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
-_lock = threading.Lock()  # guards _turns
+_lock = renewed(threading.Lock())  # guards _turns
+in_child(_turns.clear)  # those that threads of the parent have never end
 
 
 class Stage:

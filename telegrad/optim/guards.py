@@ -10,11 +10,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from telegrad.atfork import in_child, renewed
 from telegrad.rpc.turns import Turns
 
-_lock = threading.Lock()  # guards _guards
+_lock = renewed(threading.Lock())  # guards _guards
 _guards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter
 _numbers = itertools.count()
+in_child(_guards.clear)  # the turns that threads of the parent have never end
 
 
 class Guard:

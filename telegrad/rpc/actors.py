@@ -19,6 +19,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.entrance import Arrival
 from telegrad.agent.futures import Signal
 from telegrad.agent.scene import Hops, Scene, Turn, entered, hops
+from telegrad.atfork import in_child, renewed
 from telegrad.errors import RRefError, UsageError
 from telegrad.rpc.batching import Batched
 from telegrad.rpc.values import METHODS, TURNS, Method, MethodOfEach, methods
@@ -30,9 +31,10 @@ C = TypeVar("C", bound=type)
 
 _MARK = "_telegrad_actor"
 
-_lock = threading.Lock()  # guards both below
+_lock = renewed(threading.Lock())  # guards both below
 _used = False  # there is a class of actors in this process
 _all: weakref.WeakSet[Actors] = weakref.WeakSet()
+in_child(_all.clear)  # those of the parent's workers
 
 
 def actor(cls: C) -> C:

@@ -20,6 +20,7 @@ from telegrad.agent.compiling import not_compiled
 from telegrad.agent.deadlines import DEFAULT, limit_of
 from telegrad.agent.futures import Future
 from telegrad.agent.naming import known_as
+from telegrad.atfork import renewed
 from telegrad.autograd.record import Inside
 from telegrad.errors import (
     CannotRestore,
@@ -52,7 +53,7 @@ LOST = OwnerLost, RRefLost, PeerLost, PeerUnreachable, ShutDown  # of a value th
 NOT_YET = PeerError, UnknownWorker, RendezvousError, RRefLost, NotPublished  # whom a trail asks is not back
 PAUSE = 0.05  # seconds between two looks
 
-_renewing = threading.Lock()  # guards the exchange of a lost handle, of any reference
+_renewing = renewed(threading.Lock())  # guards the exchange of a lost handle, of any reference
 
 Restore = bool | Callable[[Any], Any]
 

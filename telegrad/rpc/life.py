@@ -12,6 +12,7 @@ from typing import Any
 
 from telegrad import checks, descriptors
 from telegrad.agent.compiling import not_compiled
+from telegrad.atfork import in_child, renewed
 from telegrad.errors import AlreadyInitialized, InvalidArgument, RendezvousError, StoreUntrusted, UsageError
 from telegrad.group.launched import open_meeting
 from telegrad.group.members import WorkerInfo, check_name, check_role
@@ -33,7 +34,7 @@ MOST_WORKERS = 1 << 31  # a rank is sent as an int of 32 bits by some stores
 
 log = logging.getLogger("telegrad")
 
-_lock = Exclusive("init_rpc")  # one at a time: only that sets current.worker, and only where there is none
+_lock = renewed(Exclusive("init_rpc"))  # one at a time: only that sets current.worker, and only where there is none
 
 
 @not_compiled
@@ -278,13 +279,5 @@ def _leave_at_exit() -> None:
         current.worker.end_with_the_program()
 
 
-def _forget_after_fork() -> None:
-    """A forked child is not the worker that its parent is."""
-    global _lock
-    _lock = Exclusive("init_rpc")
-    current.forget()
-
-
+in_child(current.forget)
 atexit.register(_leave_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from telegrad.atfork import renewed
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.noise import Ciphers, DecryptionFailed
 from telegrad.transport.records import RECORD, RecordReader, RecordWriter, not_authentic
@@ -41,7 +42,7 @@ class Lanes:
         self._make = make
         # Guards all below, that `_make` is taken once, and the order of stripes. `is_idle` peeks, and `close` looks at
         # both lists without, since nothing is added to them any more.
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())  # since NO_LANES outlives any worker
         self._socks: list[socket.socket] = []
         self._stripes: list[SimpleQueue[tuple[memoryview, Any] | None]] = []
         self._greeted = 0

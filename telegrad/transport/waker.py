@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
+
+from telegrad.atfork import in_child
 
 
 class Waker:
@@ -77,11 +78,8 @@ def waker_here() -> Waker | None:
     return found
 
 
+@in_child
 def _forget_after_fork() -> None:
     """A forked child would share it with its parent."""
     global _here
     _here = threading.local()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

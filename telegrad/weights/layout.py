@@ -14,7 +14,6 @@ from __future__ import annotations
 import pickle
 from bisect import bisect_right
 from collections.abc import Mapping
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -66,6 +65,7 @@ class Layout:
         self._places = [Place(*place) for place in places]
         self.plans: list[Any] = [None]  # how the last version came into other tensors, as `loading.load` has it
         self.views: list[View] = []
+        self._named: list[dict[str, View] | None] = []  # once it is known
         for dtype, shape, strides, start, flags in views:
             is_plain = not flags and strides == contiguous_strides(shape)
             self.views.append(View(dtype, shape, strides, start, flags, is_plain * prod(shape) * dtype.itemsize))
@@ -94,9 +94,14 @@ class Layout:
                     tensors[number] = flagged(tensors[number], view.flags)
         return decode(self._body, tensors)
 
-    @cached_property
+    @property
     def named(self) -> dict[str, View] | None:
         """Where the tensors of a state dict are; None where that shows in the tree itself only."""
+        if not self._named:  # not by `cached_property`, which has one lock for all objects until Python 3.12
+            self._named.append(self._find_named())
+        return self._named[0]
+
+    def _find_named(self) -> dict[str, View] | None:
         try:
             tree = decode(self._body, self.views)  # type: ignore[arg-type]
         except TelegradError:  # a tensor that is of another class has no view in place of it

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import builtins
 import logging
-import os
 import sys
 import threading
 import uuid
@@ -29,6 +28,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from telegrad.atfork import in_child, renewed
 from telegrad.errors import CannotDecode
 from telegrad.wire import program as programs
 from telegrad.wire.functions import program as own_program
@@ -70,7 +70,8 @@ class Scope:
             self._first = {name: value for name, value in names.items() if type(value) in ATOMS}
         self._made: dict[tuple[str, int], Any] = {}  # functions and classes whose state is not set
         self._warned: set[str] = set()
-        self._lock = threading.Lock()  # guards the five above, and the moment in which a name is looked at and bound
+        # Guards the five above, and the moment in which a name is looked at and bound.
+        self._lock = renewed(threading.Lock())
 
     def __reduce__(self) -> Any:
         return scope_of, tuple(self.program)
@@ -156,7 +157,7 @@ class Scope:
         return True
 
 
-_lock = threading.Lock()  # guards _scopes and _making
+_lock = renewed(threading.Lock())  # guards _scopes and _making
 _scopes: dict[str, Scope] = {}  # by the program's key
 _making: dict[str, threading.Event] = {}  # by the key of a program that a thread imports
 _sent = SentGlobals()
@@ -164,15 +165,10 @@ _trial = threading.local()
 _key = ""  # of a main program without a file; made once, under _lock
 
 
+@in_child
 def _forget_thread() -> None:
     """In a forked child: the thread that imported a program is not there."""
-    global _lock
-    _lock = threading.Lock()
     _making.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_thread)
 
 
 def scope_of(*parts: Any) -> Scope:

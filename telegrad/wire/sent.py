@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from telegrad.atfork import renewed
 from telegrad.errors import CannotEncode
 
 ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None)})
@@ -23,7 +24,7 @@ class SentGlobals:
     """The globals of one program, as its functions take them along."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all that follows; no code of the user runs under it
+        self._lock = renewed(threading.Lock())  # guards all that follows; no code of the user runs under it
         self._last: dict[str, Any] = {}  # by the name, the value that has the version
         self._versions: dict[str, int] = {}
         self._looked: dict[str, Any] = {}  # the values whose objects were looked at

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 
 from telegrad import instruments
+from telegrad.atfork import in_child, renewed
 from telegrad.instruments import CALLED, PASSED, STEPPED, Event
 
 LAST = 10_000  # events that are kept
@@ -18,7 +18,7 @@ class Recorder:
     def __init__(self) -> None:
         self._ring: deque[Event] = deque(maxlen=LAST)
         self._note = self._ring.append  # the same object at each look, so that it can be removed
-        self._lock = threading.Lock()  # guards _users
+        self._lock = renewed(threading.Lock())  # guards _users
         self._users = 0
 
     def __repr__(self) -> str:
@@ -40,7 +40,6 @@ class Recorder:
 
     def forget(self) -> None:
         """In a forked child: drop what the parent's workers recorded; none of them is here."""
-        self._lock = threading.Lock()
         self._users = 0
         self._ring.clear()
         instruments.remove(self._note)
@@ -56,5 +55,4 @@ class Recorder:
 
 
 recorder = Recorder()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=recorder.forget)
+in_child(recorder.forget)

@@ -9,6 +9,7 @@ import sys
 import threading
 from types import FrameType
 
+from telegrad.atfork import in_child, renewed
 from telegrad.witness.account import Line
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -17,7 +18,17 @@ _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "
 MOST_FRAMES = 60
 
 
-_no_collection = threading.Lock()  # one at a time: guards that the garbage collector is off
+_no_collection = renewed(threading.Lock())  # one at a time: guards that the garbage collector is off
+_turned_off = False  # the collector, by the thread that holds the lock
+
+
+@in_child
+def _collect_again() -> None:
+    """The thread that would turn the collector on again is not in a forked child."""
+    global _turned_off
+    if _turned_off:
+        _turned_off = False
+        gc.enable()
 
 
 def all_frames() -> dict[int, FrameType]:
@@ -26,14 +37,16 @@ def all_frames() -> dict[int, FrameType]:
     The interpreter holds a lock of its own meanwhile, which each new thread needs. Did the garbage collector run a
     finalizer there that lets others run, one that starts a thread would wait for that lock, and all others for it.
     """
+    global _turned_off
     with _no_collection:
-        was_on = gc.isenabled()
+        _turned_off = gc.isenabled()
         gc.disable()
         try:
             return sys._current_frames()
         finally:
-            if was_on:
+            if _turned_off:
                 gc.enable()
+            _turned_off = False
 
 
 def frames_of(frame: FrameType | None) -> list[FrameType]:

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from telegrad.atfork import renewed
+
 
 class AllGatherStates:
     """One gathering on one worker; programs make them for gatherings of their own, too."""
@@ -30,7 +32,7 @@ class Rounds:
     """All gatherings that this worker takes part in."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows, and the rounds
+        self._lock = renewed(threading.Lock())  # guards what follows, and the rounds
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._rounds: dict[str, Round] = {}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.autograd import profiler_legacy, profiler_util
 
+from telegrad.atfork import renewed
 from telegrad.compat.missing import missing_from
 from telegrad.compat.profiler import Event, Options, Profiled
 from telegrad.rpc import current
@@ -20,7 +21,7 @@ profile: Any = profiler_legacy.profile
 EventList: Any = profiler_util.EventList
 FunctionEvent: Any = profiler_util.FunctionEvent
 
-_lock = threading.Lock()  # guards _running and what those gather
+_lock = renewed(threading.Lock())  # guards _running and what those gather
 _running: list[_server_process_global_profile] = []
 
 
