@@ -54,7 +54,7 @@ def actor(cls: C) -> C:
         The same class.
 
     Raises:
-        UsageError: it is no class.
+        UsageError: it is no class, or one that cannot be changed, as those of Python itself.
 
     Example:
         >>> @rpc.actor
@@ -71,7 +71,12 @@ def actor(cls: C) -> C:
         raise UsageError(
             f"cls: @rpc.actor marks a class, not {checks.shown(cls)}: write it above `class {type(cls).__name__}:`"
         )
-    setattr(cls, _MARK, _mark())
+    try:
+        setattr(cls, _MARK, _mark())
+    except TypeError as error:  # a class of C
+        raise UsageError(
+            f"cls: {cls.__name__} cannot be changed, so not marked either: derive a class of your own from it"
+        ) from error
     return cls
 
 
