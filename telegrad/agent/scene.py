@@ -301,17 +301,47 @@ def resumed(flags: int, scene: bytes | memoryview, context: GraphContext | None)
 @coroutine
 def in_setting(
     inner: Coroutine[Any, Any, Any], setting: Callable[[], AbstractContextManager[None]], streams: Streams
-) -> Generator[Any, Any, Any]:
-    """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them."""
+) -> Generator[Any, None, Any]:
+    """Drive `inner` with the caller's setting in each of its steps, and not in those of others between them.
+
+    A coroutine that waits inside of `torch.no_grad()` or `torch.autocast()` has left the thread in that mode. The mode
+    is kept for its next step, and the steps of other coroutines meanwhile run without it.
+    """
     step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
+    kept, plain = ExitStack(), None
     while True:
+        ensure_grad()  # a task that the program has made on this loop may wait inside of torch.no_grad()
         try:
             with streams.turn(), setting():
+                plain = _has_no_mode() if plain is None else plain
+                kept.close()
                 waited = step()
+                kept = ExitStack() if plain and _has_no_mode() else _without_modes()
         except StopIteration as stop:
             return stop.value
+        finally:
+            ensure_grad()
         try:
             sent = yield waited
             step = lambda sent=sent: inner.send(sent)  # type: ignore[misc]  # noqa: E731
         except BaseException as error:
             step = lambda error=error: inner.throw(error)  # type: ignore[misc]  # noqa: E731
+
+
+def ensure_grad() -> None:
+    """Have this thread record gradients: a function may have called `torch.set_grad_enabled(False)`."""
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+
+
+def _has_no_mode() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _is_autocast_on()
+
+
+def _without_modes() -> ExitStack:
+    """Leave the grad mode and the autocast that this thread is in; closing the stack enters them again."""
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(_under_autocast(b""))
+    return stack

@@ -26,7 +26,7 @@ from telegrad.agent.intake import FEW, Intake
 from telegrad.agent.loop import EventLoop
 from telegrad.agent.naming import RUNS, user_name
 from telegrad.agent.reactor import Reactor
-from telegrad.agent.scene import entered, in_setting
+from telegrad.agent.scene import ensure_grad, entered, in_setting
 from telegrad.agent.works import IDLE, INSTANT, LONG, QUICK, Work
 from telegrad.devices.streams import Streams
 from telegrad.errors import CallCancelled, PeerError, ProtocolViolation
@@ -240,6 +240,7 @@ class Server:
                     result = run(*args, **kwargs)
             finally:
                 serving.reset(token)
+                ensure_grad()
             args = None  # memory that was lent for them goes back together with the answer
             del kwargs
             if message.head:
@@ -384,7 +385,6 @@ class Server:
     ) -> None:
         self._begin_going_on(call)
         on_end = arrival.keep_end() if arrival is not None else None
-        special = call.message.flags or call.context is not None or self._streams.used
 
         async def run() -> None:
             serving.set(call)
@@ -392,7 +392,7 @@ class Server:
             try:
                 if call.cancelled:
                     call.check_begins(awaitable.cr_code in FINISHING, awaitable.close)
-                result = await (in_setting(awaitable, call.setting, self._streams) if special else awaitable)
+                result = await in_setting(awaitable, call.setting, self._streams)
             except BaseException:
                 self._fail(call, user_name(function))
             else:
