@@ -55,7 +55,7 @@ def run(
             _fit(next(made, None), following, number) if following is not None else None
             for following, number in node.next_functions
         )
-        given = _call_hooks(_hooks(node.register_hook), given, shown)
+        given = call_hooks(_hooks(node.register_hook), given, shown)
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_nan(node, given)
         if not spec.retain:
@@ -74,7 +74,7 @@ def _taken(
         return _taken_by_function(node, gradients, spec, streams)
     if fire:
         gradients = call_tensor_hooks(node, gradients, spec)
-    taken = _call_hooks(_hooks(node.register_prehook), tuple(gradients.get(number) for number in outputs))
+    taken = call_hooks(_hooks(node.register_prehook), tuple(gradients.get(number) for number in outputs))
     return taken, taken
 
 
@@ -170,31 +170,49 @@ def _taken_by_function(
 
 def _hooks(register: Callable[[Any], Any]) -> list[Callable[..., Any]]:
     """The hooks of a node, which are told only to one who registers another."""
-    handle = register(look)
-    hooks = list(handle.hooks_dict_ref().values())[:-1]
-    handle.remove()
-    return hooks
+    handle = register(_look)
+    hooks = handle.hooks_dict_ref()
+    del hooks[handle.id]
+    return list(hooks.values())
 
 
-def look(*_: Any) -> None:
+def _look(*_: Any) -> None:
     """A hook that does nothing: who registers it is told of the others that are there."""
 
 
 _leaf_nodes_may_have_hooks = False  # in this process; once set it stays
+_register_hook: Any = torch.autograd.Function._register_hook
 
 
-def leaf_nodes_may_have_hooks() -> None:
-    """From now on look for hooks on the nodes of leaves, which takes time for each: somebody registers such."""
+def _watched_register_hook(hooks: Any, hook: Any) -> Any:
+    """What torch does for every hook of a node. From the first one on, the nodes of leaves are asked for theirs."""
     global _leaf_nodes_may_have_hooks
-    _leaf_nodes_may_have_hooks = True
+    _leaf_nodes_may_have_hooks = _leaf_nodes_may_have_hooks or hook is not _look
+    return _register_hook(hooks, hook)
 
 
-def hooks_of_leaf_node(leaf: Tensor) -> list[Callable[..., Any]]:
-    """The hooks of the node that adds up a leaf's gradient; none where nobody has said that there are any."""
-    return _hooks(edge_of(leaf).node.register_hook) if _leaf_nodes_may_have_hooks else []
+torch.autograd.function._HookMixin._register_hook = staticmethod(_watched_register_hook)  # type: ignore[method-assign]
 
 
-def _call_hooks(
+def has_hooks_of_leaf_node(leaf: Tensor, node: Node | None) -> bool:
+    """Return True if there are hooks of the node that adds up a leaf's gradient."""
+    if not _leaf_nodes_may_have_hooks:
+        return False
+    node = edge_of(leaf).node if node is None else node
+    return bool(hooks_before_leaf(node) or hooks_behind_leaf(node))
+
+
+def hooks_before_leaf(node: Node) -> list[Callable[..., Any]]:
+    """The hooks that are shown a leaf's gradient before its node adds it up."""
+    return _hooks(node.register_prehook) if _leaf_nodes_may_have_hooks else []
+
+
+def hooks_behind_leaf(node: Node) -> list[Callable[..., Any]]:
+    """The hooks that are called when the node of a leaf has added up its gradient."""
+    return _hooks(node.register_hook) if _leaf_nodes_may_have_hooks else []
+
+
+def call_hooks(
     hooks: Sequence[Callable[..., Any]], values: tuple[Tensor | None, ...], *more: Any
 ) -> tuple[Tensor | None, ...]:
     for hook in hooks:
@@ -207,17 +225,22 @@ def _call_hooks(
     return values
 
 
-def call_post_accumulate_hooks(leaf: Tensor, gradient: Tensor) -> Tensor | None:
-    """Call the hooks that wait for the whole gradient; return the gradient that they leave in `.grad`.
+def call_hooks_of_leaf(
+    leaf: Tensor, whole: Tensor, added: Tensor, behind: Sequence[Callable[..., Any]]
+) -> Tensor | None:
+    """Call the hooks that wait for the `whole` gradient; return the gradient that they leave in `.grad`.
 
-    They are shown it there, where they look for it. Contexts run at once, so they take turns.
+    They are shown it there, where they look for it. Contexts run at once, so they take turns. Those `behind` the node
+    of the leaf are given what it has `added`.
     """
     with showing:
-        hidden, leaf.grad = leaf.grad, gradient
+        hidden, leaf.grad = leaf.grad, whole
         try:
             for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
                 if hook(leaf) is not None:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+            for hook in behind:
+                hook((), (added,))
             return leaf.grad
         finally:
             leaf.grad = hidden

@@ -31,13 +31,13 @@ ROOTS = 0  # the entry of the roots; the others are the numbers of messages
 LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
-def _has_hooks(leaf: Tensor) -> bool:
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or byhand.hooks_of_leaf_node(leaf))
+def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or byhand.has_hooks_of_leaf_node(leaf, node))
 
 
 def _kind_of_leaf(node: Node) -> int:
     """A leaf without hooks takes its gradient in parts; hooks shall see all of it at once."""
-    return LEAF if _has_hooks(node.variable) else PLAIN
+    return LEAF if _has_hooks(node.variable, node) else PLAIN
 
 
 KINDS: dict[type, Callable[[Node], int]] = {
@@ -386,13 +386,15 @@ class EngineRunner:
         if id(leaf) in self._replicated:
             self._unreduced[node] = gradient
             return
-        whole = self._context.gradients.add(leaf, gradient, self._spec.create, shared)
-        if leaf._post_accumulate_grad_hooks:
-            left = byhand.call_post_accumulate_hooks(leaf, whole)
+        (changed,) = byhand.call_hooks(byhand.hooks_before_leaf(node), (gradient,))
+        if changed is None:
+            return
+        whole = self._context.gradients.add(leaf, changed, self._spec.create, shared)
+        behind = byhand.hooks_behind_leaf(node)
+        if leaf._post_accumulate_grad_hooks or behind:
+            left = byhand.call_hooks_of_leaf(leaf, whole, changed, behind)
             if left is not whole:
                 self._context.gradients.replace(leaf, left)
-        for hook in byhand.hooks_of_leaf_node(leaf):
-            hook((), (gradient,))
 
 
 def outputs_reached(starts: Iterable[tuple[Any, ...]], origin: Origin) -> set[int]:

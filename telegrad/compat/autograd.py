@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from telegrad.autograd import api, byhand
+from telegrad.autograd import api
 from telegrad.autograd.edges import edge_of
 from telegrad.autograd.record import OWNER_SHIFT, AutogradContext, RecvNode, Send, entered_id
 from telegrad.compat.missing import missing_from
@@ -18,7 +18,6 @@ from telegrad.rpc import current
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
-_register_hook: Any = torch.autograd.Function._register_hook
 _ON_WORKER = re.compile(r"^On worker '([^']+)'.*:$", re.MULTILINE)  # as errors tell where they were raised
 
 # Under the name by which programs that look at a graph know it.
@@ -122,13 +121,6 @@ class SendFunction:
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         edges = [edge_of(edge) if isinstance(edge, Tensor) else edge for edge in self._send.edges]
         return tuple((edge.node, edge.output_nr) for edge in edges)
-
-
-def register_hook(hooks: Any, hook: Any) -> Any:
-    """What torch does for every hook of a node; it also tells that there are such."""
-    if hook is not byhand.look:
-        byhand.leaf_nodes_may_have_hooks()
-    return _register_hook(hooks, hook)
 
 
 def _new_context() -> DistAutogradContext:

@@ -7,7 +7,6 @@ from importlib import import_module
 import torch.distributed
 
 from telegrad.compat import profiler
-from telegrad.compat.autograd import register_hook
 from telegrad.compat.optimizer import DistributedOptimizer
 from telegrad.compat.remote_module import RemoteModule
 from telegrad.compat.rpc import futures
@@ -53,7 +52,6 @@ def substitution() -> Substitution:
         ),
         Export("torch.futures", "collect_all", futures.collect_all),
         Export("torch.futures", "wait_all", futures.wait_all),
-        Export("torch.autograd.function", "_register_hook", staticmethod(register_hook), owner="_HookMixin"),
         *(Export("torch.autograd.profiler_legacy", name, getattr(profiler, name)) for name in _LEGACY_PROFILER),
     ]
     if not hasattr(torch.jit.annotations, "is_rref"):  # torch was built without RPC, and TorchScript has no references

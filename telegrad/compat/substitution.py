@@ -20,12 +20,10 @@ class Export(NamedTuple):
     name: str
     value: Any
     home: str = ""  # the module that torch's own comes from, where it is not imported before it is used
-    owner: str = ""  # the class in the module that has the name
 
     @property
     def holder(self) -> Any:
-        module = sys.modules[self.place]
-        return getattr(module, self.owner) if self.owner else module
+        return sys.modules[self.place]
 
 
 class Substitution:

@@ -327,6 +327,8 @@ def two_references() -> tuple[RRef[Log], RRef[Log]]:
 def test_only_classes_can_be_actors() -> None:
     with pytest.raises(errors.UsageError, match="marks a class"):
         actor(two_references)  # type: ignore[type-var]
+    with pytest.raises(errors.UsageError, match="list cannot be changed"):
+        actor(list)
 
 
 def drive(worker: str) -> list[int]:
