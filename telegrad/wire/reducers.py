@@ -291,6 +291,12 @@ def _reduce_script_function(pickler: Pickler, function: Any) -> Any:
 
 
 def _reduce_script(pickler: Pickler, obj: Any) -> Any:
+    if _records() and any(tensor.requires_grad for tensor in getattr(obj, "parameters", list)()):
+        raise CannotEncode(
+            "a module of torch.jit whose parameters require gradients cannot be sent in an autograd context: their "
+            "gradients would not come back, since it travels as an archive that is loaded anew. Make it there, as by "
+            "RemoteModule, or call requires_grad_(False) on it"
+        )
     file = io.BytesIO()
     torch.jit.save(obj, file)
     return _load_script, (file.getvalue(),)
