@@ -269,11 +269,19 @@ class RemoteModule(nn.Module):
             raise UsageError("the state of a RemoteModule is a copy: there are no variables of this worker to keep")
         if destination is not None and _apart.get():
             return destination
+        for before in self._state_dict_pre_hooks.values():
+            before(self, prefix, keep_vars)
         state = rpc_sync(self.on, hosted.state_of, (self.module_rref, prefix, self.is_device_map_set))
+        about = state._metadata
         if destination is None:
-            return state
-        destination.update(state)
-        destination._metadata.update(state._metadata)
+            destination = state
+        else:
+            destination.update(state)
+            if hasattr(destination, "_metadata"):
+                destination._metadata.update(about)
+        for after in self._state_dict_hooks.values():
+            changed = after(self, destination, prefix, about.get(prefix[:-1], {}))
+            destination = destination if changed is None else changed
         return destination
 
     def _load_from_state_dict(
@@ -289,6 +297,8 @@ class RemoteModule(nn.Module):
         """What `load_state_dict` of this handle, or of a module that has it inside, does for this module."""
         if _apart.get():
             return
+        for before in self._load_state_dict_pre_hooks.values():
+            before(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         missing, unexpected, error = rpc_sync(self.on, hosted.load, (self.module_rref, own, assign))
