@@ -84,7 +84,8 @@ class Gradients:
         address = storage.data_ptr()
         fills = storage.nbytes() == gradient.nbytes and gradient.stride() == leaf.stride()
         if shared or not fills or address in self._memory:
-            gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+            with torch._C.DisableTorchFunctionSubclass():  # as `.grad` is a plain tensor, too
+                gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
             address = gradient.untyped_storage().data_ptr()
         self._memory.add(address)
         return gradient

@@ -130,7 +130,7 @@ def _pack_dense(tensors: Sequence[Tensor]) -> tuple[bytes, list[Blob]] | None:
         ):
             return None
         size, address, shape = tensor.nbytes, tensor.data_ptr(), tuple(tensor.shape)
-        if 1 in shape and tensor.stride() != contiguous_strides(shape):
+        if (1 in shape or not size) and tensor.stride() != contiguous_strides(shape):
             return None
         if size:
             spans.append((address, address + size))

@@ -92,8 +92,12 @@ def autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16)
 
 
-INSIDE = [(torch.no_grad, (False, False, False)), (torch.inference_mode, (False, True, False))]
-INSIDE += [(autocast, (True, False, True)), (torch.enable_grad, (True, False, False))]
+INSIDE: list[tuple[Any, Modes]] = [
+    (torch.no_grad, (False, False, False)),
+    (torch.inference_mode, (False, True, False)),
+    (autocast, (True, False, True)),
+    (torch.enable_grad, (True, False, False)),
+]
 
 
 @pytest.mark.parametrize("outer", [torch.enable_grad, torch.no_grad])
