@@ -123,4 +123,95 @@ found = call(torch.Tensor.is_inference, made_so)
 """,
         "nothing: they can be saved for backward there",
     ),
+    Left(
+        "Autograd",
+        "`with torch.device(...)` and `set_default_device` hold on the thread that enters them",
+        """
+with torch.device("meta"):
+    found = call(torch.ones, 3).device
+""",
+        "enter it in the function that is called",
+    ),
+    Left(
+        "Autograd",
+        "a `TorchFunctionMode` around a call does not see functions of other workers",
+        """
+from torch.overrides import TorchFunctionMode
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is torch.sin else found
+
+
+with Doubles():
+    found = call(torch.sin, x)
+""",
+        "enter it in the function that is called",
+    ),
+    Left(
+        "Autograd",
+        "profilers record the operators of the worker that starts them",
+        """
+with torch.autograd.profiler.profile() as profile:
+    call(torch.sin, x)
+found = "aten::sin" in [each.key for each in profile.key_averages()]
+""",
+        "[traces](insight.md) of all workers",
+    ),
+    Left(
+        "Autograd",
+        "a grad mode that a called function sets holds until it returns",
+        """
+call(torch.set_grad_enabled, False)
+found = torch.is_grad_enabled()
+torch.set_grad_enabled(True)
+""",
+        "`with torch.no_grad()` around the calls",
+    ),
+    Left(
+        "Autograd",
+        "a leaf that is sent in a context, or a parameter that is returned, is no leaf where it arrives",
+        """
+found = [call(getattr, x, "is_leaf"), call(nn.Linear, 3, 3).weight.is_leaf]
+""",
+        "`get_gradients` on the worker that made it",
+    ),
+    Left(
+        "Modules",
+        "`torch.optim.swa_utils.update_bn` of a remote module does nothing, as `modules()` has none of its parts",
+        """
+layer = made(nn.BatchNorm1d, 3)
+torch.optim.swa_utils.update_bn([torch.arange(9.0).reshape(3, 3)], layer)
+found = layer.state_dict()["running_mean"]
+""",
+        "a function that is called with `get_module_rref()`",
+    ),
+    Left(
+        "Functions and values",
+        "arguments and results are copies: writes in place, `out=` and the states of generators stay where they are",
+        """
+total, chance = torch.zeros(3), torch.Generator().manual_seed(3)
+call(torch.add, torch.ones(3), torch.ones(3), out=total)
+call(torch.rand, 3, generator=chance)
+found = [total, torch.rand(3, generator=chance)]
+""",
+        "return what has changed",
+    ),
+]
+LEFT_TO_PROCESSES = [
+    Left(
+        "Functions and values",
+        "default dtype, deterministic algorithms, anomaly mode, precision of matrix products and kernels of attention "
+        "are those of the worker",
+        """
+torch.set_default_dtype(torch.float64)
+torch.use_deterministic_algorithms(True)
+torch.autograd.set_detect_anomaly(True)
+torch.set_float32_matmul_precision("medium")
+torch.backends.cuda.enable_flash_sdp(False)
+""",
+        "`rpc.group().rpc_sync(torch.set_default_dtype, (torch.float64,))`",
+    ),
 ]

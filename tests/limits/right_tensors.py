@@ -9,7 +9,9 @@ RIGHT = {
     "all data types that have values": """
 kinds = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
 kinds = [each for each in dict.fromkeys(kinds) if not str(each).startswith(("torch.q", "torch.complex"))]
-found = [str(call(echo, torch.zeros(16, dtype=torch.uint8).view(each)).dtype) for each in kinds]
+values = torch.arange(0, 256, 16, dtype=torch.uint8)
+back = [call(echo, values.view(each)) for each in kinds]
+found = [(str(each.dtype), each.view(torch.uint8)) for each in back]
 found += [call(echo, torch.ones(2).to(each)) for each in (torch.complex64, torch.complex128)]
 found.append(call(echo, torch.zeros(2, dtype=torch.complex32)).dtype)
 """,

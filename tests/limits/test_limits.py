@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from telegrad.rpc import current
-from tests.cluster import agents
+from telegrad import rpc
+from tests.cluster import group
 from tests.limits.both import GIVEN, in_both, module
+from tests.limits.left import LEFT_TO_PROCESSES
 from tests.limits.page import PAGE, Left, Limit, pattern_of
 from tests.limits.rows import LEFT, LIMITS, RIGHT, text
 from tests.twin.sight import differences
@@ -31,24 +31,14 @@ def there(worker, function, *args):
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _three() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with agents(3) as workers:
-        current.enter(workers[0])
-        yield
-        current.enter(None)
-    torch.set_num_threads(threads)
-
-
-def _marks(limit: Limit) -> list[pytest.MarkDecorator]:
-    """To record a model takes seconds."""
-    return [pytest.mark.nightly] if "example=" in limit.program else []
+def _marks(program: str) -> list[pytest.MarkDecorator]:
+    """To record or to compile a model takes seconds."""
+    slow = "example=", "torch.export.export", "torch.cond", "num_workers"
+    return [pytest.mark.nightly] if any(each in program for each in slow) else []
 
 
 @pytest.mark.parametrize(
-    "limit", [pytest.param(each, id=f"{each.area}-{each.what}", marks=_marks(each)) for each in LIMITS]
+    "limit", [pytest.param(each, id=f"{each.area}-{each.what}", marks=_marks(each.program)) for each in LIMITS]
 )
 def test_limit(limit: Limit, tmp_path: pathlib.Path) -> None:
     with (
@@ -60,7 +50,14 @@ def test_limit(limit: Limit, tmp_path: pathlib.Path) -> None:
     assert re.match(pattern_of(limit.says), str(caught.value), re.DOTALL), str(caught.value)
 
 
-@pytest.mark.parametrize(("area", "what"), [(area, what) for area, programs in RIGHT.items() for what in programs])
+@pytest.mark.parametrize(
+    ("area", "what"),
+    [
+        pytest.param(area, what, marks=_marks(program))
+        for area, programs in RIGHT.items()
+        for what, program in programs.items()
+    ],
+)
 def test_right(area: str, what: str) -> None:
     assert not differences(*in_both(RIGHT[area][what]))
 
@@ -68,6 +65,27 @@ def test_right(area: str, what: str) -> None:
 @pytest.mark.parametrize("left", LEFT, ids=[left.what for left in LEFT])
 def test_left_to_each_worker(left: Left) -> None:
     assert differences(*in_both(left.program))
+
+
+def _settings() -> tuple[object, ...]:
+    flags = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
+    precision = torch.get_float32_matmul_precision()
+    return torch.get_default_dtype(), *flags, precision, torch.backends.cuda.flash_sdp_enabled()
+
+
+def _changed_and_asked(program: str) -> tuple[tuple[object, ...], ...]:
+    before = _settings()
+    exec(program, {"torch": torch})
+    return before, _settings(), rpc.rpc_sync("worker1", _settings)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("left", LEFT_TO_PROCESSES, ids=[left.what for left in LEFT_TO_PROCESSES])
+def test_left_to_each_process(left: Left) -> None:
+    with group(2) as processes:
+        before, changed, there = processes[0].run(_changed_and_asked, left.program)
+    assert all(one != other for one, other in zip(before, changed, strict=True))
+    assert there == before
 
 
 def test_the_page_is_made_from_the_tables() -> None:

@@ -61,6 +61,8 @@ def test_dtypes(dtype: torch.dtype, size: int) -> None:
         torch.tensor(3.5),
         torch.empty(0),
         torch.empty(3, 0, 2),
+        torch.empty(0, 3).t(),
+        torch.empty(2, 0, 3).permute(2, 0, 1),
         torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
         torch.arange(100_000.0).view(100, 1000).t(),
         torch.ones(4).expand(3, 4),

@@ -1,0 +1,36 @@
+"""Each module, optimizer and scheduler of torch gives on another worker what it gives in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.limits.both import in_both
+from tests.limits.classes import IN_TORCH, MODULES, OPTIMIZERS, SCHEDULED, SCHEDULERS, options_of
+from tests.twin.sight import differences
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _compare(function: str, *arguments: str) -> None:
+    program = f"from tests.limits.classes import {function}\nfound = {function}({', '.join(arguments)})"
+    assert not differences(*in_both(program))
+
+
+@pytest.mark.parametrize("name", sorted(IN_TORCH))
+def test_module(name: str) -> None:
+    assert name in MODULES, f"torch.nn.{name} needs an entry in tests/limits/classes.py"
+    _compare("made_there", repr(name), "made", "backward", "gradients", "Opt")
+    _compare("sent", repr(name), "call", "backward", "gradients")
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [(name, option) for name in sorted(OPTIMIZERS) for option in options_of(name)]
+)
+def test_optimizer(name: str, option: str) -> None:
+    _compare("trained", repr(name), repr(option), "made", "backward", "Opt")
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULED))
+def test_scheduler(name: str) -> None:
+    assert name in SCHEDULERS, f"{name} needs an entry in tests/limits/classes.py"
+    _compare("scheduled", repr(name), "made", "backward", "Opt")
