@@ -179,6 +179,17 @@ found = [call(getattr, x, "is_leaf"), call(nn.Linear, 3, 3).weight.is_leaf]
         "`get_gradients` on the worker that made it",
     ),
     Left(
+        "Tensors",
+        "`grad_dtype` of a leaf that is sent itself: its gradient comes back in the data type of the leaf",
+        """
+half = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+half.grad_dtype = torch.float32
+backward(call(torch.Tensor.float, half).sum())
+found = [each.dtype for each in gradients(half)]
+""",
+        "convert before it is sent: `half.float()`",
+    ),
+    Left(
         "Modules",
         "`torch.optim.swa_utils.update_bn` of a remote module does nothing, as `modules()` has none of its parts",
         """

@@ -124,4 +124,48 @@ def f(s):
     return torch.load(b)
 found = call(f, nn.Linear(3, 3).double().state_dict())
 """,
+    "functions of `torch.func`, operators, and functions that were decorated": """
+@torch.no_grad()
+def f(a):
+    return a.requires_grad, torch.is_grad_enabled()
+functions = [torch.func.vmap(torch.sin), torch.func.grad(lambda a: a.sin().sum()), torch.ops.aten.sin.default]
+found = [call(f, x), *[call(each, x.detach()) for each in functions]]
+""",
+    "`Function.apply`, and classes of functions": """
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a * 2
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+def f(function, a):
+    return function.apply(a)
+backward(call(F.apply, x).sum() + call(f, F, x).sum())
+found = gradients(x)
+""",
+    "objects of `no_grad`, `autocast` and profilers": """
+def f(mode, also, profile):
+    with mode, also:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), type(profile).__name__
+found = call(f, torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), torch.autograd.profiler.profile())
+""",
+    "weights that are packed for quantized operators, masks and biases of attention": """
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask
+packed = torch.ops.quantized.linear_prepack(torch.quantize_per_tensor(torch.ones(2, 2), 1.0, 0, torch.qint8), None)
+mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 16, 16, device="cpu")
+packed, mask, bias = call(echo, (packed, mask, causal_lower_right(4, 4)))
+found = [torch.ops.quantized.linear_unpack(packed)[0].dequantize(), mask.to_dense(), type(bias).__name__]
+""",
+    "exceptions of torch": """
+def f():
+    raise torch.OutOfMemoryError("no memory")
+found = []
+for function, *args in ((f,), (torch.linalg.inv, torch.zeros(2, 2)), (torch.matmul, torch.ones(2), torch.ones(3))):
+    try:
+        call(function, *args)
+    except RuntimeError as error:
+        found.append(type(error).__name__)
+""",
 }

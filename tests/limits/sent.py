@@ -134,4 +134,26 @@ there("w1", echo, ragged) + ragged
         "argument 0 (torch.distributed.distributed_c10d.ProcessGroup) cannot be sent: cannot pickle",
         "make it there",
     ),
+    *(
+        Limit(
+            "Functions and values",
+            what,
+            f'there("w1", echo, {value})',
+            "CannotEncode",
+            f"argument 0{kind} cannot be sent: ",
+            instead,
+        )
+        for what, value, kind, instead in (
+            ("`torch.futures.Future`", "torch.futures.Future()", " (torch.jit.Future)", "what it will have"),
+            ("`torch.Stream`", "torch.Stream(device='cpu')", " (torch.Stream)", "[devices](devices.md) of workers"),
+            ("`torch.Event`", "torch.Event(device='cpu')", " (torch.Event)", "[devices](devices.md) of workers"),
+            ("a node of a graph", "x.sin().grad_fn", " (builtins.SinBackward0)", "the tensor"),
+            (
+                "an edge of a graph",
+                "torch.autograd.graph.get_gradient_edge(x)",
+                "[0] (builtins.AccumulateGrad)",
+                "the tensor",
+            ),
+        )
+    ),
 ]
