@@ -131,7 +131,7 @@ READ_ELSEWHERE = {  # what the kernel tells, the package's own files, a file tha
         "insight/outside.py",
         "insight/web.py",
     ),
-    *("supervision/command.py", "transport/processes.py"),
+    *("supervision/command.py", "transport/heap.py", "transport/processes.py"),
     *("witness/desk.py", "witness/observer.py", "witness/stacks.py"),
 }
 

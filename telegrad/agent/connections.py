@@ -36,6 +36,7 @@ from telegrad.transport.connect import Channel, Target, connect
 from telegrad.transport.encrypted import EncryptedLink
 from telegrad.transport.endings import lost, part
 from telegrad.transport.handshake import Claim, StreamId
+from telegrad.transport.heap import Heap
 from telegrad.transport.lanes import LANES
 from telegrad.transport.link import Link
 from telegrad.transport.listener import MOST_CONNECTIONS, Listener
@@ -98,6 +99,7 @@ class Connections:
         self._service = service
         self._complete = complete
         self._arena = Arena(settings.shared_memory)
+        self._heap = Heap()
         self._pool = SharedPool(settings.shared_memory)
         self.staging = Staging(streams)
         # Guards _peers, _accepted, _warned, `closed`, _left, and that _names is replaced; single looks go without.
@@ -406,6 +408,7 @@ class Connections:
             link.release()
         self.listener.tick(now)
         self._arena.trim(now)
+        self._heap.tick(now)
         retired = self._pool.trim(now)
         if retired:
             for peer in peers:

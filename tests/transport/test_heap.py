@@ -1,0 +1,96 @@
+"""When the heap is trimmed: where the process has grown by much, and seldom."""
+
+from __future__ import annotations
+
+import pytest
+
+from telegrad.transport.heap import GROWN, LOOK, Heap, own_bytes, trimmer
+
+MB = 1 << 20
+
+
+class World:
+    """A process whose size the test sets, and which keeps `used` when it is trimmed."""
+
+    def __init__(self) -> None:
+        self.size, self.used, self.trims, self.now = 200 * MB, 200 * MB, 0, 0.0
+        self.heap = Heap(self.trim, lambda: self.size)
+
+    def trim(self, _: int) -> int:
+        self.trims += 1
+        self.size = self.used
+        return 1
+
+    def look(self, size: int) -> int:
+        self.now += LOOK
+        self.size = size
+        self.heap.tick(self.now)
+        return self.trims
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.look(made.size)
+    return made
+
+
+def test_a_process_that_does_not_grow_is_left_alone(world: World) -> None:
+    assert world.look(200 * MB + GROWN) == 0
+    assert world.look(200 * MB) == 0
+
+
+def test_growth_is_trimmed_and_counts_anew_from_there(world: World) -> None:
+    assert world.look(201 * MB + GROWN) == 1
+    assert world.size == 200 * MB
+    assert world.look(190 * MB + GROWN) == 1
+    assert world.look(201 * MB + GROWN) == 2
+
+
+def test_growth_that_is_in_use_is_not_trimmed_again(world: World) -> None:
+    world.used = 4000 * MB
+    assert world.look(4000 * MB) == 1
+    assert world.look(4000 * MB) == 1
+
+
+def test_a_process_that_rests_gives_back_less_too(world: World) -> None:
+    assert world.look(300 * MB) == 0
+    assert world.look(299 * MB) == 1
+    assert world.look(200 * MB) == 1
+    assert world.look(200 * MB) == 1
+
+
+def test_the_least_size_counts(world: World) -> None:
+    world.look(100 * MB)
+    assert world.look(101 * MB + GROWN) == 1
+
+
+def test_it_looks_seldom(world: World) -> None:
+    world.size = 300 * MB + GROWN
+    world.heap.tick(world.now + LOOK / 2)
+    assert world.trims == 0
+    world.heap.tick(world.now + LOOK)
+    assert world.trims == 1
+
+
+def test_nothing_happens_where_another_library_allocates() -> None:
+    heap = Heap(None, lambda: pytest.fail("it looks at the size"))
+    heap.tick(LOOK)
+
+
+@pytest.mark.skipif(trimmer() is None, reason="needs glibc")
+def test_the_real_heap_is_smaller_afterwards() -> None:
+    """64 MB in pieces of 64 KB, of which the last one stays: glibc keeps the rest."""
+    heap = Heap()
+    heap.tick(0.0)
+    before = own_bytes()
+    pieces = [bytearray(1 << 16) for _ in range(1 << 10)]
+    last = bytearray(1 << 16)
+    for piece in pieces:
+        piece[::4096] = b"x" * 16
+    del pieces, piece
+    trim = trimmer()
+    assert trim is not None
+    trim(0)
+    assert own_bytes() - before < 16 * MB
+    assert len(last) == 1 << 16
