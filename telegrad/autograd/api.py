@@ -343,12 +343,14 @@ def _look_at_step(optimizer: Optimizer, *_: Any) -> None:
     if context is None or not len(context.gradients):
         return
     several = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
-    gradients = context.gradients.as_dict()
-    if any(each.grad is None and each in gradients for each in several):
+    passed_over = [each for each in several if context.gradients.passed_over(each)]
+    if passed_over:
+        earlier = any(each.grad is not None for each in passed_over)
+        what = "changes parameters by gradients of an earlier pass" if earlier else "leaves parameters unchanged"
         hint(
-            "plain step",
+            f"plain step {earlier}",
             f"{type(optimizer).__name__} steps with the gradients in .grad, but those of this autograd context are "
-            "elsewhere, so it leaves parameters unchanged: use telegrad.optim.DistributedOptimizer.for_module("
+            f"elsewhere, so it {what}: use telegrad.optim.DistributedOptimizer.for_module("
             f"torch.optim.{type(optimizer).__name__}, model)",
         )
 

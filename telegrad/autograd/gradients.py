@@ -17,6 +17,7 @@ class Gradients:
         self._sums: dict[Tensor, Tensor] = {}
         self._memory: set[int] = set()  # the storages of the sums
         self._added: set[Tensor] = set()  # leaves whose sum was made here, so that adding in place harms nobody
+        self._earlier: dict[Tensor, tuple[int, int]] = {}  # what was in `.grad` of leaves before their sums were begun
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -25,11 +26,16 @@ class Gradients:
         """The sums as of now, by leaves; the copy is one operation, so whoever asks needs no lock."""
         return dict(self._sums)
 
+    def passed_over(self, leaf: Tensor) -> bool:
+        """Return True if the leaf has a sum here, of which its `.grad` tells nothing: it is as it was before."""
+        return leaf in self._sums and _state(leaf.grad) == self._earlier.get(leaf, _state(None))
+
     def clear(self) -> None:
         """Let go of all sums, since the context has ended or an optimizer has used them."""
         with self._lock:
             gone = self._sums
             self._sums, self._memory, self._added = {}, set(), set()
+            self._earlier.clear()
         del gone  # not under the lock: who finds it free may be the user's code
 
     def take(self, leaf: Tensor) -> Tensor | None:
@@ -57,6 +63,8 @@ class Gradients:
 
     def _add(self, leaf: Tensor, gradient: Tensor, graph: bool, shared: bool) -> Tensor:
         known = self._sums.get(leaf)
+        if known is None and leaf.grad is not None:
+            self._earlier[leaf] = _state(leaf.grad)
         if graph:
             made = gradient if known is None else total(known, gradient)
         elif known is None:
@@ -89,6 +97,11 @@ class Gradients:
             address = gradient.untyped_storage().data_ptr()
         self._memory.add(address)
         return gradient
+
+
+def _state(gradient: Tensor | None) -> tuple[int, int]:
+    """Return what changes where a `.grad` is replaced or written to."""
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -418,3 +418,24 @@ def test_an_optimizer_of_torch_in_a_context_says_that_it_does_nothing() -> None:
             plain.step()
             current.enter(None)  # as if the process had left its group
             plain.step()
+
+
+@pytest.mark.parametrize("written", [None, "replaced", "in place"])
+def test_an_optimizer_of_torch_in_a_context_says_that_it_takes_earlier_gradients(written: str | None) -> None:
+    layer = nn.Linear(3, 3)
+    plain = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(2, 3)).sum().backward()
+    with autograd.context() as context:
+        autograd.backward(context, rpc_sync("w1", torch.sin, (layer(torch.ones(2, 3)),)).sum())
+        for each, gradient in autograd.get_gradients(context).items():
+            if written == "replaced":
+                each.grad = gradient
+            elif written:
+                assert each.grad is not None
+                each.grad.copy_(gradient)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            plain.step()
+    texts = [str(each.message) for each in said]
+    assert len(texts) == (written is None)
+    assert all("it changes parameters by gradients of an earlier pass" in text for text in texts)
