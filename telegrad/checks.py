@@ -156,6 +156,11 @@ def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
 
 def several(name: str, value: Any, what: str) -> list[Any]:
     """Return the members of a list, a tuple or another iterable that is neither text nor bytes."""
-    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | bytearray) or not is_iterable(value):
         wrong(name, what, value)
     return list(value)
+
+
+def is_iterable(value: Any) -> bool:
+    """Return False also for a tensor or an array without dimensions, whose class has `__iter__`."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0

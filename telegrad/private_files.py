@@ -256,10 +256,10 @@ def _temporary() -> Folder:
         return folder.private(f"{_NAME}-{user}-{secrets.token_hex(8)}")
 
 
-def _check_base(descriptor: int, path: str) -> None:
+def _check_base(folder: int | str, path: str) -> None:
     """Check that no user but this one and root can put another folder in the place of one that is in here."""
-    found = os.fstat(descriptor)
-    if not _is_trusted(found):
+    found = os.stat(folder)
+    if not _is_trusted(found) and _owner(found) != os.stat("/").st_uid:  # in a user namespace that may be no root
         raise PermissionError(errno.EPERM, f"it belongs to user {_owner(found)}, not to this one", path)
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise UnsafePath(errno.EPERM, f"other users may change it (mode {stat.S_IMODE(found.st_mode):o})", path)
@@ -375,14 +375,14 @@ def make_folder(path: Path) -> str:
 
 
 def open_folder(path: Path) -> Folder:
-    """Open a folder, whoever owns it; make it, private, if it is missing.
+    """Open a folder, with folders above it, in which no other user can replace files; make it if it is missing.
 
     Raises:
-        UnsafePath: as for `resolved`.
+        PermissionError: another user owns one of them, or all may write to it and it is not sticky, as /tmp is.
     """
-    found = resolved(path)
+    found = resolved(path, lambda above: _check_base(above, above))
     os.makedirs(found, PRIVATE_FOLDER, exist_ok=True)
-    return opened(found)
+    return opened(found, _check_base)
 
 
 def create(path: Path) -> io.BufferedWriter:

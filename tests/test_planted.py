@@ -36,15 +36,14 @@ def precious(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-@pytest.mark.parametrize("place", ["default", "named"])
 def test_dumps_follow_no_names_that_can_be_guessed(
-    monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, precious: pathlib.Path, plant: Plant, place: str
+    monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, precious: pathlib.Path, plant: Plant
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(shared))
     for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, str(shared / name))
-    folder = shared / (f"telegrad-{os.geteuid()}" if place == "default" else "dumps")
-    monkeypatch.setenv(dump.VARIABLE, "" if place == "default" else str(folder))
+    folder = shared / f"telegrad-{os.geteuid()}"
+    monkeypatch.setenv(dump.VARIABLE, "")
     pid = os.getpid()  # which others see in /proc
 
     def act() -> pathlib.Path:
@@ -66,6 +65,35 @@ def test_dumps_follow_no_names_that_can_be_guessed(
     assert [each.name for each in precious.parent.iterdir()] == ["precious"]
     assert written.lstat().st_mode & 0o077 == 0
     assert len(list(folder.glob("2*.json"))) >= 2 * SECONDS  # what is another's was not removed as old
+
+
+@pytest.mark.parametrize("below", ["", "run", "link"])
+def test_no_dumps_are_written_where_another_user_could_lead_them(
+    monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path, precious: pathlib.Path, plant: Plant, below: str
+) -> None:
+    folder = shared / "dumps"
+    monkeypatch.setenv(dump.VARIABLE, str(folder / below))
+
+    def act() -> pathlib.Path:
+        folder.mkdir()
+        folder.chmod(0o777)
+        (folder / "link").symlink_to(precious.parent)
+        return folder
+
+    plant(act)
+    with pytest.raises(PermissionError, match=r"it belongs to user .*dumps"):
+        dump.write("w0", "because", {})
+    assert [each.name for each in precious.parent.iterdir()] == ["precious"]
+    assert [each.name for each in folder.iterdir()] == ["link"]
+
+
+def test_no_dumps_are_written_where_all_may_replace_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"other users may change it \(mode 777\)"):
+        dump.write("w0", "because", {})
 
 
 def test_dumps_of_others_in_a_folder_that_was_named_stay(monkeypatch: pytest.MonkeyPatch, shared: pathlib.Path) -> None:

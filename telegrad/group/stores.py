@@ -170,7 +170,7 @@ def _from_environment(name: str, meaning: str) -> int:
 
 def _file(init_method: str) -> Any:
     path = init_method.removeprefix("file://").partition("?")[0]
-    if not path:
+    if not path or "\0" in path:
         raise UsageError(f"{init_method!r} names no file: write file:///PATH")
     try:
         path = resolved(path)

@@ -56,7 +56,7 @@ def group(of: str | Iterable[Named] | Group | None = None) -> Group:
 
 
 def _these(named: Iterable[Named], there: View) -> These:
-    if isinstance(named, WorkerInfo) or not isinstance(named, Iterable):
+    if isinstance(named, WorkerInfo) or not checks.is_iterable(named):
         checks.wrong("of", "a role, a list of workers or a group; for one worker: group([worker])", named)
     workers = [_found(each, there) for each in named]
     if not workers:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from telegrad import checks
 from telegrad.agent import profiling
 from telegrad.agent.agent import Agent
 from telegrad.agent.naming import user_name
@@ -56,8 +57,8 @@ def zipped(items: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
         InvalidArgument: there are none, or the lists are not as long as one another.
     """
     for each in items:
-        if not isinstance(each, Iterable):
-            raise InvalidArgument(f"map takes lists of items, not {each!r}")
+        if not checks.is_iterable(each):
+            raise InvalidArgument(f"map takes lists of items, not {checks.shown(each)}")
     try:
         calls = list(zip(*items, strict=True))
     except ValueError as error:

@@ -33,6 +33,14 @@ list(rpc.rpc_stream("w1", running))
         "`yield tensor.clone()`",
     ),
     Limit(
+        "Tensors",
+        "resizing a tensor that has arrived",
+        "rpc.rpc_sync('w1', torch.ones, (3,)).resize_(10)",
+        "RuntimeError",
+        "Trying to resize storage that is not resizable",
+        "`clone()` it first",
+    ),
+    Limit(
         "Functions and values",
         "arguments that are no tuple",
         "rpc.rpc_sync('w1', abs, (3))",
