@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.agent import profiling
-from telegrad.autograd import byhand, guard, replicas
+from telegrad.autograd import byhand, guard, replicas, sharded
 from telegrad.autograd.captures import Capture, CaptureKinds, CheckpointNode
 from telegrad.autograd.edges import device_of, edge_of, run_backward
 from telegrad.autograd.gradients import total
@@ -83,6 +84,8 @@ class EngineRunner:
         # The gradients of the roots.
         self._seeds = list(map(torch.ones_like, roots)) if capture is None else capture.seeds
         self._replicated = set() if spec.captures else replicas.replicated()
+        modules = [] if spec.captures or spec.create else sharded.sharded_modules()  # else `guard` refuses them
+        self._unsharded = sharded.unsharded_ids(modules)
         self._sends = context.sends
         # Where the gradients of each entry come in.
         self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
@@ -92,9 +95,11 @@ class EngineRunner:
             self._edges[ROOTS] = list(map(edge_of, roots))
         entries: Any = self._edges  # where the pass captures none is a tensor, see `_entrance`
         self._capture_kinds = CaptureKinds(context, entries, capture) if spec.captures else None
-        kinds: Kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated else KINDS
+        kinds: Kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated or self._unsharded else KINDS
         kinds = self._capture_kinds or kinds
-        self._schedule = GraphSchedule({entry: self._nodes(entry) for entry in self._edges}, kinds)
+        nodes = {entry: self._nodes(entry) for entry in self._edges}
+        self._sharded = sharded.ShardedPart(modules, nodes)
+        self._schedule = GraphSchedule(nodes, kinds)
         self._marked: set[int] = set()  # sends that can still receive
         self._buried = False  # only what was marked is waited for, anywhere
         # What has come to nodes, and was not used yet: by the numbers of their outputs; None: there is no gradient.
@@ -117,7 +122,7 @@ class EngineRunner:
 
     def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
         """A leaf that must not take its gradient in parts does so by its node."""
-        if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._replicated or _has_hooks(edge)):
+        if isinstance(edge, Tensor) and (self._spec.captures or self._is_of_wrapper(edge) or _has_hooks(edge)):
             return edge_of(edge)
         return edge
 
@@ -191,10 +196,14 @@ class EngineRunner:
     def _nodes(self, entry: int) -> list[Node]:
         return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
 
-    # Replicated modules
+    # Replicated and sharded modules
+
+    def _is_of_wrapper(self, leaf: Tensor) -> bool:
+        """Return True for a leaf whose gradient is to be averaged over all ranks."""
+        return id(leaf) in self._replicated or id(leaf) in self._unsharded
 
     def _kind_of_leaf(self, node: Node) -> int:
-        return LEAF if id(node.variable) in self._replicated else _kind_of_leaf(node)
+        return LEAF if self._is_of_wrapper(node.variable) else _kind_of_leaf(node)
 
     def _replicated_leaves(self) -> list[Node]:
         leaves = self._schedule.special(LEAF)
@@ -210,14 +219,17 @@ class EngineRunner:
     # Running
 
     def _run(self) -> None:
-        schedule, self._context.running = self._schedule, self
+        schedule, part, self._context.running = self._schedule, self._sharded, self
         thread = get_ident()
         outer = thread in guard.running  # a hook has begun this pass
         guard.running.add(thread)
         try:
-            step = schedule.step(self._pending, self._lacking)
-            if step is not None:
-                self._run_step(step)
+            with part.running(self._context.gradients) if part else contextlib.nullcontext():
+                step = schedule.step(self._pending, self._lacking)
+                if step is not None:
+                    self._run_step(step)
+                if part:
+                    part.finish(schedule.settled)
             if self._unreduced:
                 self._reduce(schedule)
         finally:
@@ -383,6 +395,8 @@ class EngineRunner:
                 self._capture.take((node, number), gradient)
             return
         leaf = node.variable
+        if id(leaf) in self._unsharded:
+            return  # a hook has given it to FSDP
         if id(leaf) in self._replicated:
             self._unreduced[node] = gradient
             return

@@ -7,7 +7,8 @@ what was sent before would make the engine come by; but then a pass could not ru
 behind these edges, and edges cannot be changed. So the engine is replaced by one that looks at the graph first.
 
 The engine's callbacks are looked at as well. A wrapper like FSDP asks for one in a hook, and finds the gradients of its
-parameters in `.grad` when it is called. A pass adds gradients up elsewhere, so the callback would find nothing.
+parameters in `.grad` when it is called. A pass adds gradients up elsewhere, so the callback would find nothing, unless
+`sharded` takes it.
 
 The hook of several tensors asks which nodes the engine will run, and waits for their gradients. A pass calls the engine
 for one part of the graph after another, so a node that is not in this part may be in a later one.
@@ -37,6 +38,14 @@ _NOTED = ("torch.utils.", "torch.distributed._tools.", "torch._functorch.")  # t
 # new threads may have their numbers.
 running: set[int] = set()
 in_child(running.clear)
+
+
+def _take_none(_: Any) -> bool:
+    return False
+
+
+# Returns True for a callback that the running pass will call itself. Set under `replicas.showing`.
+take_callback: Callable[[Any], bool] = _take_none
 
 
 def install() -> None:
@@ -75,9 +84,11 @@ class _GuardedEngine(type(Variable._execution_engine)):  # type: ignore[misc] # 
         return super().run_backward(roots, gradients, retain, create, *more, **named)
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        if runs_pass():
+        if not runs_pass():
+            super().queue_callback(callback)
+        elif not take_callback(callback):
             _check_callback(callback)
-        super().queue_callback(callback)
+            super().queue_callback(callback)
 
 
 def _check_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -146,9 +157,14 @@ def _check_callback(callback: Any) -> None:
     module = getattr(function, "__module__", None) or ""
     if module.startswith(_NOTED):
         return
+    if module.startswith("torch.distributed.fsdp._fully_shard."):
+        callback()  # so that the module can be used again: there are no gradients yet
     name = getattr(function, "__name__", type(function).__name__)
     raise UsageError(
         f"{name} waits for the end of torch's backward pass, to use the gradients that are in .grad then. In an "
-        "autograd context they are not in .grad: it cannot be used there. FSDP (fully_shard) is such a case, and so is "
-        "DistributedDataParallel with static_graph=True until it has run one backward pass: run it outside of contexts"
+        "autograd context they are not in .grad: it cannot be used there. An FSDP module (fully_shard) can, but by "
+        "telegrad.autograd.backward alone, without create_graph=True, and not by telegrad.autograd.grad. "
+        "DistributedDataParallel with static_graph=True can once it has run a backward pass outside of contexts. All "
+        "others, such as FullyShardedDataParallel, need a backward pass of their own: loss.backward() behind a "
+        "detached tensor, then telegrad.autograd.backward(context_id, (tensor * detached.grad).sum())"
     )

@@ -32,8 +32,8 @@ _watching = not torch.distributed.is_available()  # or there is nothing to watch
 
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers; only added to; see `_outlive`
 
-# Guards `.grad` of leaves while it shows a gradient of a context, to a hook or to a reducer. So these run under it, for
-# they look there; it is reentrant, since a hook may do what shows another.
+# Guards `.grad` of leaves while it shows a gradient of a context, to a hook, a reducer or FSDP. So these run under it,
+# for they look there; it is reentrant, since a hook may do what shows another.
 showing = renewed(threading.RLock())
 
 

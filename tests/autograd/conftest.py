@@ -1,4 +1,4 @@
-"""A fixture of the tests that differentiate through agents of this process."""
+"""Fixtures of the tests that differentiate through agents of this process, and of those that share modules out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from telegrad.rpc.worker import Worker
-from tests.cluster import wait_until
+from tests.autograd import sharding
+from tests.cluster import PATIENCE, Process, free_port, group, wait_until
 
 
 @pytest.fixture
@@ -15,3 +16,15 @@ def contexts_end(five: list[Worker], here: None) -> Iterator[None]:
     """This thread speaks for `w0`, and no worker keeps a context of the test."""
     yield
     wait_until(lambda: not any(len(worker.conductor.contexts) for worker in five))
+
+
+@pytest.fixture(scope="module")
+def fsdp_trainers() -> Iterator[list[Process]]:
+    """Two trainers in a process group of their own, and a third worker."""
+    with group(3) as made:
+        port = free_port()
+        for rank in range(2):
+            made[rank].begin(sharding.join, rank, port)
+        for rank in range(2):
+            made[rank].end(2 * PATIENCE)
+        yield made[:2]

@@ -274,7 +274,7 @@ def test_gradients_of_calls_under_no_grad_are_not_lost() -> None:
     kept.clear()
 
 
-# DTensor and FSDP, which need a process group
+# DTensor and replicas, which need a process group
 
 
 @pytest.fixture(scope="module")
@@ -338,26 +338,6 @@ def test_parameters_that_are_shared_out_train_as_one(trainers: list[Process]) ->
             assert torch.allclose(weight, wanted, atol=1e-6)
 
 
-def sharded() -> str:
-    from torch.distributed.fsdp import fully_shard
-
-    net: Any = network()
-    fully_shard(net)
-    with autograd.context() as context:
-        try:
-            autograd.backward(context, (net(rpc_sync("worker2", double, (torch.ones(2, 4),))) ** 2).sum())
-        except UsageError as error:
-            return str(error)
-    return "no error"
-
-
-def test_fsdp_is_refused(trainers: list[Process]) -> None:
-    for trainer in trainers:
-        trainer.begin(sharded)
-    for trainer in trainers:
-        assert "FSDP (fully_shard) is such a case" in trainer.end()
-
-
 def of_static_graph(rank: int) -> tuple[str, list[bool]]:
     replica = nn.parallel.DistributedDataParallel(network(), static_graph=True)
 
@@ -383,7 +363,7 @@ def test_replicas_of_a_static_graph_begin_outside_of_contexts(trainers: list[Pro
     for trainer in trainers:
         refused, same = trainer.end()
         assert "_delay_all_reduce waits for the end" in refused
-        assert "static_graph=True until it has run one backward pass" in refused
+        assert "static_graph=True can once it has run a backward pass outside of contexts" in refused
         assert same == [True] * 4
 
 

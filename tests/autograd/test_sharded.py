@@ -1,0 +1,285 @@
+"""FSDP modules (`fully_shard`) inside of a context: as outside of one, and as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from telegrad import autograd
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef
+from tests.autograd.sharding import (
+    Call,
+    Net,
+    batch,
+    far,
+    local,
+    lookup,
+    mean_square,
+    near,
+    net_before,
+    net_behind,
+    same,
+    sent_and_not_used,
+    shard,
+    two_calls,
+    two_losses,
+    used_twice,
+)
+from tests.cluster import Process, run_all
+
+PROGRAMS = [net_behind, net_before, two_losses, sent_and_not_used, used_twice, two_calls]
+
+
+def in_context(rank: int, program: Any, options: dict[str, Any]) -> list[bool]:
+    return same(program, rank, **options)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_gradients_are_those_outside_of_a_context(fsdp_trainers: list[Process], program: Any, options: Any) -> None:
+    for found in run_all(fsdp_trainers, in_context, program, options):
+        assert all(found)
+
+
+# Other ways to run
+
+
+def twice_in_context(rank: int, program: Any) -> list[bool]:
+    return same(program, rank, passes=2)
+
+
+def test_passes_of_one_context_are_added_up(fsdp_trainers: list[Process]) -> None:
+    for found in run_all(fsdp_trainers, twice_in_context, net_behind):
+        assert all(found)
+
+
+def over_one_graph(rank: int) -> list[bool]:
+    outside, inside = shard(Net()), shard(Net())
+    loss = net_behind(outside, near, batch(rank))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with autograd.context() as context:
+        loss = net_behind(inside, far, batch(rank))
+        autograd.backward(context, loss, retain_graph=True)
+        autograd.backward(context, loss)
+        found = autograd.get_gradients(context)
+    pairs = zip(inside.parameters(), outside.parameters(), strict=True)
+    return [torch.equal(local(found[one]), local(other.grad)) for one, other in pairs]
+
+
+def test_a_graph_is_run_twice(fsdp_trainers: list[Process]) -> None:
+    for found in run_all(fsdp_trainers, over_one_graph):
+        assert all(found)
+
+
+def in_bfloat16(rank: int) -> list[bool]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return same(net_behind, rank, mp_policy=policy)
+
+
+def test_mixed_precision(fsdp_trainers: list[Process]) -> None:
+    for found in run_all(fsdp_trainers, in_bfloat16):
+        assert all(found)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        lower: Tensor = checkpoint(self.lower, x, use_reentrant=False)
+        hidden: Tensor = checkpoint(self.upper, lower, use_reentrant=False)
+        return self.head(hidden.tanh())
+
+
+class Stashing(Net):
+    """One that keeps a tensor from inside of it: not an output of the module, so FSDP has no hook on it."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept.tanh()
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.upper.requires_grad_(False)
+
+
+def of_kind(rank: int, kind: type[Net]) -> list[bool]:
+    return same(net_behind, rank, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Frozen])
+def test_kinds_of_modules(fsdp_trainers: list[Process], kind: type[Net]) -> None:
+    for found in run_all(fsdp_trainers, of_kind, kind):
+        assert all(found)
+
+
+def inside_is_sent(net: Any, call: Call, x: Tensor) -> Tensor:
+    """The output gets its gradient at once; what is behind the sent tensor waits until it is known to get none."""
+    y = net(call(lookup, x))
+    call(lookup, net.kept)
+    return call(mean_square, y)
+
+
+def stashing(rank: int) -> list[bool]:
+    return same(inside_is_sent, rank, kind=Stashing)
+
+
+def test_a_module_runs_in_several_pieces(fsdp_trainers: list[Process]) -> None:
+    for found in run_all(fsdp_trainers, stashing):
+        assert all(found)
+
+
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+class Elsewhere(nn.Module):
+    """One whose parameter is sent to another worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(16.0).reshape(4, 4))
+
+    def forward(self, call: Call, x: Tensor) -> Tensor:
+        return call(weighted, x, self.weight)
+
+
+def sent_parameter(rank: int) -> bool:
+    outside, inside = shard(Elsewhere()), shard(Elsewhere())
+    mean_square(outside(near, batch(rank))).backward()
+    with autograd.context() as context:
+        autograd.backward(context, mean_square(inside(far, batch(rank))))
+        found = autograd.get_gradients(context)[inside.weight]
+    return torch.equal(local(found), local(outside.weight.grad))
+
+
+def test_a_parameter_that_is_sent(fsdp_trainers: list[Process]) -> None:
+    assert run_all(fsdp_trainers, sent_parameter) == [True, True]
+
+
+def middle(net: nn.ModuleList, call: Call, x: Tensor) -> Tensor:
+    return mean_square(net[1](call(lookup, net[0](x))))
+
+
+def around_a_call(rank: int) -> list[bool]:
+    def made() -> nn.ModuleList:
+        torch.manual_seed(3)
+        return nn.ModuleList([shard(nn.Linear(4, 4)), shard(nn.Linear(4, 4))])
+
+    outside, inside = made(), made()
+    middle(outside, near, batch(rank)).backward()
+    with autograd.context() as context:
+        autograd.backward(context, middle(inside, far, batch(rank)))
+        found = autograd.get_gradients(context)
+    pairs: Any = zip(inside.parameters(), outside.parameters(), strict=True)
+    return [torch.equal(local(found[one]), local(other.grad)) for one, other in pairs]
+
+
+def test_modules_before_and_behind_a_call(fsdp_trainers: list[Process]) -> None:
+    for found in run_all(fsdp_trainers, around_a_call):
+        assert found == [True] * 4
+
+
+# Training
+
+
+class Table(nn.Module):
+    """The remote part of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(5)))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.weight[rows]
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.tensor([rank, step + 1, 2 * rank + 1])
+
+
+def trained(rank: int, rides: bool) -> tuple[list[Tensor], Tensor]:
+    net, table = shard(Net()), RemoteModule("worker2", Table)
+    parameters = [*map(RRef, net.parameters()), *table.remote_parameters()]
+    optimizer = DistributedOptimizer(torch.optim.Adam, parameters, lr=0.1)
+    for step in range(3):
+        with autograd.context() as context:
+            loss = mean_square(net(table(rows(rank, step))))
+            autograd.backward(context, loss, step=optimizer if rides else None)
+            if not rides:
+                optimizer.step(context)
+    (weight,) = table.remote_parameters()
+    return [parameter.full_tensor().detach() for parameter in net.parameters()], weight.to_here().detach()
+
+
+def trained_in_one_process() -> tuple[list[Tensor], list[Tensor]]:
+    net, tables = Net(), [Table(), Table()]
+    optimizer = torch.optim.Adam([*net.parameters(), *tables[0].parameters(), *tables[1].parameters()], lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank, table in enumerate(tables):
+            mean_square(net(table(rows(rank, step)))).backward()
+        for parameter in net.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad / 2
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()], [table.weight.detach() for table in tables]
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_a_table_and_a_sharded_net_train_as_one_process(fsdp_trainers: list[Process], rides: bool) -> None:
+    wanted, tables = trained_in_one_process()
+    for (found, table), other in zip(run_all(fsdp_trainers, trained, rides), tables, strict=True):
+        assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(found, wanted, strict=True))
+        assert torch.allclose(table, other, atol=1e-6)
+
+
+def with_hooks(rank: int) -> tuple[list[float], bool]:
+    net, seen = shard(Net()), []
+    parameter = net.head.weight
+
+    def after(parameter: Any) -> None:
+        seen.append(float(parameter.grad.full_tensor().sum()))
+        if len(seen) == 3:
+            parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(after)
+    with autograd.context() as context:
+        for _ in range(3):
+            autograd.backward(context, net_behind(net, far, batch(rank)))
+        return seen, parameter in autograd.get_gradients(context)
+
+
+def test_hooks_after_accumulation_see_the_sum_of_the_context(fsdp_trainers: list[Process]) -> None:
+    for (one, two, three), there in run_all(fsdp_trainers, with_hooks):
+        assert (two, three) == pytest.approx((2 * one, 3 * one))
+        assert not there
+
+
+def with_decay(rank: int) -> bool:
+    """The sharded parameters themselves take part as well."""
+    outside, inside = shard(Net()), shard(Net())
+
+    def loss(net: Any, call: Call) -> Tensor:
+        decay: Any = (net.head.weight**2).sum()
+        return net_behind(net, call, batch(rank)) + decay.full_tensor()
+
+    loss(outside, near).backward()
+    with autograd.context() as context:
+        autograd.backward(context, loss(inside, far))
+        found: Any = autograd.get_gradients(context)[inside.head.weight]
+    wanted: Any = outside.head.weight.grad
+    return torch.allclose(found.full_tensor(), wanted.full_tensor())
+
+
+def test_sharded_parameters_in_the_loss(fsdp_trainers: list[Process]) -> None:
+    assert run_all(fsdp_trainers, with_decay) == [True, True]
