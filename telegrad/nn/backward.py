@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd import replicas
+from telegrad.autograd import replicas, sharded
 from telegrad.autograd.byhand import is_function
 from telegrad.autograd.edges import edge_of, run_backward
 from telegrad.autograd.engine import KINDS, UNSHARED, holders
@@ -91,7 +91,7 @@ def _look_through(starts: Iterable[Node], inlet: Node | None) -> _Graph:
     leaves: list[Node] = []
     nodes: list[Node] = []
     is_plain = True
-    replicated = replicas.replicated()  # whose gradients are averaged
+    averaged = replicas.replicated() | sharded.unsharded_ids(sharded.sharded_modules())
     seen = {None, inlet}
     stack = [(node, False) for node in starts]
     while stack:
@@ -104,7 +104,7 @@ def _look_through(starts: Iterable[Node], inlet: Node | None) -> _Graph:
             if kind is None:
                 stack.append((node, True))
                 stack += [(following, False) for following, _ in node.next_functions]
-            elif kind(node) == PLAIN and id(node.variable) not in replicated:
+            elif kind(node) == PLAIN and id(node.variable) not in averaged:
                 leaves.append(node)
             else:
                 is_plain = False

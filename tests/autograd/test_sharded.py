@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd
-from telegrad.nn import RemoteModule
+from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import RRef
 from tests.autograd.sharding import (
@@ -283,3 +283,25 @@ def with_decay(rank: int) -> bool:
 
 def test_sharded_parameters_in_the_loss(fsdp_trainers: list[Process]) -> None:
     assert run_all(fsdp_trainers, with_decay) == [True, True]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_sharded_stage_of_a_pipeline(fsdp_trainers: list[Process], schedule: str) -> None:
+    for found in run_all(fsdp_trainers, as_stage, schedule):
+        assert found == [True] * 6
+
+
+def as_stage(rank: int, schedule: str) -> list[bool]:
+    outside, inside = shard(Net()), shard(Net())
+    mean_square(outside(batch(rank)).sin()).backward()
+    pipeline = Pipeline([inside, RemoteModule("worker2", Sine)], chunks=2, schedule=schedule)
+    with autograd.context() as context:
+        pipeline.forward_backward(context, batch(rank).detach(), batch(rank).detach(), lambda y, _: mean_square(y))
+        found = autograd.get_gradients(context)
+    pairs: Any = zip(inside.parameters(), outside.parameters(), strict=True)
+    return [torch.allclose(local(found[one]), local(other.grad)) for one, other in pairs]
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
