@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -76,8 +77,11 @@ def start_generator():
 
 
 def run():
-    everywhere(start_generator)  # scripts without a guard do not run where workers are started without them
+    # Scripts without a guard do not run where workers are started without them. There globals are sent as they are when
+    # they are first read, and stay.
+    everywhere(start_generator)
     try:
+        everywhere(read_globals)
         main()
     except Exception as error:
         see("error", error)
@@ -103,7 +107,11 @@ class Program(NamedTuple):
 
     def text(self) -> str:
         main = "\n".join(["def main():", "    pass", *("    " + line for line in self.lines)])
-        return "\n\n".join([f"WORKERS = {self.names!r}", PRELUDE.strip(), *self.definitions, main]) + "\n"
+        names = re.findall(
+            r"^([A-Z]+\d*) = (?:\{\}|\[\]|\d+)(?: |$)", "\n".join([PRELUDE, *self.definitions]), re.MULTILINE
+        )
+        reading = f"def read_globals():\n    return {', '.join(f'str({name})' for name in names)}"
+        return "\n\n".join([f"WORKERS = {self.names!r}", PRELUDE.strip(), *self.definitions, reading, main]) + "\n"
 
     def script(self) -> str:
         """Return a program that a person can run; it prints what each worker has seen."""

@@ -31,8 +31,12 @@ def drive():
     run()
     import pickle
 
+    try:
+        found = {name: rpc.rpc_sync(name, seen) for name in WORKERS}
+    except Exception as error:
+        found = {name: {"error": [describe(error)]} for name in WORKERS}
     with open(RESULT, "wb") as file:
-        pickle.dump({name: rpc.rpc_sync(name, seen) for name in WORKERS}, file)
+        pickle.dump(found, file)
 
 
 def serve(rank):
@@ -88,6 +92,10 @@ class Way(NamedTuple):
     beside: bool = False  # the definitions are in a module beside the script
     workers: bool = False  # `telegrad worker` runs all but the driver
     common: bool = False  # the program imports torch's names
+
+    @property
+    def guarded(self) -> bool:
+        return "__main__" in self.ending
 
 
 _TELEGRAD = (sys.executable, "-m", "telegrad")

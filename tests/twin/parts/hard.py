@@ -257,8 +257,8 @@ def gradients_of_what_is_there(m: Maker) -> None:
     output, inputs = m.tensors[-1], dict.fromkeys([m.tensor(), m.tensor()])
     options = "grad_outputs=draw(1), retain_graph=True, allow_unused=True"
     found, kept = m.fresh("found"), m.fresh("KEPT")
-    m.define(f"def keep_{kept}():\n    global {kept}\n    {kept} = {{label: [*of] for label, of in SEEN.items()}}")
-    m.define(f"def back_{kept}():\n    SEEN.clear()\n    SEEN.update({kept})")
+    m.define(f"def keep_{kept}():\n    global {kept}\n    {kept} = __import__('copy').deepcopy(SEEN)")
+    m.define(f"def back_{kept}():\n    SEEN.clear()\n    SEEN.update(__import__('copy').deepcopy({kept}))")
     m.line(
         f"""everywhere(keep_{kept})
 try:
