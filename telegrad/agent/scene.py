@@ -307,25 +307,30 @@ def in_setting(
     A coroutine that waits inside of `torch.no_grad()` or `torch.autocast()` has left the thread in that mode. The mode
     is kept for its next step, and the steps of other coroutines meanwhile run without it.
     """
-    step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
     kept, plain = ExitStack(), None
-    while True:
-        ensure_grad()  # a task that the program has made on this loop may wait inside of torch.no_grad()
-        try:
-            with streams.turn(), setting():
-                plain = _has_no_mode() if plain is None else plain
-                kept.close()
-                waited = step()
-                kept = ExitStack() if plain and _has_no_mode() else _without_modes()
-        except StopIteration as stop:
-            return stop.value
-        finally:
-            ensure_grad()
-        try:
-            sent = yield waited
-            step = lambda sent=sent: inner.send(sent)  # type: ignore[misc]  # noqa: E731
-        except BaseException as error:
-            step = lambda error=error: inner.throw(error)  # type: ignore[misc]  # noqa: E731
+    step: Any
+    value: Any
+    step, value = inner.send, None
+    try:
+        while True:
+            ensure_grad()  # a task that the program has made on this loop may wait inside of torch.no_grad()
+            try:
+                with streams.turn(), setting():
+                    plain = _has_no_mode() if plain is None else plain
+                    kept.close()
+                    waited = step(value)
+                    kept = ExitStack() if plain and _has_no_mode() else _without_modes()
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                ensure_grad()
+            try:
+                value = yield waited
+                step = inner.send
+            except BaseException as error:
+                step, value = inner.throw, error
+    finally:  # else an error would keep the coroutine by its traceback, which has this frame, in a cycle
+        step = value = waited = inner = None  # type: ignore[assignment]
 
 
 def ensure_grad() -> None:
