@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from telegrad.errors import PeerError, PeerSilent
 from telegrad.group.address import knock
 from telegrad.group.members import Member
 
 PATIENCE = 2.0  # seconds for a knock to be answered
+REMEMBERED = 1024  # workers of which something is kept that are no members
 KNOCKS = (0.0, 0.25, 1.0, 4.0)  # seconds before each; who is silent at the last is dead
 
 
@@ -34,3 +35,10 @@ class Doubt(NamedTuple):
         if knocks >= len(KNOCKS):
             return answer is None
         return self._replace(knocks=knocks, due=now + KNOCKS[knocks])
+
+
+def remember(table: dict[str, Any], incarnation: str, told: Any) -> None:
+    """Note something of a worker that is no member; only the newest are kept."""
+    table[incarnation] = told
+    if len(table) > REMEMBERED:
+        del table[next(iter(table))]

@@ -29,7 +29,7 @@ from telegrad.errors import (
     UnknownWorker,
 )
 from telegrad.group.directory import LEFT, LOST, Directory
-from telegrad.group.doubts import Doubt
+from telegrad.group.doubts import Doubt, remember
 from telegrad.group.dynamic import DynamicGroup
 from telegrad.group.lacking import lack, missing
 from telegrad.group.members import Identity, Member, Members, View, WorkerInfo, info
@@ -44,7 +44,6 @@ from telegrad.threads import Background, Exclusive
 LOOK = 0.25  # seconds between looks at the store
 AGAIN = 1.0  # seconds until the next try, where a look has failed
 MISSED = 2.0  # seconds for members to come over to another store, until others knock at them
-REMEMBERED = 1024  # members that have gone
 PATIENCE = 2.0  # seconds for a knock to be answered
 
 Act = Callable[[], None]  # what follows from a look, once no lock is held
@@ -82,6 +81,7 @@ class Membership:
         self._doubts: list[Doubt] = []
         self._gone: dict[str, str] = {}  # how those went that were members, by incarnation
         self._silent: set[str] = set()  # the incarnations of those who were stopped; they may be listed still
+        self._lost_unseen: dict[str, PeerError] = {}  # by the incarnations of workers not seen in the store yet
         self._parted: set[str] = set()  # the incarnations of those who have said that they shut down
         self._closed = False
         self._looking = Exclusive("a look at the store")  # one at a time; guards what it has seen so far
@@ -134,7 +134,6 @@ class Membership:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether nobody joins any more."""
         return self._group is None
 
     def refresh(self) -> None:
@@ -205,8 +204,7 @@ class Membership:
         self._teller.begin()
         with self._changed:
             told.append(callback)
-            others = self._others()
-        self._greet(others)
+        self.greet()
 
     def _others(self) -> list[Member]:
         return [member for member in self._present.values() if member.incarnation != self._me.incarnation]
@@ -230,10 +228,11 @@ class Membership:
             reason = reason.__cause__
         with self._changed:
             member = self._present.get(who.incarnation)
+            if member is None and who.incarnation not in self._gone:
+                remember(self._lost_unseen, who.incarnation, reason)
             if member is None or self._closed:
                 return
-            parted = isinstance(reason, ShutDown)
-            if parted:
+            if parted := isinstance(reason, ShutDown):
                 self._parted.add(who.incarnation)
             doubtful = not parted or (self._takeover is not None and self._takeover.between)
             if doubtful:
@@ -253,9 +252,7 @@ class Membership:
             how = LOST if lost else LEFT
             self.serving.miss(member, how)
             self._parted.discard(member.incarnation)
-            self._gone[member.incarnation] = how
-            if len(self._gone) > REMEMBERED:
-                del self._gone[next(iter(self._gone))]
+            remember(self._gone, member.incarnation, how)
             self._new_version()
             for note in self.gone:
                 note(member)
@@ -267,8 +264,11 @@ class Membership:
         self._view = None
 
     def _take_in(self, member: Member) -> None:
-        """With the lock held: a member has come."""
+        """With the lock held: a member has come; it may have been called, and lost, before it was seen in the store."""
         self._present[member.incarnation] = member
+        if (reason := self._lost_unseen.pop(member.incarnation, None)) is not None:
+            self._parted |= {member.incarnation} if isinstance(reason, ShutDown) else set()
+            self._doubts.append(Doubt(member, 0, monotonic(), reason))
         self._new_version()
         if member.incarnation != self._me.incarnation:
             self._teller.come(member)
@@ -315,16 +315,16 @@ class Membership:
         if isinstance(fate, Doubt):
             return [fate]
         if fate:
-            who, parted = doubt.who, LEFT if doubt.who.incarnation in self._parted else LOST
-            how = self._gone.get(who.incarnation, parted)  # it may have said so since it was doubted
+            who = doubt.who
+            how = self._gone.get(who.incarnation, LEFT if who.incarnation in self._parted else LOST)
             if how == LOST:
                 self._post.warn_lost(who.identity, f"worker {who.name!r} was lost: it does not answer any more")
             if self._group is not None and not self._group.over:
-                if doubt.who.incarnation == self._group.store.incarnation:
-                    self._group.directory.board.close(f"{doubt.who} served it")  # torch would say so at length
-                self._group.note_gone(doubt.who, how)
+                if who.incarnation == self._group.store.incarnation:
+                    self._group.directory.board.close(f"{who} served it")  # torch would say so at length
+                self._group.note_gone(who, how)
             with self._changed:
-                self._take_out(doubt.who, doubt.why if how == LOST else None)
+                self._take_out(who, doubt.why if how == LOST else None)
         elif self._teller.hears_of_ends:  # it lives, and its next end shall be heard of, too
             self._greet([doubt.who])
         return []

@@ -24,7 +24,7 @@ from telegrad.group.keys import user_keys
 from telegrad.group.sealing import SealedStore
 from telegrad.rpc import current
 from telegrad.rpc.options import TelegradOptions
-from tests.cluster import PATIENCE, Process, free_port, group, processes
+from tests.cluster import PATIENCE, Process, free_port, group, processes, wait_until
 
 events: queue.Queue[tuple[Any, ...]] = queue.Queue()
 lines: queue.Queue[str] = queue.Queue()
@@ -234,6 +234,30 @@ def test_who_serves_for_somebody_ends_where_that_one_dies() -> None:
         assert "'boss' was lost" in text
 
 
+def hold_looks() -> None:
+    """Have the next look at the store wait."""
+    current.here().membership._looking.__enter__()
+
+
+def look_again() -> None:
+    membership = current.here().membership
+    wait_until(lambda: bool(membership._lost_unseen))
+    membership._looking.__exit__(None, None, None)
+
+
+def test_a_worker_that_died_before_it_was_seen_in_the_store_is_lost() -> None:
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with processes(2) as (boss, other):
+        boss.run(join, "boss", where, 0)
+        boss.run(hold_looks)
+        other.run(join, "other", where, -1, False)
+        assert boss.run(call, "other") == 3
+        other.kill()
+        boss.run(look_again)
+        boss.run(wait_for_names, ["boss"])
+        assert boss.run(next_event)[:2] in (("join", "other"), ("lost", "other"))
+
+
 def serve_for(*required: str) -> Any:
     return serve(*required)
 
@@ -241,7 +265,7 @@ def serve_for(*required: str) -> Any:
 def wait_for_names(wanted: list[str]) -> None:
     until = time.monotonic() + PATIENCE
     while names() != wanted:
-        assert time.monotonic() < until
+        assert time.monotonic() < until, names()
         time.sleep(0.01)
 
 
