@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import contextlib
 import linecache
 import multiprocessing
 import os
@@ -142,7 +143,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(15)

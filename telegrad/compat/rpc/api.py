@@ -318,7 +318,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             except PeerError as error:  # one has died; the others still part in good order
                 lost = error
             _delete_all_user_and_unforked_owner_rrefs()
-            leaks = 0 if _ignore_rref_leak or lost else _count_leaks()
+            if not (_ignore_rref_leak or lost):
+                leaks = _count_leaks()
+                _wait_all_workers(timeout)  # the references of a worker that leaves before others have counted end
         ready = True
     finally:
         life.shutdown(graceful and ready, timeout)
