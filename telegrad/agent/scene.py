@@ -212,7 +212,7 @@ def holding(description: bytes | memoryview, came: float) -> Iterator[None]:
     types, cached, hops, baggage, *time = pickle.loads(description)
     with ExitStack() as stack:
         for kind, name in types.items():
-            if kind in ("cpu", streams.kind()):
+            if kind in _autocast_kinds():
                 stack.enter_context(torch.autocast(kind, DTYPES[name], cache_enabled=cached))
         if hops or baggage or time:
             here = _current.get()
