@@ -64,7 +64,7 @@ class Exclusive:
         self._lock.release()
 
     def _is_owned(self) -> bool:
-        """What `atfork.renewed` asks, and what it calls."""
+        """Return True if this thread holds the lock; `atfork.renewed` calls this before `_at_fork_reinit`."""
         return self._owner == threading.get_ident()
 
     def _at_fork_reinit(self) -> None:

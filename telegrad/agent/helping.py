@@ -29,7 +29,7 @@ _here = threading.local()  # .own: what this thread has read and not seen to
 
 @in_child
 def _help_nobody() -> None:
-    """What the forking thread has read, while it ran code of users in between, is the parent's to see to."""
+    """Drop the messages that the forking thread has read: the parent handles them."""
     _here.own = None
 
 

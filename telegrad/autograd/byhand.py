@@ -185,7 +185,7 @@ _register_hook: Any = torch.autograd.Function._register_hook
 
 
 def _watched_register_hook(hooks: Any, hook: Any) -> Any:
-    """What torch does for every hook of a node. From the first one on, the nodes of leaves are asked for theirs."""
+    """Register a hook of a node as torch does, and note that nodes of leaves may have hooks from now on."""
     global _leaf_nodes_may_have_hooks
     _leaf_nodes_may_have_hooks = _leaf_nodes_may_have_hooks or hook is not _look
     return _register_hook(hooks, hook)

@@ -17,7 +17,7 @@ class Gradients:
         self._sums: dict[Tensor, Tensor] = {}
         self._memory: set[int] = set()  # the storages of the sums
         self._added: set[Tensor] = set()  # leaves whose sum was made here, so that adding in place harms nobody
-        self._earlier: dict[Tensor, tuple[int, int]] = {}  # what was in `.grad` of leaves before their sums were begun
+        self._earlier: dict[Tensor, tuple[int, int]] = {}  # the state of `.grad` of leaves before their first gradient
 
     def __len__(self) -> int:
         return len(self._sums)
