@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -373,20 +373,20 @@ class Agent:
 
         Where messages of certain workers will complete it, this thread can see to them itself.
         """
-        if not self._reactor.on_worker():
-            return self._wait_for(future, timeout, senders)
-        with self._reactor.waiting():
-            return self._wait_for(future, timeout, senders)
-
-    def _wait_for(self, future: Future[Any] | Signal, timeout: float, senders: Iterable[str]) -> bool:
-        links = self._connections.accepted_from(senders)
-        if links:
-            helping.run_for(future, links, self._reactor)
-        return wait_for(future, timeout)
+        with self._reactor.waiting() if self._reactor.on_worker() else nullcontext():
+            links = self._connections.accepted_from(senders)
+            if links:
+                helping.run_for(future, links, self._reactor)
+            return wait_for(future, timeout)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Inside, this thread waits, and does not count as one that runs a call."""
         return self._reactor.waiting()
+
+    def handle_notices(self, timeout: float) -> None:
+        """Wait, so many seconds at most, until the control messages that have come so far have been handled."""
+        with self._reactor.waiting():
+            self._server.handle_notices(timeout)
 
     # The group
 

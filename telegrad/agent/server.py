@@ -6,6 +6,7 @@ import logging
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic, perf_counter
@@ -109,6 +110,7 @@ class Server:
         # By their ids, for who looks on; no lock: each use is one operation of a dict.
         self.going_on: dict[int, Incoming] = {}  # whose functions returned a future or a coroutine
         self.in_turn: dict[int, Incoming] = {}  # which wait for their turn
+        self._notices: set[Incoming] = set()  # control messages that were not handled yet, but for patient ones
 
     @property
     def idle(self) -> bool:
@@ -164,6 +166,7 @@ class Server:
             if message.flags & PATIENT:
                 self._reactor.submit(Work(self._notice, come, IDLE, size), caller.control)
             else:
+                self._notices.add(come)
                 work = Work(self._notice, come, INSTANT, size)
                 helping.submit(self._reactor, work, caller.control)
         elif message.kind == CANCEL:
@@ -201,11 +204,24 @@ class Server:
 
     def _notice(self, come: Incoming) -> None:
         sender = come.caller.identity
-        with self._streams.turn():
-            _, tensors = self._layers.take_tensors(come.message, sender)
-            self._on_notice(sender, pickle.loads(come.message.body), tensors)
+        try:
+            with self._streams.turn():
+                _, tensors = self._layers.take_tensors(come.message, sender)
+                self._on_notice(sender, pickle.loads(come.message.body), tensors)
+        finally:
+            self._notices.discard(come)
         if self.intake.stopped:
             self.intake.look(come.caller)
+
+    def handle_notices(self, timeout: float) -> None:
+        """Wait until the control messages that have come so far have been handled.
+
+        A call may end before a control message that was sent before it was handled, since threads take turns.
+        """
+        until = monotonic() + timeout
+        come = self._notices.copy()
+        while not come.isdisjoint(self._notices) and monotonic() < until:
+            time.sleep(1e-4)
 
     def _run(self, call: Incoming) -> None:
         if self._streams.used:

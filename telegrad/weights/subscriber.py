@@ -134,6 +134,7 @@ class Subscriber:
         check_timeout(timeout)
         self._box.check()
         box = self._box
+        self._agent.handle_notices(min(self._limit(timeout) or LOOK, LOOK))
         number = max(1, box.known - max_behind)
         if self._taken is not None and self._taken.number >= number and not box.is_newer_here(self._taken.number):
             return self._taken

@@ -453,7 +453,9 @@ def test_what_must_finish_begins_though_it_was_cancelled_in_the_queue() -> None:
     with agents(2, num_worker_threads=1) as (a, b):
         running = a.agent.call_async("w1", hold, ("first",), None)
         story.wait_for("first begins")
-        a.agent.call_async("w1", keep, ("second",), None).cancel()
+        second = a.agent.call_async("w1", keep, ("second",), None)
+        wait_until_there(b, 2)
+        second.cancel()
         wait_until_told(b)
         story.gate.set()
         assert running.wait()

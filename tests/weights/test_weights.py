@@ -23,6 +23,7 @@ from telegrad.rpc import current
 from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
+from telegrad.weights.joining import SubscriberBox
 from tests.cluster import PATIENCE, agents
 
 
@@ -170,6 +171,28 @@ def test_newest_at_least_and_refresh() -> None:
             current_state = state(6)
             publisher.publish()
             assert number_in(waiting.result(PATIENCE)) == 6
+
+
+def test_what_was_published_before_a_call_is_known_though_the_thread_that_hears_of_it_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread runs the call meanwhile."""
+    hear = SubscriberBox.take
+
+    def late(*args: Any) -> None:
+        time.sleep(0.05)
+        hear(*args)
+
+    with agents(2) as (learner, actor):
+        publisher = on(learner, Publisher, "p", Numbered())
+        reader = on(actor, Subscriber, "w0", "p")
+        publisher.publish()
+        reader.newest()
+        monkeypatch.setattr(SubscriberBox, "take", late)
+        for number in range(2, 5):
+            publisher.publish()
+            assert on(learner, rpc.rpc_sync, "w1", int) == 0
+            assert number_in(reader.refresh()) == number
 
 
 def test_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
