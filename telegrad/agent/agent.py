@@ -385,8 +385,7 @@ class Agent:
 
     def handle_notices(self, timeout: float) -> None:
         """Wait, so many seconds at most, until the control messages that have come so far have been handled."""
-        with self._reactor.waiting():
-            self._server.handle_notices(timeout)
+        self._server.handle_notices(timeout)
 
     # The group
 

@@ -6,10 +6,9 @@ import logging
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from types import CoroutineType
 from typing import Any, NamedTuple
 
@@ -218,10 +217,11 @@ class Server:
 
         A call may end before a control message that was sent before it was handled, since threads take turns.
         """
-        until = monotonic() + timeout
-        come = self._notices.copy()
-        while not come.isdisjoint(self._notices) and monotonic() < until:
-            time.sleep(1e-4)
+        until, come = monotonic() + timeout, self._notices.copy()
+        if come:  # else the thread keeps its lead and its slot
+            with self._reactor.waiting():
+                while not come.isdisjoint(self._notices) and monotonic() < until:
+                    sleep(1e-4)
 
     def _run(self, call: Incoming) -> None:
         if self._streams.used:
