@@ -52,12 +52,15 @@ class Box:
         self.stock: dict[int, Tensor] = {}  # the memory of the versions that are here
         self.changes = Changes()  # between versions
         self.heard = 0  # how often something has changed for who waits
+        self.has_left = False  # its memory was dropped: what was about to be handled no longer is
         self._desk = desk
         self._machine = machine
 
     def step(self, act: Callable[[], Out]) -> None:
         """Have the machine do something, and say what it wants said."""
         with self.changed:
+            if self.has_left:
+                return
             out = act()
             parcels = [(to, *self._with_bytes(word)) for to, word in out]
             shelf = self._machine.shelf

@@ -102,6 +102,7 @@ class SubscriberBox(Box):
         self._desk.remove(self)
         self.step(lambda: [*self.machine.leave(), (self._source, Leave())])
         with self.changed:
+            self.has_left = True
             self.stock.clear()
             self._last = None
 

@@ -763,6 +763,8 @@ def test_a_backward_pass_leaves_out_what_was_cancelled(begins: bool) -> None:
                 future = rpc_async("w1", scaled, (x, "scaled"))
                 if begins:
                     story.wait_for("scaled begins")
+                else:
+                    wait_until_there(b, 2)
                 assert future.cancel()
                 loss = rpc_sync("w2", torch.mul, (x, 3)).sum()
                 wait_until_told(b)

@@ -24,6 +24,7 @@ from telegrad.rpc.worker import Worker
 from telegrad.weights import Publisher, Subscriber, Version
 from telegrad.weights import publisher as publishing
 from telegrad.weights.joining import SubscriberBox
+from telegrad.weights.words import Ask, Party
 from tests.cluster import PATIENCE, agents
 
 
@@ -436,6 +437,30 @@ def test_the_first_of_a_host_leaves_or_dies(monkeypatch: pytest.MonkeyPatch) -> 
         late = on(workers[1], Subscriber, "w0", "p")
         assert number_in(late.newest()) == publisher.version
         eventually(lambda: publisher.versions == [publisher.version])
+
+
+def test_a_question_that_comes_while_a_subscriber_closes_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its memory has gone; whoever asked is sent to another source."""
+    hear = SubscriberBox.take
+
+    def late(box: SubscriberBox, sender: Party, word: Any, tensors: Any) -> None:
+        if isinstance(word, Ask) and sender.worker == "w2" and box._desk.agent.name == "w1":
+            on(workers[1], readers[0].close)
+        hear(box, sender, word, tensors)
+
+    with on_hosts(monkeypatch, "A", "B", "C") as workers:
+        publisher = on(workers[0], Publisher, "p", Numbered(50_000))
+        readers = [on(worker, Subscriber, "w0", "p") for worker in workers[1:]]
+        eventually(lambda: len(publisher.subscribers) == 2)
+        publisher.publish()
+        assert [number_in(reader.at_least(1)) for reader in readers] == [1, 1]
+        monkeypatch.setattr(SubscriberBox, "take", late)
+        publisher.publish()
+        assert number_in(readers[1].at_least(2)) == 2
+        eventually(lambda: len(publisher.subscribers) == 1)
+    assert not caplog.records
 
 
 def test_every_version_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
