@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
@@ -48,16 +48,10 @@ KINDS: dict[type, Callable[[Node], int]] = {
 }
 
 
-def holders(gradient: Tensor | None) -> int:
-    return sys.getrefcount(gradient)
-
-
-def _fewest_holders() -> int:
-    """Of a gradient in the loop that takes it from the engine, where nobody else has it."""
-    return next(holders(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
-
-
-UNSHARED = _fewest_holders()  # a function that made a gradient may have kept it, or given it to several leaves
+# The reference count of a gradient in the loop that takes it from the engine, if nothing else has it; the function that
+# made it may have kept it, or given it to several leaves. The loop calls `getrefcount` itself: a function in Python in
+# between would count one more while torch compiles, and for good after a compilation that failed (torch 2.13).
+UNSHARED = next(getrefcount(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
 
 
 class EngineRunner:
@@ -337,7 +331,7 @@ class EngineRunner:
         self._received_on.clear()
         for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
-                shared = holders(gradient) > UNSHARED
+                shared = getrefcount(gradient) > UNSHARED
                 self._accumulate(leaf.node, gradient, shared, leaf.output_nr)
         if fed:
             self._feed(call, fed, given[len(given) - len(fed) :])

@@ -948,3 +948,15 @@ def test_a_gradient_that_nobody_else_has_is_not_copied() -> None:
     with autograd.context() as context:
         autograd.backward(context, Telling.apply(x).sum())
         assert autograd.get_gradients(context)[x].data_ptr() == Telling.given
+
+
+def test_such_a_gradient_is_not_copied_in_code_that_is_compiled_either() -> None:
+    """Torch's compiler evaluates all frames of the process then, and a call in Python holds one reference more."""
+    x = leaf()
+
+    def step() -> int:
+        with autograd.context() as context:
+            autograd.backward(context, Telling.apply(x).sum())
+            return autograd.get_gradients(context)[x].data_ptr()
+
+    assert torch.compile(step, backend="eager")() == Telling.given
