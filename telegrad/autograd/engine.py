@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 from sys import getrefcount
 from threading import get_ident
 from typing import Any
@@ -36,9 +38,9 @@ def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or byhand.has_hooks_of_leaf_node(leaf, node))
 
 
-def _kind_of_leaf(node: Node) -> int:
-    """A leaf without hooks takes its gradient in parts; hooks shall see all of it at once."""
-    return LEAF if _has_hooks(node.variable, node) else PLAIN
+def _kind_of_leaf(node: Node, averaged: AbstractSet[int] = frozenset()) -> int:
+    """Return PLAIN if the leaf may take its gradient in parts: it has no hooks, and its id is not in `averaged`."""
+    return LEAF if id(node.variable) in averaged or _has_hooks(node.variable, node) else PLAIN
 
 
 KINDS: dict[type, Callable[[Node], int]] = {
@@ -80,6 +82,7 @@ class EngineRunner:
         self._replicated = set() if spec.captures else replicas.replicated()
         modules = [] if spec.captures or spec.create else sharded.sharded_modules()  # else `guard` refuses them
         self._unsharded = sharded.unsharded_ids(modules)
+        self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends
         # Where the gradients of each entry come in.
         self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
@@ -89,7 +92,8 @@ class EngineRunner:
             self._edges[ROOTS] = list(map(edge_of, roots))
         entries: Any = self._edges  # where the pass captures none is a tensor, see `_entrance`
         self._capture_kinds = CaptureKinds(context, entries, capture) if spec.captures else None
-        kinds: Kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated or self._unsharded else KINDS
+        # A method of the runner would make a reference cycle here, and the graph would wait for the garbage collector.
+        kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
         nodes = {entry: self._nodes(entry) for entry in self._edges}
         self._sharded = sharded.ShardedPart(modules, nodes)
@@ -116,7 +120,7 @@ class EngineRunner:
 
     def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
         """A leaf that must not take its gradient in parts does so by its node."""
-        if isinstance(edge, Tensor) and (self._spec.captures or self._is_of_wrapper(edge) or _has_hooks(edge)):
+        if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._averaged or _has_hooks(edge)):
             return edge_of(edge)
         return edge
 
@@ -191,13 +195,6 @@ class EngineRunner:
         return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
 
     # Replicated and sharded modules
-
-    def _is_of_wrapper(self, leaf: Tensor) -> bool:
-        """Return True for a leaf whose gradient is to be averaged over all ranks."""
-        return id(leaf) in self._replicated or id(leaf) in self._unsharded
-
-    def _kind_of_leaf(self, node: Node) -> int:
-        return LEAF if self._is_of_wrapper(node.variable) else _kind_of_leaf(node)
 
     def _replicated_leaves(self) -> list[Node]:
         leaves = self._schedule.special(LEAF)
