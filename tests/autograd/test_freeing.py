@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad import autograd
-from telegrad.rpc import rpc_sync
+from telegrad.rpc import remote, rpc_sync
 from tests.cluster import wait_until
 
 pytestmark = pytest.mark.usefixtures("contexts_end")
@@ -53,6 +53,10 @@ def probed(x: Tensor) -> Tensor:
     return Probed.apply(x)
 
 
+def probed_sum(x: Tensor) -> Tensor:
+    return probed(x).sum()
+
+
 def leaf() -> Tensor:
     return torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
 
@@ -87,3 +91,12 @@ def test_graphs_are_freed_in_a_process_that_has_a_replicated_module(tmp_path: pa
         del replica
     finally:
         dist.destroy_process_group()
+
+
+def test_graphs_of_references_that_were_roots_are_freed_at_their_owners() -> None:
+    with autograd.context() as context:
+        roots = [remote(worker, probed_sum, (leaf(),)) for worker in ("w1", "w2")]
+        autograd.backward(context, [*roots, remote("w1", probed_sum, (leaf(),))], retain_graph=True)
+        assert graphs_hold_probes()
+    del roots
+    wait_until(lambda: not graphs_hold_probes())
