@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
@@ -36,9 +38,9 @@ def _has_hooks(leaf: Tensor, node: Node | None = None) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks or byhand.has_hooks_of_leaf_node(leaf, node))
 
 
-def _kind_of_leaf(node: Node) -> int:
-    """A leaf without hooks takes its gradient in parts; hooks shall see all of it at once."""
-    return LEAF if _has_hooks(node.variable, node) else PLAIN
+def _kind_of_leaf(node: Node, averaged: AbstractSet[int] = frozenset()) -> int:
+    """Return PLAIN if the leaf may take its gradient in parts: it has no hooks, and its id is not in `averaged`."""
+    return LEAF if id(node.variable) in averaged or _has_hooks(node.variable, node) else PLAIN
 
 
 KINDS: dict[type, Callable[[Node], int]] = {
@@ -48,16 +50,10 @@ KINDS: dict[type, Callable[[Node], int]] = {
 }
 
 
-def holders(gradient: Tensor | None) -> int:
-    return sys.getrefcount(gradient)
-
-
-def _fewest_holders() -> int:
-    """Of a gradient in the loop that takes it from the engine, where nobody else has it."""
-    return next(holders(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
-
-
-UNSHARED = _fewest_holders()  # a function that made a gradient may have kept it, or given it to several leaves
+# The reference count of a gradient in the loop that takes it from the engine, if nothing else has it; the function that
+# made it may have kept it, or given it to several leaves. The loop calls `getrefcount` itself: a function in Python in
+# between would count one more while torch compiles, and for good after a compilation that failed (torch 2.13).
+UNSHARED = next(getrefcount(gradient) for _, gradient in zip([None], (torch.empty(0),), strict=False))
 
 
 class EngineRunner:
@@ -86,6 +82,7 @@ class EngineRunner:
         self._replicated = set() if spec.captures else replicas.replicated()
         modules = [] if spec.captures or spec.create else sharded.sharded_modules()  # else `guard` refuses them
         self._unsharded = sharded.unsharded_ids(modules)
+        self._averaged = self._replicated | self._unsharded  # the ids of leaves whose gradients all ranks average
         self._sends = context.sends
         # Where the gradients of each entry come in.
         self._edges: dict[int, Sequence[GradientEdge | Tensor]] = {
@@ -95,7 +92,8 @@ class EngineRunner:
             self._edges[ROOTS] = list(map(edge_of, roots))
         entries: Any = self._edges  # where the pass captures none is a tensor, see `_entrance`
         self._capture_kinds = CaptureKinds(context, entries, capture) if spec.captures else None
-        kinds: Kinds = {**KINDS, LeafNode: self._kind_of_leaf} if self._replicated or self._unsharded else KINDS
+        # A method of the runner would make a reference cycle here, and the graph would wait for the garbage collector.
+        kinds: Kinds = {**KINDS, LeafNode: partial(_kind_of_leaf, averaged=self._averaged)} if self._averaged else KINDS
         kinds = self._capture_kinds or kinds
         nodes = {entry: self._nodes(entry) for entry in self._edges}
         self._sharded = sharded.ShardedPart(modules, nodes)
@@ -122,7 +120,7 @@ class EngineRunner:
 
     def _entrance(self, edge: GradientEdge | Tensor) -> GradientEdge | Tensor:
         """A leaf that must not take its gradient in parts does so by its node."""
-        if isinstance(edge, Tensor) and (self._spec.captures or self._is_of_wrapper(edge) or _has_hooks(edge)):
+        if isinstance(edge, Tensor) and (self._spec.captures or id(edge) in self._averaged or _has_hooks(edge)):
             return edge_of(edge)
         return edge
 
@@ -197,13 +195,6 @@ class EngineRunner:
         return [edge.node for edge in self._edges[entry] if not isinstance(edge, Tensor)]
 
     # Replicated and sharded modules
-
-    def _is_of_wrapper(self, leaf: Tensor) -> bool:
-        """Return True for a leaf whose gradient is to be averaged over all ranks."""
-        return id(leaf) in self._replicated or id(leaf) in self._unsharded
-
-    def _kind_of_leaf(self, node: Node) -> int:
-        return LEAF if self._is_of_wrapper(node.variable) else _kind_of_leaf(node)
 
     def _replicated_leaves(self) -> list[Node]:
         leaves = self._schedule.special(LEAF)
@@ -337,7 +328,7 @@ class EngineRunner:
         self._received_on.clear()
         for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
-                shared = holders(gradient) > UNSHARED
+                shared = getrefcount(gradient) > UNSHARED
                 self._accumulate(leaf.node, gradient, shared, leaf.output_nr)
         if fed:
             self._feed(call, fed, given[len(given) - len(fed) :])

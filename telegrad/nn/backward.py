@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from telegrad.autograd import replicas, sharded
 from telegrad.autograd.byhand import is_function
 from telegrad.autograd.edges import edge_of, run_backward
-from telegrad.autograd.engine import KINDS, UNSHARED, holders
+from telegrad.autograd.engine import KINDS, UNSHARED
 from telegrad.autograd.gradients import Gradients
 from telegrad.autograd.schedule import PLAIN
 
@@ -184,7 +185,7 @@ class Backward:
     def _add(self, leaves: list[Node], given: Sequence[Tensor | None]) -> None:
         for leaf, gradient in zip(leaves, given, strict=False):
             if gradient is not None:
-                shared = holders(gradient) > UNSHARED
+                shared = getrefcount(gradient) > UNSHARED
                 self._sums.add(leaf.variable, gradient, False, shared)
 
     # In two steps

@@ -6,6 +6,7 @@ A call that uses a reference names it by its id; the caller holds the handle unt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -181,22 +182,29 @@ def open_roots(table: ReferenceTable, values: Sequence[Any]) -> Future[list[Tens
     found: Future[list[Tensor]] = Future()
     coming = [table.box(value).opening() if not isinstance(value, Tensor) else None for value in values]
 
-    def look(_: Any = None) -> None:
-        missing = next((each for each in coming if each is not None and not each.done()), None)
-        if missing is not None:
-            missing.add_done_callback(look)
-            return
-        try:
-            roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
-            for root in roots:
-                check_root(root)
-        except Exception as error:
-            found.set_exception(error)  # type: ignore[arg-type]
-        else:
-            found.set_result(roots)
-
-    look()
+    _look_at_roots(found, values, coming)
     return found
+
+
+def _look_at_roots(
+    found: Future[list[Tensor]], values: Sequence[Any], coming: Sequence[Signal | None], _: Any = None
+) -> None:
+    """Give `found` its result if all values are there, else look again as soon as one more is.
+
+    A closure that passes itself on would be a reference cycle, in which the graphs of the roots would live on.
+    """
+    missing = next((each for each in coming if each is not None and not each.done()), None)
+    if missing is not None:
+        missing.add_done_callback(partial(_look_at_roots, found, values, coming))
+        return
+    try:
+        roots = [value if each is None else each.wait() for value, each in zip(values, coming, strict=True)]
+        for root in roots:
+            check_root(root)
+    except Exception as error:
+        found.set_exception(error)  # type: ignore[arg-type]
+    else:
+        found.set_result(roots)
 
 
 runs_as(with_values, lambda function, *_: user_name(function))
