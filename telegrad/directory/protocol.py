@@ -1,0 +1,112 @@
+"""The directory of a group: a small store with leases, revisions and compare-and-set.
+
+Every decision that must have one answer (who is in the group, who owns a name or a rank, who owns a published value,
+which generation runs, whether the group has ended) is one compare-and-set of one key.
+
+Revisions. The directory counts its writes: each write, each deletion and each expiry gets the next revision. Revisions
+never repeat and never go backwards, also after the engine was restarted. The revision of the write that created a claim
+is its fencing token: a later owner of the same key always has a higher one, so a receiver that remembers the highest
+token it has seen can refuse an owner that was replaced.
+
+Leases. A key that is written with a lease is deleted when the lease ends, and so is every other key of that lease, at
+one revision each. A lease ends when it is revoked, or when it was not renewed for `ttl` seconds *by the engine's clock*.
+Its holder must stop acting as an owner earlier than that, by its own clock: `ttl` seconds after it *sent* the last
+renewal that succeeded (`Lease.ends`). Since the engine starts to count when the renewal arrives, the holder stops first,
+provided that both clocks run at the same speed.
+
+Errors. `DirectoryLost` means that the outcome is unknown: a compare-and-set may have happened. The caller reads the key
+again and compares the value, which names its writer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from telegrad.errors import RendezvousError
+
+ABSENT = 0  # the revision of a key that does not exist
+
+
+class DirectoryLost(RendezvousError):
+    """The directory did not answer. Whether a write was done is unknown."""
+
+
+class LeaseLost(RendezvousError):
+    """The lease has ended: its keys are deleted, or about to be, and others may claim them."""
+
+
+class Compacted(RendezvousError):
+    """The directory no longer has the changes since that revision: list again, and watch from there."""
+
+
+class Entry(NamedTuple):
+    """A key with its value."""
+
+    key: str
+    value: bytes
+    revision: int  # of the write that made this value
+    created: int  # of the write that created the key: the fencing token of a claim, equal until the key is deleted
+    lease: int = 0  # id of the lease that it hangs on; 0 for none
+
+
+class Event(NamedTuple):
+    """A change of one key."""
+
+    revision: int
+    key: str
+    entry: Entry | None  # None: the key was deleted, or its lease has ended
+
+
+class Listing(NamedTuple):
+    """What stood under a prefix at one revision. Watch from `revision` to miss nothing."""
+
+    revision: int
+    entries: tuple[Entry, ...]  # by key
+
+
+class Lease(NamedTuple):
+    """The right of one worker to its keys, until `ends` by the holder's monotonic clock."""
+
+    id: int
+    ttl: float
+    ends: float
+
+
+class Swap(NamedTuple):
+    """What came of a compare-and-set."""
+
+    done: bool
+    entry: Entry | None  # what stands there now: what was written, or what was there instead; None for nothing
+
+
+class Directory(Protocol):
+    """One client's connection to the directory of one group.
+
+    All methods may be called from any thread, at the same time. None blocks longer than its own limit, which is
+    `timeout` where it takes one and the patience of the connection elsewhere. All raise DirectoryLost.
+    """
+
+    def grant(self, ttl: float) -> Lease:
+        """Begin a lease."""
+
+    def renew(self, lease: Lease) -> Lease:
+        """Return the lease with a new end. Raises LeaseLost where it has ended."""
+
+    def revoke(self, lease: Lease) -> None:
+        """End a lease, and delete its keys. Does nothing where it has ended already."""
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
+        """Write `value` where the key's revision is `expected`; None deletes it. Raises LeaseLost."""
+
+    def list(self, prefix: str) -> Listing:
+        """Return all keys that begin with `prefix`, as they stood at one revision; linearizable."""
+
+    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, list[Event]]:
+        """Wait until a key under `prefix` changes after revision `since`, at most `timeout` seconds.
+
+        Return the revision to watch from next, and the changes in their order, none left out; no changes at the timeout.
+        Raises Compacted.
+        """
+
+    def close(self) -> None:
+        """Let go of the connection; a lease of this client lives on until it ends."""
