@@ -3,28 +3,36 @@
 Every decision that must have one answer (who is in the group, who owns a name or a rank, who owns a published value,
 which generation runs, whether the group has ended) is one compare-and-set of one key.
 
-Revisions. The directory counts its writes: each write, each deletion and each expiry gets the next revision. Revisions
-never repeat and never go backwards, also after the engine was restarted. The revision of the write that created a claim
-is its fencing token: a later owner of the same key always has a higher one, so a receiver that remembers the highest
-token it has seen can refuse an owner that was replaced.
+Revisions. The directory counts its writes: each write, each deletion and each end of a lease gets a higher revision.
+Revisions never repeat and never go backwards, also after the engine was restarted. The revision of the write that
+created a claim is its fencing token: a later owner of the same key always has a higher one, so a receiver that
+remembers the highest token it has seen can refuse an owner that was replaced.
 
-Leases. A key that is written with a lease is deleted when the lease ends, and so is every other key of that lease, at
-one revision each. A lease ends when it is revoked, or when it was not renewed for `ttl` seconds *by the engine's clock*.
-Its holder must stop acting as an owner earlier than that, by its own clock: `ttl` seconds after it *sent* the last
-renewal that succeeded (`Lease.ends`). Since the engine starts to count when the renewal arrives, the holder stops first,
-provided that both clocks run at the same speed.
+Leases. A key that is written with a lease is deleted when the lease ends, and so is every other key of that lease; an
+engine may do that at one revision or at several. A key that is written without a lease, or with another one, leaves
+the lease that it had. A lease ends when it is revoked, or when it was not renewed for `ttl` seconds *by the engine's
+clock*. Its holder must stop acting as an owner earlier than that, by its own clock: `ttl` seconds after it *sent* the
+last renewal that succeeded (`Lease.ends`). Since the engine starts to count when the renewal arrives, the holder stops
+first, provided that both clocks run at the same speed. An engine may make the ttl longer than was asked for, never
+shorter.
 
 Errors. `DirectoryLost` means that the outcome is unknown: a compare-and-set may have happened. The caller reads the key
-again and compares the value, which names its writer.
+again and compares the value, which names its writer. So an engine never sends a compare-and-set a second time when the
+first one may have arrived: the second would be told that the key has changed.
+
+Keys are text of 1 to KEY_BYTES bytes in UTF-8 without null characters; values are at most VALUE_BYTES bytes.
+`check_key` and `check_value` refuse others, in every engine.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from telegrad.errors import RendezvousError
+from telegrad.errors import InvalidArgument, RendezvousError
 
 ABSENT = 0  # the revision of a key that does not exist
+KEY_BYTES = 1 << 10
+VALUE_BYTES = 1 << 20
 
 
 class DirectoryLost(RendezvousError):
@@ -57,6 +65,9 @@ class Event(NamedTuple):
     entry: Entry | None  # None: the key was deleted, or its lease has ended
 
 
+Events = list[Event]  # a name for it, since `list` is a method of what returns it
+
+
 class Listing(NamedTuple):
     """What stood under a prefix at one revision. Watch from `revision` to miss nothing."""
 
@@ -83,11 +94,12 @@ class Directory(Protocol):
     """One client's connection to the directory of one group.
 
     All methods may be called from any thread, at the same time. None blocks longer than its own limit, which is
-    `timeout` where it takes one and the patience of the connection elsewhere. All raise DirectoryLost.
+    `timeout` where it takes one and the patience of the connection elsewhere. All raise DirectoryLost, also after
+    `close`.
     """
 
     def grant(self, ttl: float) -> Lease:
-        """Begin a lease."""
+        """Begin a lease. Its ttl may be longer than asked for."""
 
     def renew(self, lease: Lease) -> Lease:
         """Return the lease with a new end. Raises LeaseLost where it has ended."""
@@ -96,17 +108,54 @@ class Directory(Protocol):
         """End a lease, and delete its keys. Does nothing where it has ended already."""
 
     def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
-        """Write `value` where the key's revision is `expected`; None deletes it. Raises LeaseLost."""
+        """Write `value` where the key's revision is `expected`; None deletes it.
+
+        Raises:
+            LeaseLost: the lease has ended; nothing was written. Where the key's revision differs as well, an engine may
+                return that instead.
+            InvalidArgument: the key or the value is too long, or the key is no valid text.
+        """
 
     def list(self, prefix: str) -> Listing:
-        """Return all keys that begin with `prefix`, as they stood at one revision; linearizable."""
+        """Return all keys that begin with `prefix`, as they stood at one revision; "" for all. Linearizable."""
 
-    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, list[Event]]:
+    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
         """Wait until a key under `prefix` changes after revision `since`, at most `timeout` seconds.
 
-        Return the revision to watch from next, and the changes in their order, none left out; no changes at the timeout.
-        Raises Compacted.
+        Return the revision to watch from next, and the changes in their order, none left out; none at the timeout.
+        The changes of one revision are never parted. A connection that breaks is made again within `timeout` and the
+        patience; after that, the method raises DirectoryLost.
+
+        Raises:
+            Compacted: the engine has forgotten changes after `since`.
         """
 
     def close(self) -> None:
-        """Let go of the connection; a lease of this client lives on until it ends."""
+        """Let go of the connection; a lease of this client lives on until it ends. A watch that waits raises."""
+
+
+def check_key(key: str) -> bytes:
+    """Return the key in UTF-8.
+
+    Raises:
+        InvalidArgument: it is empty or too long, or UTF-8 cannot write it, or it has a null character.
+    """
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"the key {key!r} of the directory has characters that UTF-8 cannot write") from None
+    if not 0 < len(encoded) <= KEY_BYTES or "\0" in key:
+        raise InvalidArgument(
+            f"a key of the directory has 1 to {KEY_BYTES} bytes and no null character, not {len(encoded)} bytes: "
+            f"{key[:40]!r}. Use shorter names"
+        )
+    return encoded
+
+
+def check_value(key: str, value: bytes) -> None:
+    """Raise InvalidArgument where a value is too long."""
+    if len(value) > VALUE_BYTES:
+        raise InvalidArgument(
+            f"the value of {key!r} has {len(value)} bytes: the directory takes at most {VALUE_BYTES}. Publish "
+            "the value itself by other means, and put its address into the directory"
+        )

@@ -1,0 +1,3 @@
+import pytest
+
+pytest.register_assert_rewrite("tests.directory.contract", "tests.directory.programs", "tests.directory.faults")
