@@ -449,8 +449,8 @@ class Contract(Fixtures):
             here, there, former = there, here, lease
             swap = here.swap(f"{place}a", b"")
             assert not swap.done
-            lease = here.grant(3 * engine.ttl)
             wait_for(here, place, swap.entry.revision, is_gone, former.ttl + engine.slack + SOON)
+            lease = here.grant(engine.ttl)
             entry = written(here.swap(f"{place}a", b"", lease=lease))
             assert time.monotonic() >= former.ends
             assert entry.created > token

@@ -37,13 +37,12 @@ class Naive:
         self.entries: dict[str, Entry] = {}
         self.events: list[Event] = []
         self.leases: dict[int, Held] = {}
-        self.granted = 0
         self.forgotten = 0  # changes until this revision are not kept
 
     def grant(self, ttl: float, now: float) -> int:
-        self.granted += 1
-        self.leases[self.granted] = Held(ttl, now + ttl)
-        return self.granted
+        self.revision += 1
+        self.leases[self.revision] = Held(ttl, now + ttl)
+        return self.revision
 
     def renew(self, lease: int, now: float) -> bool:
         if lease not in self.leases:
@@ -90,8 +89,13 @@ class Naive:
         return [event for event in self.events if event.revision > since and event.key.startswith(prefix)]
 
     def expire(self, now: float) -> None:
-        for lease in [lease for lease, held in self.leases.items() if held.ends <= now]:
-            self.revoke(lease)
+        for ends, lease in sorted((held.ends, lease) for lease, held in self.leases.items()):
+            if ends <= now:
+                self.revoke(lease)
+
+    def postpone(self, seconds: float) -> None:
+        for lease, held in self.leases.items():
+            self.leases[lease] = Held(held.ttl, held.ends + seconds)
 
 
 class NaiveEngine:
