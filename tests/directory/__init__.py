@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.directory.contract", "tests.directory.programs", "tests.directory.faults")
+pytest.register_assert_rewrite(*(f"tests.directory.{each}" for each in ("harness", "contract", "programs", "faults")))

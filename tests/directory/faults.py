@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from telegrad.directory.protocol import ABSENT, Directory, DirectoryLost, Event
-from tests.directory.contract import LONG, PATIENCE, SOON, Engine, Fixtures, Make, is_gone, read, wait_for, written
+from tests.directory.harness import LONG, PATIENCE, SOON, Engine, Fixtures, Make, is_gone, read, wait_for, written
 from tests.directory.programs import Replica
 
 PATIENT = 1.0  # seconds for which these clients wait where nobody shall answer

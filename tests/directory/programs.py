@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from telegrad.directory.protocol import ABSENT, Directory, DirectoryLost, Entry, Event, Events, Lease, LeaseLost, Swap
-from tests.directory.contract import LONG, PATIENCE, Fixtures, Make
+from tests.directory.harness import LONG, PATIENCE, Fixtures, Make
 from tests.directory.naive import Naive
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
