@@ -21,11 +21,12 @@ again and compares the value, which names its writer. So an engine never sends a
 first one may have arrived: the second would be told that the key has changed.
 
 Keys are text of 1 to KEY_BYTES bytes in UTF-8 without null characters; values are at most VALUE_BYTES bytes.
-`check_key` and `check_value` refuse others, in every engine.
+`check_key` and `check_value` refuse others, in every engine, as `check_ttl` does for leases.
 """
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import NamedTuple, Protocol
 
 from telegrad.errors import InvalidArgument, RendezvousError
@@ -33,6 +34,7 @@ from telegrad.errors import InvalidArgument, RendezvousError
 ABSENT = 0  # the revision of a key that does not exist
 KEY_BYTES = 1 << 10
 VALUE_BYTES = 1 << 20
+SHORTEST_TTL, LONGEST_TTL = 0.05, 86_400.0  # seconds
 
 
 class DirectoryLost(RendezvousError):
@@ -99,7 +101,11 @@ class Directory(Protocol):
     """
 
     def grant(self, ttl: float) -> Lease:
-        """Begin a lease. Its ttl may be longer than asked for."""
+        """Begin a lease. Its ttl may be longer than asked for.
+
+        Raises:
+            InvalidArgument: `ttl` is not between SHORTEST_TTL and LONGEST_TTL.
+        """
 
     def renew(self, lease: Lease) -> Lease:
         """Return the lease with a new end. Raises LeaseLost where it has ended."""
@@ -159,3 +165,9 @@ def check_value(key: str, value: bytes) -> None:
             f"the value of {key!r} has {len(value)} bytes: the directory takes at most {VALUE_BYTES}. Publish "
             "the value itself by other means, and put its address into the directory"
         )
+
+
+def check_ttl(ttl: float) -> None:
+    """Raise InvalidArgument where a lease cannot have this ttl."""
+    if not (isfinite(ttl) and SHORTEST_TTL <= ttl <= LONGEST_TTL):
+        raise InvalidArgument(f"a lease has a ttl of {SHORTEST_TTL:g} to {LONGEST_TTL:g} seconds, not {ttl!r}")

@@ -231,7 +231,7 @@ class Table:
         return self.revision, found
 
     def changed(self, since: int) -> set[str]:
-        """Return the keys that have changed after a revision whose changes are not forgotten."""
+        """Return the keys that have changed after a revision, as far as these changes are not forgotten."""
         return {event.key for event in self._changes[self._position(since) :]}
 
     # Internal
