@@ -6,7 +6,11 @@ message that is longer than a record is in several. Both ends of a connection to
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 see below
 import struct
+
+# Else imported at the first connection: by each of many processes that were forked, and connect at one moment.
+from cryptography.hazmat.backends.openssl import backend as _backend  # noqa: F401
 
 from telegrad.errors import ProtocolViolation
 from telegrad.transport.noise import TAG, Ciphers

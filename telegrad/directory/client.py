@@ -9,7 +9,6 @@ have arrived.
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import secrets
 import selectors
@@ -17,6 +16,7 @@ import socket
 import threading
 from time import monotonic
 
+from telegrad import forks
 from telegrad.addresses import bracketed
 from telegrad.directory import messages
 from telegrad.directory.channel import INCARNATION, Channel
@@ -50,11 +50,11 @@ from telegrad.transport.sockets import NOT_NOW, shut, tune_tcp
 PATIENCE = 10.0  # seconds for one operation, if nothing else is given
 HANDSHAKE = 10.0  # seconds for a connection and its handshake: a whole group may come at once
 SILENCE = 10.0  # seconds after which the kernel takes the server's host for lost
-FIRST_DELAY, LONGEST_DELAY = 0.02, 1.0  # seconds between two connections
+FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0  # seconds between two connections, at most
 LONGEST = 1 << 30  # bytes of a reply
 PIECE = 1 << 18
 
-log = logging.getLogger("telegrad")
+_random = random.SystemRandom()  # processes that were forked have one state of the others
 
 
 class _Call:
@@ -85,6 +85,7 @@ class EmbeddedDirectory:
         """`keys` are those of the group; `patience` is for how many seconds an operation waits for the server."""
         self._address, self._keys, self._patience = address, keys, patience
         self._claim = Claim(secrets.token_hex(8), 0, "", "")
+        self._made_at = forks.depth
         self._at = f"the directory at {bracketed(address[0])}:{address[1]}"
         self._lock = threading.Lock()  # guards all below; nobody waits under it
         self._told = threading.Condition(self._lock)  # of a call, or of the end
@@ -130,6 +131,8 @@ class EmbeddedDirectory:
         return reply.revision, reply.changes
 
     def close(self) -> None:
+        if forks.depth != self._made_at:  # the connection is that of the parent
+            return
         with self._lock:
             self._is_closed = True
             link, self._link = self._link, None
@@ -149,6 +152,7 @@ class EmbeddedDirectory:
 
     def _ask(self, request: Request, timeout: float = 0.0, may_repeat: bool = True) -> Reply:
         """Send a request, now or over the next connection, and wait for its reply."""
+        forks.check(self._made_at)
         call = _Call(request, monotonic() + timeout, may_repeat)
         with self._lock:
             if self._is_closed:
@@ -159,15 +163,17 @@ class EmbeddedDirectory:
                 self._send(self._link, number, call)
             else:
                 self._told.notify_all()
-        if not call.done.wait(timeout + self._patience):
+        try:
+            call.done.wait(timeout + self._patience)
+        finally:  # also where a signal ends the wait
             with self._lock:
                 self._calls.pop(number, None)
                 problem = self._problem
-            if not call.done.is_set():
-                raise DirectoryLost(
-                    f"{self._at} did not answer for {timeout + self._patience:g} s: {problem}. Whether a write was "
-                    "done is unknown; see whether the process that keeps it runs, and can be reached from here"
-                )
+        if not call.done.is_set():
+            raise DirectoryLost(
+                f"{self._at} did not answer for {timeout + self._patience:g} s: {problem}. Whether a write was done is "
+                "unknown; see whether the process that keeps it runs, and can be reached from here"
+            )
         if call.error is not None:
             raise call.error
         assert call.reply is not None
@@ -216,7 +222,7 @@ class EmbeddedDirectory:
                 self._serve(link)
             with self._lock:
                 if not self._is_closed:
-                    self._told.wait_for(lambda: self._is_closed, random.uniform(delay / 2, delay))
+                    self._told.wait_for(lambda: self._is_closed, _random.uniform(0.0, delay))
             delay = min(2 * delay, LONGEST_DELAY)
 
     def _wait_for_calls(self) -> bool:
@@ -301,7 +307,7 @@ class EmbeddedDirectory:
         with self._lock:
             calls = self._take_calls()
         for call in calls:
-            call.finish(None, error)
+            call.finish(None, type(error)(str(error)))  # one for each thread that raises it
 
 
 class _Link:

@@ -67,6 +67,7 @@ class Keeper:
         """End the process, and with it the directory."""
         self._listener.close()
         self._let_go(self._process)
+        self._process.terminate()  # other processes may hold the pipe: those that this one has forked
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -83,7 +84,7 @@ class Keeper:
             pass_fds=[listener],
             **own_session(),
         )
-        config = pickle.dumps((listener, self._keys, self._path, self._is_kept, self._limits))
+        config = pickle.dumps((os.getpid(), listener, self._keys, self._path, self._is_kept, self._limits))
         assert process.stdin is not None
         try:
             process.stdin.write(len(config).to_bytes(4, "little") + config)  # fits into the pipe

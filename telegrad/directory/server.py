@@ -36,6 +36,7 @@ from telegrad.transport.sockets import NOT_NOW, tune_tcp
 BACKLOG = 4096  # connections that wait to be accepted; a whole group may come at once
 PIECE = 1 << 16  # bytes that are read of one client in a turn
 REQUESTS = 16  # that are answered for one client in a turn
+REPLIES = 1 << 18  # bytes of replies, after which the next client has its turn
 ACCEPTS = 64  # connections that are accepted in a turn
 QUEUED = 4 << 20  # bytes of replies that wait for one client; above, its requests wait
 MOST_QUEUED = 64 << 20  # above, its connection ends
@@ -55,6 +56,7 @@ Closed = (OSError, ProtocolViolation, DecryptionFailed)
 class Config(NamedTuple):
     """What a process is told that shall serve."""
 
+    parent: int  # the process that has started it
     listener: int  # the descriptor of a socket that listens
     keys: Keyring
     path: str
@@ -92,8 +94,8 @@ class Server:
         self._most = _descriptors() - SPARE
         self._is_over = False
 
-    def run(self, pipe: int | None = None) -> None:
-        """Serve until `stop`, or until the pipe is closed."""
+    def run(self, pipe: int | None = None, parent: int = 0) -> None:
+        """Serve until `stop`; until the pipe is closed, or the parent process ends, where they are given."""
         register = self._selector.register
         try:
             register(self._listener, selectors.EVENT_READ, self._accept)
@@ -101,7 +103,8 @@ class Server:
             if pipe is not None:
                 register(pipe, selectors.EVENT_READ, self._end)
             last = monotonic()
-            while not self._is_over:
+            # Processes that the parent has forked hold the pipe, too.
+            while not (self._is_over or (parent and os.getppid() != parent)):
                 last = self._turn(last)
         finally:
             for connection in list(self._connections.values()):
@@ -221,8 +224,9 @@ class Server:
     def _answer(self, connection: _Connection, now: float) -> None:
         """Answer a few of the requests of a client."""
         requests = connection.requests
+        most = min(len(connection.unsent) + REPLIES, QUEUED)
         for _ in range(min(REQUESTS, len(requests))):
-            if len(connection.unsent) > QUEUED or connection.number not in self._connections:
+            if len(connection.unsent) > most or connection.number not in self._connections:
                 break
             try:
                 reply = self._service.answer(connection.number, connection.client, requests.popleft(), now)
@@ -351,7 +355,7 @@ def main(pipe: int) -> None:
     size = int.from_bytes(_read_all(pipe, 4), "little")
     config = Config(*pickle.loads(_read_all(pipe, size)))  # from the process that has started this one
     listener = socket.socket(fileno=config.listener)
-    Server(listener, config.keys, config.path, config.limits).run(pipe)
+    Server(listener, config.keys, config.path, config.limits).run(pipe, config.parent)
     if not config.is_kept:
         remove(config.path)  # nobody else knows of it
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.keeping import Keeper
-from telegrad.directory.server import Server
 from telegrad.directory.table import Limits
 from tests.cluster import KEYS
 from tests.directory.contract import Contract
