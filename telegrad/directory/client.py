@@ -211,12 +211,12 @@ class EmbeddedDirectory:
         while self._wait_for_calls():
             try:
                 link = self._connect()
-            except OSError as error:
-                self._problem = f"no connection could be made ({error})"
-            except PeerUnreachable as error:
-                self._problem = str(error)
             except (HandshakeError, DirectoryLost) as error:  # the same would come again
                 self._fail_all(error)
+            except PeerUnreachable as error:
+                self._problem = str(error)
+            except OSError as error:
+                self._problem = f"no connection could be made ({error})"
             else:
                 delay = FIRST_DELAY
                 self._serve(link)
