@@ -97,7 +97,7 @@ class Directory(Protocol):
 
     All methods may be called from any thread, at the same time. None blocks longer than its own limit, which is
     `timeout` where it takes one and the patience of the connection elsewhere. All raise DirectoryLost, also after
-    `close`.
+    `close`; AuthenticationFailed where the engine does not hold the group's key; LimitReached where the engine is full.
     """
 
     def grant(self, ttl: float) -> Lease:

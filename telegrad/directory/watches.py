@@ -44,13 +44,12 @@ class _Answer(NamedTuple):
 class _Prefix:
     """What is watched under one prefix. For no watch that waits there is a change between its `since` and `told`."""
 
-    __slots__ = ("has_changed", "tell_at", "told", "watches")
+    __slots__ = ("tell_at", "told", "watches")
 
     def __init__(self, told: int) -> None:
         self.watches: dict[tuple[int, int], _Watch] = {}  # by connection and number
         self.told = told
         self.tell_at = 0.0  # not before
-        self.has_changed = False  # after `told`
 
 
 class Watches:
@@ -60,6 +59,7 @@ class Watches:
         self._table = table
         self._seen = table.revision  # it is known until here which prefixes have changed
         self._prefixes: dict[str, _Prefix] = {}
+        self._changed: dict[str, _Prefix] = {}  # those under which something has changed after `told`
         self._waiting: dict[int, dict[int, str]] = {}  # by connection and number, the prefix
         self._count = 0
         self._timeouts: list[tuple[float, int, int]] = []  # a heap; watches that were answered may still be in it
@@ -101,32 +101,33 @@ class Watches:
     def collect(self, now: float) -> Replies:
         """Return the replies to watches that have waited long enough."""
         if self._table.revision > self._seen:
-            self._look()
+            self._look(now)
         found: Replies = []
-        for prefix, watched in list(self._prefixes.items()):
-            if watched.tell_at <= now:
-                if watched.has_changed:
-                    found += self._tell(prefix, watched, now)
-                elif not watched.watches:
-                    del self._prefixes[prefix]
+        for prefix in [each for each, watched in self._changed.items() if watched.tell_at <= now]:
+            found += self._tell(prefix, self._changed[prefix], now)
+            del self._changed[prefix]
         return found + self._end(now)
 
     def next_at(self) -> float | None:
         """Return when to call `collect` next, if nothing happens before; None for never."""
-        times = [each.tell_at for each in self._prefixes.values() if each.has_changed]
+        times = [each.tell_at for each in self._changed.values()]
         if self._timeouts:
             times.append(self._timeouts[0][0])
         return min(times, default=None)
 
-    def _look(self) -> None:
-        """Find the prefixes under which something has changed."""
+    def _look(self, now: float) -> None:
+        """Find the prefixes under which something has changed; forget those that nobody watches any more."""
         changed = self._table.changed(self._seen)
         is_all = self._table.compacted <= self._seen  # else some changes are forgotten
         self._seen = self._table.revision
-        for prefix, watched in self._prefixes.items():
-            if not is_all or any(key.startswith(prefix) for key in changed):
-                watched.has_changed = True
-            elif not watched.has_changed:
+        for prefix, watched in list(self._prefixes.items()):
+            if prefix in self._changed:
+                continue
+            if not watched.watches and watched.tell_at <= now:
+                del self._prefixes[prefix]
+            elif not is_all or any(key.startswith(prefix) for key in changed):
+                self._changed[prefix] = watched
+            else:
                 watched.told = self._seen
 
     def _tell(self, prefix: str, watched: _Prefix, now: float) -> Replies:
@@ -141,7 +142,7 @@ class Watches:
             if answer.changes or answer.outcome != messages.DONE:
                 self._stop(connection, number)
                 found.append((connection, write_reply(number, *answer)))
-        watched.told, watched.has_changed = self._seen, False
+        watched.told = self._seen
         watched.tell_at = now + min(EACH * len(found), LONGEST_GATHERING)
         return found
 
@@ -166,10 +167,14 @@ class Watches:
         return _Answer(messages.DONE, revision, len(changes), write_changes(changes))
 
     def _stop(self, connection: int, number: int) -> _Watch:
-        """Take a watch away. Its prefix stays, so that it is still known when to tell again."""
+        """Take a watch away. A prefix that was told stays for a while, so that it is known when to tell again."""
         waiting = self._waiting[connection]
         prefix = waiting.pop(number)
         if not waiting:
             del self._waiting[connection]
         self._count -= 1
-        return self._prefixes[prefix].watches.pop((connection, number))
+        watched = self._prefixes[prefix]
+        watch = watched.watches.pop((connection, number))
+        if not (watched.watches or watched.tell_at or prefix in self._changed):
+            del self._prefixes[prefix]
+        return watch

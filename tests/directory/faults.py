@@ -15,7 +15,6 @@ from tests.directory.harness import LONG, PATIENCE, SOON, Engine, Fixtures, Make
 from tests.directory.programs import Replica
 
 PATIENT = 1.0  # seconds for which these clients wait where nobody shall answer
-OUTAGES = 3
 
 
 def until_answered(ask: Callable[[], object]) -> None:
@@ -186,9 +185,11 @@ class Faults(Fixtures):
                 events = wait_for(watcher, place, since, lambda event: True, SOON)
         assert events == [Event(entry.revision, f"{place}a", entry)]
 
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("outages", [3, pytest.param(25, marks=pytest.mark.nightly)])
     @pytest.mark.parametrize("how", ["kill", "pause"])
     def test_each_write_is_done_once_while_the_server_fails(
-        self, make: Make, place: str, engine: Engine, how: str
+        self, make: Make, place: str, engine: Engine, how: str, outages: int
     ) -> None:
         """Writers that read again after DirectoryLost count without a gap; a watcher sees each number once."""
         if not engine.survives:
@@ -197,10 +198,10 @@ class Faults(Fixtures):
         watcher, chance, stop = make(), random.Random(1), threading.Event()
         replica = Replica(watcher, place)
         with ThreadPoolExecutor(4) as pool:
-            following = pool.submit(replica.follow, f"{place}end")
+            following = pool.submit(replica.follow, f"{place}end", 250.0)
             try:
                 counting = [pool.submit(count, client, f"{place}{n}", stop) for n, client in enumerate(clients)]
-                for _ in range(OUTAGES):
+                for _ in range(outages):
                     time.sleep(chance.uniform(0.1, 0.4))  # of work
                     engine.kill() if how == "kill" else engine.pause()
                     time.sleep(chance.uniform(0.0, 0.3))  # of an outage

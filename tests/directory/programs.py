@@ -123,8 +123,8 @@ class Replica:
         self.since = self.revision = self.started = listing.revision
         self.written: list[Entry] = []
 
-    def follow(self, last: str) -> Replica:
-        ends = time.monotonic() + PATIENCE
+    def follow(self, last: str, limit: float = PATIENCE) -> Replica:
+        ends = time.monotonic() + limit
         while last not in self.entries:
             assert time.monotonic() < ends
             try:

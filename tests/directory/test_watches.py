@@ -185,9 +185,15 @@ def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
     table = Table()
     watches = Watches(table)
     for n in range(50):
-        watches.add(1, n, f"{n}", table.revision, 0.1, 0.0)
+        watches.add(1, n, f"{n}", 0, 0.1, 0.0)
     assert len(watches.collect(0.2)) == 50
-    watches.collect(0.2)
+    assert not watches._prefixes
+    watches.add(1, 50, "a", 0, 0.1, 1.0)
+    write(table, "a")
+    assert len(watches.collect(1.0)) == 1
+    assert len(watches._prefixes) == 1  # when to tell again
+    write(table, "a")
+    watches.collect(2.0)
     assert not watches._prefixes
 
 
