@@ -17,7 +17,7 @@ from collections.abc import Callable
 from time import perf_counter, sleep
 
 from telegrad.directory.client import EmbeddedDirectory
-from telegrad.directory.keeping import Keeper
+from telegrad.directory.keeper import Keeper
 from telegrad.keyring import Keyring, new_key
 
 TTL, PATIENCE = 600.0, 120.0

@@ -25,6 +25,7 @@ from telegrad.directory.protocol import (
     ABSENT,
     Compacted,
     DirectoryLost,
+    DirectoryReset,
     Events,
     Lease,
     LeaseLost,
@@ -88,7 +89,7 @@ class EmbeddedDirectory:
         self._made_at = forks.depth
         self._at = f"the directory at {bracketed(address[0])}:{address[1]}"
         self._lock = threading.Lock()  # guards all below; nobody waits under it
-        self._told = threading.Condition(self._lock)  # of a call, or of the end
+        self._condition = threading.Condition(self._lock)  # of a call, or of the end
         self._calls: dict[int, _Call] = {}
         self._number = 0
         self._link: _Link | None = None  # behind its handshake
@@ -138,7 +139,7 @@ class EmbeddedDirectory:
             link, self._link = self._link, None
             connecting = self._connecting
             calls = self._take_calls()
-            self._told.notify_all()
+            self._condition.notify_all()
         if link is not None:
             link.shut()
         if connecting is not None:
@@ -162,7 +163,7 @@ class EmbeddedDirectory:
             if self._link is not None:
                 self._send(self._link, number, call)
             else:
-                self._told.notify_all()
+                self._condition.notify_all()
         try:
             call.done.wait(timeout + self._patience)
         finally:  # also where a signal ends the wait
@@ -211,7 +212,7 @@ class EmbeddedDirectory:
         while self._wait_for_calls():
             try:
                 link = self._connect()
-            except (HandshakeError, DirectoryLost) as error:  # the same would come again
+            except (HandshakeError, DirectoryReset) as error:  # the same would come again
                 self._fail_all(error)
             except PeerUnreachable as error:
                 self._problem = str(error)
@@ -222,13 +223,13 @@ class EmbeddedDirectory:
                 self._serve(link)
             with self._lock:
                 if not self._is_closed:
-                    self._told.wait_for(lambda: self._is_closed, _random.uniform(0.0, delay))
+                    self._condition.wait_for(lambda: self._is_closed, _random.uniform(0.0, delay))
             delay = min(2 * delay, LONGEST_DELAY)
 
     def _wait_for_calls(self) -> bool:
         """Wait until there is something to ask; return False once the client is closed."""
         with self._lock:
-            self._told.wait_for(lambda: self._calls or self._is_closed)
+            self._condition.wait_for(lambda: self._calls or self._is_closed)
             return not self._is_closed
 
     def _connect(self) -> _Link:
@@ -261,7 +262,7 @@ class EmbeddedDirectory:
         assert end.peer is not None
         self._identity = self._identity or end.peer.name
         if end.peer.name != self._identity:
-            raise DirectoryLost(
+            raise DirectoryReset(
                 f"{self._at} was started anew without what it knew: its host was restarted, or its file was removed. "
                 "What the group knew of itself is lost; start the group again"
             )

@@ -49,6 +49,14 @@ class Compacted(RendezvousError):
     """The directory no longer has the changes since that revision: list again, and watch from there."""
 
 
+class DirectoryRefused(RendezvousError):
+    """The server cannot hold a directory, or refuses this client. The message says what to change."""
+
+
+class DirectoryReset(RendezvousError):
+    """The engine has lost writes that it had acknowledged, so its fencing tokens may repeat. The group must end."""
+
+
 class Entry(NamedTuple):
     """A key with its value."""
 

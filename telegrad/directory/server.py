@@ -4,7 +4,7 @@ One thread and one selector for all clients. A turn of the loop reads what has c
 client in turn, stores what they changed, and only then sends: whatever a client was told is in the file. A client that
 sends faster than others, or does not read its replies, waits; it takes neither memory nor time from the others.
 
-`python -m telegrad.directory.server FD` serves what the pipe FD describes (`keeping.py`), until that pipe is closed.
+`python -m telegrad.directory.server FD` serves what the pipe FD describes (`keeper.py`), until that pipe is closed.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Server:
         register = self._selector.register
         try:
             register(self._listener, selectors.EVENT_READ, self._accept)
-            register(self._ear, selectors.EVENT_READ, self._end)
+            register(self._ear, selectors.EVENT_READ, self._stop_serving)
             if pipe is not None:
-                register(pipe, selectors.EVENT_READ, self._end)
+                register(pipe, selectors.EVENT_READ, self._stop_serving)
             last = monotonic()
             # Processes that the parent has forked hold the pipe, too.
             while not (self._is_over or (parent and os.getppid() != parent)):
@@ -120,7 +120,7 @@ class Server:
         with contextlib.suppress(OSError):
             self._voice.send(b"\0")
 
-    def _end(self, _: int) -> None:
+    def _stop_serving(self, _: int) -> None:
         self._is_over = True
 
     def _turn(self, last: float) -> float:
@@ -142,7 +142,7 @@ class Server:
             if number in self._connections:
                 self._queue(self._connections[number], reply)
         self._commit()
-        self._look_after_strangers(now)
+        self._check_strangers(now)
         return now
 
     def _commit(self) -> None:
@@ -172,7 +172,7 @@ class Server:
             origin = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
             if len(self._connections) >= self._most:
                 sock.close()
-                self._tell(origin, f"it has {self._most} connections: raise the limit of open files (ulimit -n)")
+                self._log_refusal(origin, f"it has {self._most} connections: raise the limit of open files (ulimit -n)")
                 continue
             self._greet(sock, origin)
 
@@ -278,14 +278,14 @@ class Server:
     def _refuse(self, connection: _Connection, why: object) -> None:
         with contextlib.suppress(OSError):
             connection.sock.send(connection.acceptor.parting)
-        self._tell(connection.origin, why)
+        self._log_refusal(connection.origin, why)
         self._drop(connection)
 
-    def _tell(self, origin: str, why: object) -> None:
+    def _log_refusal(self, origin: str, why: object) -> None:
         if self._refusals.is_told(host_of(origin), monotonic()):
             log.warning("telegrad: the directory has refused a connection from %s: %s", origin, why)
 
-    def _look_after_strangers(self, now: float) -> None:
+    def _check_strangers(self, now: float) -> None:
         while self._strangers and now - (oldest := next(iter(self._strangers))).since > INTRODUCTION:
             self._refuse(oldest, f"it has not introduced itself within {INTRODUCTION:g} s")
         for host, count in self._refusals.left_out(now):

@@ -1,9 +1,9 @@
 """Watches of the embedded directory: requests that wait until something under their prefix changes. Pure.
 
-All watches of one prefix get the same bytes. Telling n watchers of each change costs n messages, and each watcher about
-0.3 ms of its processor, so many changes in a row would cost the square of a group that starts. So changes are gathered:
-the first one under a prefix is told at once, the next ones EACH seconds later for every watcher that was told, at most
-LONGEST_GATHERING. A prefix that one client watches is told at once in practice, however many others are watched.
+All watches of one prefix get the same bytes. To notify n watchers of a change costs n messages, and each watcher about
+0.3 ms of its processor, so a group that starts would pay with the square of its size. So changes are gathered. The
+first change under a prefix is sent at once. The next ones are sent EACH seconds later for every watcher that was
+notified, LONGEST_GATHERING at most. A prefix that one client watches has no delay to speak of, whatever others watch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from telegrad.directory.protocol import Compacted
 from telegrad.directory.table import Table
 from telegrad.errors import LimitReached
 
-EACH = 1e-3  # seconds
+EACH = 1e-3  # seconds: telling takes a third of that, on the processors of watchers that share a host
 LONGEST_GATHERING = 0.5  # seconds
 MOST_WATCHES = 64  # of one connection
 LONGEST_WATCH = 3_600.0  # seconds
@@ -42,14 +42,14 @@ class _Answer(NamedTuple):
 
 
 class _Prefix:
-    """What is watched under one prefix. For no watch that waits there is a change between its `since` and `told`."""
+    """The watches of one prefix. Nothing has changed between the `since` of any that waits, and `notified`."""
 
-    __slots__ = ("tell_at", "told", "watches")
+    __slots__ = ("notified", "notify_at", "watches")
 
-    def __init__(self, told: int) -> None:
+    def __init__(self, notified: int) -> None:
         self.watches: dict[tuple[int, int], _Watch] = {}  # by connection and number
-        self.told = told
-        self.tell_at = 0.0  # not before
+        self.notified = notified
+        self.notify_at = 0.0  # not before; 0 until the first time
 
 
 class Watches:
@@ -59,7 +59,7 @@ class Watches:
         self._table = table
         self._seen = table.revision  # it is known until here which prefixes have changed
         self._prefixes: dict[str, _Prefix] = {}
-        self._changed: dict[str, _Prefix] = {}  # those under which something has changed after `told`
+        self._changed: dict[str, _Prefix] = {}  # those under which something has changed after `notified`
         self._waiting: dict[int, dict[int, str]] = {}  # by connection and number, the prefix
         self._count = 0
         self._timeouts: list[tuple[float, int, int]] = []  # a heap; watches that were answered may still be in it
@@ -76,12 +76,12 @@ class Watches:
             raise LimitReached(f"a client watches at most {MOST_WATCHES} prefixes of the directory at once")
         revision, changes = self._table.changes(prefix, since)
         watched = self._prefixes.get(prefix)
-        told = watched.told if watched is not None else self._table.revision
-        # Later changes are gathered for all who watch the prefix.
-        if (changes and changes[0].revision <= told) or not seconds > 0:
+        notified = watched.notified if watched is not None else self._table.revision
+        # Changes after `notified` are gathered, and sent to all watchers at once.
+        if (changes and changes[0].revision <= notified) or not seconds > 0:
             return write_reply(number, messages.DONE, revision, len(changes), write_changes(changes))
         if watched is None:
-            watched = self._prefixes[prefix] = _Prefix(told)
+            watched = self._prefixes[prefix] = _Prefix(notified)
         ends = now + min(seconds, LONGEST_WATCH)
         watched.watches[connection, number] = _Watch(since, ends)
         self._waiting.setdefault(connection, waiting)[number] = prefix
@@ -101,21 +101,21 @@ class Watches:
     def collect(self, now: float) -> Replies:
         """Return the replies to watches that have waited long enough."""
         if self._table.revision > self._seen:
-            self._look(now)
+            self._find_changed(now)
         found: Replies = []
-        for prefix in [each for each, watched in self._changed.items() if watched.tell_at <= now]:
-            found += self._tell(prefix, self._changed[prefix], now)
+        for prefix in [each for each, watched in self._changed.items() if watched.notify_at <= now]:
+            found += self._notify(prefix, self._changed[prefix], now)
             del self._changed[prefix]
-        return found + self._end(now)
+        return found + self._end_late(now)
 
     def next_at(self) -> float | None:
         """Return when to call `collect` next, if nothing happens before; None for never."""
-        times = [each.tell_at for each in self._changed.values()]
+        times = [each.notify_at for each in self._changed.values()]
         if self._timeouts:
             times.append(self._timeouts[0][0])
         return min(times, default=None)
 
-    def _look(self, now: float) -> None:
+    def _find_changed(self, now: float) -> None:
         """Find the prefixes under which something has changed; forget those that nobody watches any more."""
         changed = self._table.changed(self._seen)
         is_all = self._table.compacted <= self._seen  # else some changes are forgotten
@@ -123,30 +123,30 @@ class Watches:
         for prefix, watched in list(self._prefixes.items()):
             if prefix in self._changed:
                 continue
-            if not watched.watches and watched.tell_at <= now:
+            if not watched.watches and watched.notify_at <= now:
                 del self._prefixes[prefix]
             elif not is_all or any(key.startswith(prefix) for key in changed):
                 self._changed[prefix] = watched
             else:
-                watched.told = self._seen
+                watched.notified = self._seen
 
-    def _tell(self, prefix: str, watched: _Prefix, now: float) -> Replies:
+    def _notify(self, prefix: str, watched: _Prefix, now: float) -> Replies:
         """Answer the watches of a prefix."""
         found: Replies = []
         answers: dict[int, _Answer] = {}
         for (connection, number), watch in list(watched.watches.items()):
-            start = max(watch.since, watched.told)
+            start = max(watch.since, watched.notified)
             if start not in answers:
                 answers[start] = self._answer(prefix, start)
             answer = answers[start]
             if answer.changes or answer.outcome != messages.DONE:
                 self._stop(connection, number)
                 found.append((connection, write_reply(number, *answer)))
-        watched.told = self._seen
-        watched.tell_at = now + min(EACH * len(found), LONGEST_GATHERING)
+        watched.notified = self._seen
+        watched.notify_at = now + min(EACH * len(found), LONGEST_GATHERING)
         return found
 
-    def _end(self, now: float) -> Replies:
+    def _end_late(self, now: float) -> Replies:
         """Answer the watches that are out of time."""
         found = []
         while self._timeouts and self._timeouts[0][0] <= now:
@@ -155,7 +155,7 @@ class Watches:
             if prefix is None or self._prefixes[prefix].watches[connection, number].ends != ends:
                 continue
             watched = self._prefixes[prefix]
-            answer = self._answer(prefix, max(self._stop(connection, number).since, watched.told))
+            answer = self._answer(prefix, max(self._stop(connection, number).since, watched.notified))
             found.append((connection, write_reply(number, *answer)))
         return found
 
@@ -167,7 +167,7 @@ class Watches:
         return _Answer(messages.DONE, revision, len(changes), write_changes(changes))
 
     def _stop(self, connection: int, number: int) -> _Watch:
-        """Take a watch away. A prefix that was told stays for a while, so that it is known when to tell again."""
+        """Take a watch away. A prefix that was notified stays for a while, so that its `notify_at` holds."""
         waiting = self._waiting[connection]
         prefix = waiting.pop(number)
         if not waiting:
@@ -175,6 +175,6 @@ class Watches:
         self._count -= 1
         watched = self._prefixes[prefix]
         watch = watched.watches.pop((connection, number))
-        if not (watched.watches or watched.tell_at or prefix in self._changed):
+        if not (watched.watches or watched.notify_at or prefix in self._changed):
             del self._prefixes[prefix]
         return watch

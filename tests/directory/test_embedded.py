@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from telegrad.directory.client import EmbeddedDirectory
-from telegrad.directory.keeping import Keeper
+from telegrad.directory.keeper import Keeper
 from telegrad.directory.table import Limits
 from tests.cluster import KEYS
 from tests.directory.contract import Contract
@@ -19,7 +19,7 @@ from tests.directory.programs import Programs
 CHANGES = 4000  # that the tests' server remembers
 
 
-class Kept:
+class ProcessEngine:
     """An engine of the contract: a process of its own."""
 
     ttl, slack, survives = 0.3, 0.3, True
@@ -35,7 +35,7 @@ class Kept:
         os.waitid(os.P_PID, self.keeper.pid, os.WEXITED | os.WNOWAIT)
 
     def start(self) -> None:
-        assert self.keeper.mend()
+        assert self.keeper.restart_if_ended()
 
     def pause(self) -> None:
         os.kill(self.keeper.pid, signal.SIGSTOP)
@@ -52,10 +52,10 @@ class Kept:
         client.close()
 
 
-class TestKept(Contract, Programs, Faults):
+class TestProcess(Contract, Programs, Faults):
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls) -> Iterator[Kept]:
-        kept = Kept()
+    def engine(cls) -> Iterator[ProcessEngine]:
+        kept = ProcessEngine()
         yield kept
         kept.keeper.close()

@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -17,9 +18,9 @@ import pytest
 
 from telegrad.directory import messages, server
 from telegrad.directory.client import EmbeddedDirectory, _Link
-from telegrad.directory.keeping import Keeper
+from telegrad.directory.keeper import Keeper
 from telegrad.directory.messages import Request, write_request
-from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad.directory.protocol import Directory, DirectoryLost, DirectoryReset, LeaseLost
 from telegrad.directory.server import QUEUED, Server
 from telegrad.directory.store import remove
 from telegrad.directory.table import DEFAULT, Limits
@@ -33,7 +34,7 @@ from tests.directory.programs import Programs
 OTHER = b"tgk1-" + 43 * b"B"
 
 
-class Thread:
+class ThreadEngine:
     """An engine of the contract: a thread of this process."""
 
     ttl, slack, survives = 0.3, 0.3, False
@@ -81,15 +82,15 @@ class Thread:
 class TestThread(Contract, Programs):
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls) -> Iterator[Thread]:
-        thread = Thread(limits=Limits(changes=2000))
+    def engine(cls) -> Iterator[ThreadEngine]:
+        thread = ThreadEngine(limits=Limits(changes=2000))
         yield thread
         thread.close()
 
 
 @pytest.fixture
-def thread() -> Iterator[Thread]:
-    found = Thread()
+def thread() -> Iterator[ThreadEngine]:
+    found = ThreadEngine()
     yield found
     found.close()
 
@@ -114,7 +115,7 @@ def slowest(client: Directory, count: int = 20) -> float:
 # Clients
 
 
-def test_a_client_has_one_connection(thread: Thread) -> None:
+def test_a_client_has_one_connection(thread: ThreadEngine) -> None:
     client = thread.client()
     watching = [threading.Thread(target=client.watch, args=(f"{n}", 0, PATIENCE)) for n in range(4)]
     for each in watching:
@@ -128,7 +129,7 @@ def test_a_client_has_one_connection(thread: Thread) -> None:
     until(lambda: thread.connections() == 0)
 
 
-def test_a_client_that_does_not_read_waits_alone(thread: Thread) -> None:
+def test_a_client_that_does_not_read_waits_alone(thread: ThreadEngine) -> None:
     client, link = thread.client(), thread.link()
     for n in range(8):
         client.swap(f"large/{n}", bytes(100_000))
@@ -143,7 +144,7 @@ def test_a_client_that_does_not_read_waits_alone(thread: Thread) -> None:
     link.close()
 
 
-def test_a_client_that_floods_is_answered_in_turn(thread: Thread) -> None:
+def test_a_client_that_floods_is_answered_in_turn(thread: ThreadEngine) -> None:
     client, link = thread.client(), thread.link()
     slowest(client)
     flood = threading.Event()
@@ -165,7 +166,7 @@ def test_a_client_that_floods_is_answered_in_turn(thread: Thread) -> None:
     link.close()
 
 
-def test_a_request_that_is_none_ends_its_connection_alone(thread: Thread) -> None:
+def test_a_request_that_is_none_ends_its_connection_alone(thread: ThreadEngine) -> None:
     client, link = thread.client(), thread.link()
     client.list("")
     link.send(b"no request")
@@ -176,7 +177,7 @@ def test_a_request_that_is_none_ends_its_connection_alone(thread: Thread) -> Non
     assert thread.connections() == 1
 
 
-def test_the_oldest_of_many_connections_of_one_client_ends(thread: Thread) -> None:
+def test_the_oldest_of_many_connections_of_one_client_ends(thread: ThreadEngine) -> None:
     client = thread.client()
     links = [client._connect() for _ in range(server.MOST_OF_ONE + 1)]
     with pytest.raises(OSError, match="closed"):
@@ -186,7 +187,7 @@ def test_the_oldest_of_many_connections_of_one_client_ends(thread: Thread) -> No
         link.close()
 
 
-def test_limits_are_told(thread: Thread) -> None:
+def test_limits_are_told(thread: ThreadEngine) -> None:
     link = thread.link()
     for n in range(100):
         link.send(write_request(n, Request(messages.WATCH, "nothing", seconds=100.0)))
@@ -219,7 +220,7 @@ def test_a_client_connects_again_with_longer_and_longer_delays() -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_client_belongs_to_the_process_that_made_it(thread: Thread) -> None:
+def test_a_client_belongs_to_the_process_that_made_it(thread: ThreadEngine) -> None:
     client = thread.client()
     client.list("")
     pid = os.fork()
@@ -237,10 +238,37 @@ def test_a_client_belongs_to_the_process_that_made_it(thread: Thread) -> None:
     assert thread.connections() == 1
 
 
+def test_nothing_is_answered_that_could_not_be_stored() -> None:
+    """A server whose disk is full ends; what it did is neither stored nor told."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    found, errors = Server(listener, KEYS), []
+
+    def save(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def run() -> None:
+        try:
+            found.run()
+        except sqlite3.OperationalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    client = EmbeddedDirectory(address, KEYS, 1.0)
+    client.list("")
+    found._store.save = save
+    with pytest.raises(DirectoryLost, match="read it again"):
+        client.swap("a", b"")
+    thread.join(PATIENCE)
+    assert len(errors) == 1
+    client.close()
+
+
 # Keys and strangers
 
 
-def test_a_client_with_another_key_is_refused(thread: Thread) -> None:
+def test_a_client_with_another_key_is_refused(thread: ThreadEngine) -> None:
     for keys in (Keyring([OTHER]), open_ring(), KEYS.within("another group")):
         with pytest.raises(AuthenticationFailed, match=r"the directory at .* same key"):
             thread.client(keys=keys).list("")
@@ -248,7 +276,7 @@ def test_a_client_with_another_key_is_refused(thread: Thread) -> None:
 
 
 def test_a_server_with_another_key_is_not_believed() -> None:
-    found = Thread(open_ring())
+    found = ThreadEngine(open_ring())
     with pytest.raises(AuthenticationFailed):
         found.client().list("")
     found.client(keys=open_ring()).list("")
@@ -257,12 +285,12 @@ def test_a_server_with_another_key_is_not_believed() -> None:
 
 def test_keys_are_replaced() -> None:
     old = b"tgk1-" + 43 * b"A"
-    found = Thread(Keyring([old, OTHER]))
+    found = ThreadEngine(Keyring([old, OTHER]))
     found.client(keys=Keyring([old])).list("")
     found.client(keys=Keyring([OTHER])).list("")
     found.client(keys=Keyring([OTHER, old])).list("")
     found.close()
-    found = Thread(Keyring([old]))
+    found = ThreadEngine(Keyring([old]))
     found.client(keys=Keyring([OTHER, old])).list("")
     found.close()
 
@@ -270,7 +298,7 @@ def test_keys_are_replaced() -> None:
 @pytest.mark.parametrize(
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b"\x00\x00", b"\xff" * 5000]
 )
-def test_a_stranger_is_sent_away(thread: Thread, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+def test_a_stranger_is_sent_away(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     monkeypatch.setattr(server, "INTRODUCTION", 0.2)
     with socket.create_connection(thread.address, PATIENCE) as sock:
         sock.sendall(said)
@@ -280,7 +308,7 @@ def test_a_stranger_is_sent_away(thread: Thread, monkeypatch: pytest.MonkeyPatch
     thread.client().list("")
 
 
-def test_many_strangers_do_not_keep_a_client_out(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_strangers_do_not_keep_a_client_out(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_STRANGERS", 8)
     strangers = [socket.create_connection(thread.address) for _ in range(20)]
     thread.client().list("")
@@ -289,7 +317,7 @@ def test_many_strangers_do_not_keep_a_client_out(thread: Thread, monkeypatch: py
         each.close()
 
 
-def test_there_is_a_limit_of_connections(thread: Thread) -> None:
+def test_there_is_a_limit_of_connections(thread: ThreadEngine) -> None:
     client = thread.client()
     client.list("")
     thread.server._most = 1
@@ -300,7 +328,7 @@ def test_there_is_a_limit_of_connections(thread: Thread) -> None:
     thread.client().list("")
 
 
-def test_no_descriptor_is_left(thread: Thread) -> None:
+def test_no_descriptor_is_left(thread: ThreadEngine) -> None:
     """The server accepts again once there is one."""
     client = thread.client()
     client.list("")
@@ -357,9 +385,9 @@ def test_the_process_has_one_thread_and_no_torch(keeper: Keeper, client: Embedde
 def test_a_keeper_starts_the_process_when_it_has_ended(keeper: Keeper, client: EmbeddedDirectory) -> None:
     client.list("")
     first = keeper.pid
-    assert not keeper.mend()
+    assert not keeper.restart_if_ended()
     end(keeper)
-    assert keeper.mend()
+    assert keeper.restart_if_ended()
     assert keeper.pid != first
     client.list("")
 
@@ -384,8 +412,8 @@ def test_a_directory_that_lost_its_state_is_another_one(keeper: Keeper, client: 
     client.swap("a", b"")
     end(keeper)
     remove(keeper._path)
-    keeper.mend()
-    with pytest.raises(DirectoryLost, match="started anew without what it knew"):
+    keeper.restart_if_ended()
+    with pytest.raises(DirectoryReset, match="started anew without what it knew"):
         client.list("")
     fresh = EmbeddedDirectory(keeper.address, KEYS)
     assert fresh.list("").entries == ()
@@ -398,7 +426,7 @@ def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: Keeper, client: Embe
     client.watch("nothing", entry.revision, 0.7)
     end(keeper)
     started = time.monotonic()
-    keeper.mend()
+    keeper.restart_if_ended()
     wait_for(client, "a", entry.revision, is_gone, PATIENCE)
     assert time.monotonic() >= started + 1.0
 
@@ -434,7 +462,7 @@ def test_a_directory_with_a_path_stays(tmp_path: pathlib.Path) -> None:
 
 PROGRAM = """
 import os, sys, time
-from telegrad.directory.keeping import Keeper
+from telegrad.directory.keeper import Keeper
 from telegrad.keyring import Keyring
 keeper = Keeper(Keyring([b"tgk1-" + 43 * b"A"]))
 if not os.fork():  # a child that holds the pipe, too

@@ -191,7 +191,7 @@ def test_a_prefix_that_nobody_watches_is_forgotten() -> None:
     watches.add(1, 50, "a", 0, 0.1, 1.0)
     write(table, "a")
     assert len(watches.collect(1.0)) == 1
-    assert len(watches._prefixes) == 1  # when to tell again
+    assert len(watches._prefixes) == 1  # which holds back the next change
     write(table, "a")
     watches.collect(2.0)
     assert not watches._prefixes

@@ -51,7 +51,7 @@ class Keeper:
         """The process that serves now."""
         return self._process.pid
 
-    def mend(self) -> bool:
+    def restart_if_ended(self) -> bool:
         """Start the process again if it has ended; return True if it had. Call it now and then.
 
         Raises:
@@ -59,14 +59,14 @@ class Keeper:
         """
         if self._process.poll() is None:
             return False
-        self._let_go(self._process)
+        self._close_pipe(self._process)
         self._process = self._start()
         return True
 
     def close(self) -> None:
         """End the process, and with it the directory."""
         self._listener.close()
-        self._let_go(self._process)
+        self._close_pipe(self._process)
         self._process.terminate()  # other processes may hold the pipe: those that this one has forked
         try:
             self._process.wait(PATIENCE)
@@ -89,11 +89,11 @@ class Keeper:
         try:
             process.stdin.write(len(config).to_bytes(4, "little") + config)  # fits into the pipe
             process.stdin.flush()
-        except BrokenPipeError:  # it has ended at once, as `mend` will find
+        except BrokenPipeError:  # it has ended at once, as `restart_if_ended` will find
             pass
         return process
 
-    def _let_go(self, process: subprocess.Popen[bytes]) -> None:
+    def _close_pipe(self, process: subprocess.Popen[bytes]) -> None:
         """Close the pipe: a process that still runs ends."""
         assert process.stdin is not None
         process.stdin.close()
