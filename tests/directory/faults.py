@@ -11,7 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from telegrad.directory.protocol import ABSENT, Directory, DirectoryLost, Event
-from tests.directory.harness import LONG, PATIENCE, SOON, Engine, Fixtures, Make, is_gone, read, wait_for, written
+from tests.directory.harness import (
+    LONG,
+    PATIENCE,
+    SOON,
+    Engine,
+    Fixtures,
+    Make,
+    check_acts,
+    contend,
+    is_gone,
+    read,
+    wait_for,
+    written,
+)
 from tests.directory.programs import Replica
 
 PATIENT = 1.0  # seconds for which these clients wait where nobody shall answer
@@ -215,3 +228,26 @@ class Faults(Fixtures):
         for n, number in enumerate(numbers):
             seen = [int(entry.value) for entry in replica.written if entry.key == f"{place}{n}"]
             assert seen == list(range(1, number + 1))
+
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("how", ["kill", "pause"])
+    def test_owners_do_not_act_at_once_while_the_server_fails(
+        self, make: Make, place: str, engine: Engine, how: str
+    ) -> None:
+        if not engine.survives:
+            pytest.skip("this engine loses its state with its server")
+        chance, until = random.Random(1), threading.Event()
+        with ThreadPoolExecutor(4) as pool:
+            owning = [pool.submit(contend, make(2.0), f"{place}a", engine.ttl, n, until) for n in range(4)]
+            try:
+                for _ in range(4):
+                    time.sleep(2 * engine.ttl)  # of work
+                    engine.kill() if how == "kill" else engine.pause()
+                    time.sleep(chance.uniform(0.0, 2 * engine.ttl))  # of an outage
+                    engine.start() if how == "kill" else engine.resume()
+                    until_answered(lambda: make().list(place))
+            finally:
+                until.set()
+            acts = [act for each in owning for act in each.result(PATIENCE)]
+        assert len(acts) > 3
+        check_acts(acts)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pytest
 
-from telegrad.directory.protocol import Directory, Entry, Event, Swap
+from telegrad.directory.protocol import Directory, DirectoryLost, Entry, Event, LeaseLost, Swap
 
 SOON = 1.0  # seconds in which an idle engine answers on a busy machine
 LONG = 60.0  # a ttl that does not end within a test
@@ -90,6 +94,52 @@ def wait_for(client: Directory, prefix: str, since: int, wanted: Callable[[Event
         since, events = client.watch(prefix, since, left)
         seen += events
     return seen
+
+
+class Act(NamedTuple):
+    """An owner has acted, between two times of one clock."""
+
+    token: int
+    start: float
+    stop: float
+
+
+def contend(client: Directory, key: str, ttl: float, seed: int, until: threading.Event) -> list[Act]:
+    """Claim a key again and again, own it for a while, and let the lease end or revoke it; return what was owned."""
+    chance, acts = random.Random(seed), []
+    while not until.is_set():
+        try:
+            lease = client.grant(ttl)
+            swap = client.swap(key, b"%d" % seed, lease=lease)
+            if not swap.done:
+                client.revoke(lease)
+                client.watch(key, swap.entry.revision, ttl)
+                continue
+        except (DirectoryLost, LeaseLost):  # whether it is owned is unknown: then it is not
+            continue
+        start = time.monotonic()
+        for _ in range(chance.randrange(4)):
+            time.sleep(lease.ttl / 3)
+            try:
+                lease = client.renew(lease)
+            except (DirectoryLost, LeaseLost):
+                break
+        is_revoked = chance.random() < 0.5
+        if not is_revoked:
+            time.sleep(max(0.0, lease.ends - time.monotonic()))
+        acts.append(Act(swap.entry.created, start, min(lease.ends, time.monotonic())))
+        if is_revoked:
+            with contextlib.suppress(DirectoryLost):
+                client.revoke(lease)
+    return acts
+
+
+def check_acts(acts: list[Act]) -> None:
+    """Two owners have never acted at once, and later ones have higher tokens."""
+    acts = sorted(act for act in acts if act.stop > act.start)
+    for act, next_ in itertools.pairwise(acts):
+        assert act.token < next_.token
+        assert act.stop <= next_.start, (act, next_)
 
 
 def is_gone(event: Event) -> bool:

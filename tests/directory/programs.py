@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from telegrad.directory.protocol import ABSENT, Directory, DirectoryLost, Entry, Event, Events, Lease, LeaseLost, Swap
-from tests.directory.harness import LONG, PATIENCE, Fixtures, Make
+from tests.directory.harness import LONG, PATIENCE, Engine, Fixtures, Make, check_acts, contend
 from tests.directory.naive import Naive
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
@@ -200,3 +201,14 @@ class Programs(Fixtures):
             assert tuple(sorted(replica.entries.values())) == left
             assert len(set(replica.written)) == len(replica.written)
             assert {entry for entry in entries if entry.revision > replica.started} <= set(replica.written)
+
+    @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
+    def test_owners_do_not_act_at_once(self, make: Make, place: str, engine: Engine, seed: int) -> None:
+        until = threading.Event()
+        with ThreadPoolExecutor(4) as pool:
+            owning = [pool.submit(contend, make(), f"{place}a", engine.ttl, 10 * seed + n, until) for n in range(4)]
+            time.sleep(8 * engine.ttl)  # of work
+            until.set()
+            acts = [act for each in owning for act in each.result(PATIENCE)]
+        assert len(acts) > 3
+        check_acts(acts)
