@@ -291,16 +291,10 @@ class Table:
         """Forget the oldest changes: an eighth more than must be, so that the list is seldom moved."""
         changes, size = self.limits.changes * 7 // 8, self.limits.change_bytes * 7 // 8
         count = 0
-        newest = self._changes[-1].revision  # whose changes may not all be there yet
-        while len(self._changes) - count > changes or self._change_bytes > size:
+        while count < len(self._changes) - 1 and (len(self._changes) - count > changes or self._change_bytes > size):
             event = self._changes[count]
-            if event.revision == newest:
-                break
             self._change_bytes -= _change_size(event)
-            self.compacted = event.revision
-            count += 1
-        while self._changes[count].revision == self.compacted:
-            self._change_bytes -= _change_size(self._changes[count])
+            self.compacted = event.revision  # other changes of that revision may be left, which nobody can ask for
             count += 1
         del self._changes[:count]
 

@@ -45,11 +45,14 @@ def count(client: Directory, key: str, until: threading.Event) -> int:
     number, revision = 0, ABSENT
     while not until.is_set():
         number += 1
-        value = b"%d" % number
+        value, is_first = b"%d" % number, True
         while True:
             try:
-                entry = client.swap(key, value, revision).entry
+                swap = client.swap(key, value, revision)
+                entry = swap.entry
+                assert swap.done or not is_first or (entry and entry.value) != value, "a compare-and-set was sent twice"
             except DirectoryLost:
+                is_first = False
                 try:
                     entry = read(client, key)
                 except DirectoryLost:

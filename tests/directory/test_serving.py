@@ -15,7 +15,7 @@ import pytest
 from telegrad.directory import messages, server
 from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.messages import Request, write_request
-from telegrad.directory.protocol import Directory, DirectoryLost
+from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
 from telegrad.directory.server import QUEUED, Server
 from telegrad.errors import AuthenticationFailed, NotInitialized
 from telegrad.keyring import Keyring, open_ring
@@ -149,6 +149,35 @@ def test_a_client_connects_again_with_longer_and_longer_delays() -> None:
         assert 2 <= count < 30
         client.close()
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_is_done_where_a_reply_was_lost(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compare-and-set is not sent again, since its outcome would be another; all else is."""
+    client = thread.client()
+    client.list("")
+
+    def lose_reply() -> None:
+        def drop(connection: object) -> None:
+            monkeypatch.undo()
+            thread.server._drop(connection)
+
+        monkeypatch.setattr(thread.server, "_send", drop)
+
+    lose_reply()
+    with pytest.raises(DirectoryLost, match="read it again"):
+        client.swap("a", b"1")
+    [entry] = client.list("").entries
+    assert entry.value == b"1"
+    lose_reply()
+    lease = client.grant(10.0)
+    lose_reply()
+    client.renew(lease)
+    lose_reply()
+    assert client.list("").entries == (entry,)
+    lose_reply()
+    client.revoke(lease)
+    with pytest.raises(LeaseLost):
+        client.renew(lease)
 
 
 def test_a_client_belongs_to_the_process_that_made_it(thread: ThreadEngine) -> None:
