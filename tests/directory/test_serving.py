@@ -157,7 +157,7 @@ def test_what_is_done_where_a_reply_was_lost(thread: ThreadEngine, monkeypatch: 
     client.list("")
 
     def lose_reply() -> None:
-        def drop(connection: object) -> None:
+        def drop(connection: server._Connection) -> None:
             monkeypatch.undo()
             thread.server._drop(connection)
 
