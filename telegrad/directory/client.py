@@ -35,6 +35,7 @@ from telegrad.directory.protocol import (
     check_ttl,
     check_value,
 )
+from telegrad.directory.watches import LONGEST_WATCH
 from telegrad.errors import (
     HandshakeError,
     InvalidArgument,
@@ -80,7 +81,7 @@ Calls = list[_Call]  # a name for it, since `list` is a method of what returns i
 
 
 class EmbeddedDirectory:
-    """A `Directory` that a server of `server.py` keeps."""
+    """A `Directory` that a server of `server.py` keeps. Its methods are documented in `protocol.py`."""
 
     def __init__(self, address: tuple[str, int], keys: Keyring, patience: float = PATIENCE) -> None:
         """`keys` are those of the group; `patience` is for how many seconds an operation waits for the server."""
@@ -128,7 +129,7 @@ class EmbeddedDirectory:
         return Listing(reply.revision, tuple(event.entry for event in reply.changes if event.entry is not None))
 
     def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
-        reply = self._ask(Request(messages.WATCH, prefix, revision=since), timeout)
+        reply = self._ask(Request(messages.WATCH, prefix, revision=since), min(max(0.0, timeout), LONGEST_WATCH))
         return reply.revision, reply.changes
 
     def close(self) -> None:
@@ -154,6 +155,7 @@ class EmbeddedDirectory:
     def _ask(self, request: Request, timeout: float = 0.0, may_repeat: bool = True) -> Reply:
         """Send a request, now or over the next connection, and wait for its reply."""
         forks.check(self._made_at)
+        messages.write_request(0, request)  # raises here, not in the client's thread
         call = _Call(request, monotonic() + timeout, may_repeat)
         with self._lock:
             if self._is_closed:
@@ -216,7 +218,7 @@ class EmbeddedDirectory:
                 self._fail_all(error)
             except PeerUnreachable as error:
                 self._problem = str(error)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: the address is none
                 self._problem = f"no connection could be made ({error})"
             else:
                 delay = FIRST_DELAY
@@ -271,6 +273,7 @@ class EmbeddedDirectory:
         """Send what waits, and hand replies to their calls, until the connection breaks."""
         with self._lock:
             self._link = link
+            self._problem = "its process is stopped, or busy, or cannot be reached any more"
             for number, call in self._calls.items():
                 self._send(link, number, call)
         try:

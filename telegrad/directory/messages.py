@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from telegrad.directory.protocol import KEY_BYTES, VALUE_BYTES, Entry, Event, Events
-from telegrad.errors import ProtocolViolation
+from telegrad.errors import InvalidArgument, ProtocolViolation
 
 GRANT, RENEW, REVOKE, SWAP, LIST, WATCH = range(1, 7)  # operations
 DONE, NOT_DONE, LEASE_LOST, COMPACTED, FULL, REFUSED = range(1, 7)  # outcomes
@@ -49,10 +49,20 @@ class Reply(NamedTuple):
 
 
 def write_request(number: int, request: Request) -> bytes:
-    """Return the request as bytes; its key and its value were checked."""
+    """Return the request as bytes.
+
+    Raises:
+        InvalidArgument: its fields have values that there are none of.
+    """
     operation, key, value, revision, lease, seconds = request
-    name = key.encode()
-    head = _REQUEST.pack(number, operation, revision, lease, seconds, len(name), value is not None)
+    try:
+        name = key.encode()
+        head = _REQUEST.pack(number, operation, revision, lease, seconds, len(name), value is not None)
+    except (struct.error, UnicodeEncodeError) as error:
+        raise InvalidArgument(
+            f"the directory cannot be asked with the key or prefix {key[:40]!r}, revision {revision!r}, lease "
+            f"{lease!r} and {seconds!r} seconds: {error}"
+        ) from None
     return head + name + (value or b"")
 
 

@@ -322,6 +322,13 @@ class Contract(Fixtures):
                 assert written(client.swap(f"{place}{n}", b"")).key == waiting[n].result(SOON)[1][0].key
             assert time.monotonic() - started < 3 * SOON
 
+    def test_a_watch_without_a_limit_returns_a_change(self, client: Directory, make: Make, place: str) -> None:
+        since = client.list(place).revision
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.watch, place, since, float("inf"))
+            entry = written(make().swap(f"{place}a", b""))
+            assert waiting.result(PATIENCE)[1] == [Event(entry.revision, entry.key, entry)]
+
     def test_a_close_ends_a_watch(self, make: Make, place: str) -> None:
         closed = make()
         since = closed.list(place).revision

@@ -17,7 +17,7 @@ from telegrad.directory.client import EmbeddedDirectory
 from telegrad.directory.messages import Request, write_request
 from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
 from telegrad.directory.server import QUEUED, Server
-from telegrad.errors import AuthenticationFailed, NotInitialized
+from telegrad.errors import AuthenticationFailed, InvalidArgument, NotInitialized
 from telegrad.keyring import Keyring, open_ring
 from tests.cluster import KEYS
 from tests.directory.engines import ThreadEngine, until
@@ -118,6 +118,21 @@ def test_the_oldest_of_many_connections_of_one_client_ends(thread: ThreadEngine)
         link.close()
 
 
+def test_arguments_that_there_are_none_of(thread: ThreadEngine) -> None:
+    """They raise in the thread that gave them, and the client goes on."""
+    client = thread.client()
+    for ask in (
+        lambda: client.swap("a", b"", -1),
+        lambda: client.list("\ud800"),
+        lambda: client.watch("x" * 70_000, 0, 1.0),
+        lambda: client.watch("a", 2**70, 1.0),
+        lambda: client.grant(float("inf")),
+    ):
+        with pytest.raises(InvalidArgument):
+            ask()
+    client.list("")
+
+
 def test_limits_are_told(thread: ThreadEngine) -> None:
     link = thread.link()
     for n in range(100):
@@ -128,6 +143,13 @@ def test_limits_are_told(thread: ThreadEngine) -> None:
         found += link.receive(lock)
     assert {messages.read_reply(each)[1].outcome for each in found} == {messages.FULL}
     link.close()
+
+
+def test_an_address_that_is_none() -> None:
+    client = EmbeddedDirectory(("a" * 300, 1), KEYS, 0.5)
+    with pytest.raises(DirectoryLost, match="no connection could be made"):
+        client.list("")
+    client.close()
 
 
 def test_a_client_connects_again_with_longer_and_longer_delays() -> None:
