@@ -44,7 +44,7 @@ class Server:
             "port": str(self.port),
             "bind": "127.0.0.1",
             "dir": str(folder),
-            "save": "",
+            "save": '""',
             "appendonly": "yes",
             "appendfsync": "always",
             **{name.replace("_", "-"): value for name, value in settings.items()},
@@ -62,10 +62,10 @@ class Server:
         return redis.Redis(port=self.port, password=self.settings.get("requirepass"), protocol=2, decode_responses=True)
 
     def start(self) -> None:
-        log = self.folder / "log"
-        words = [word for name, value in self.settings.items() for word in (f"--{name}", value)]
+        log, file = self.folder / "log", self.folder / "redis.conf"
+        file.write_text("".join(f"{name} {value}\n" for name, value in self.settings.items()))
         with log.open("wb") as output:
-            self.process = subprocess.Popen([str(PROGRAM), *words], stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen([str(PROGRAM), str(file)], stdout=output, stderr=subprocess.STDOUT)
         ends = time.monotonic() + STARTS
         while "Ready to accept connections" not in log.read_text():
             assert self.process.poll() is None, log.read_text()
