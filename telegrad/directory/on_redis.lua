@@ -138,8 +138,8 @@ function operations.list(prefix)
     return {'done', revision, found}
 end
 
--- Each revision has one element of the stream, until MAXLEN drops it. Return the revision to watch from, changes, and how
--- long nothing will end: 0 where more of the stream is to be read.
+-- Each revision has one element of the stream, until MAXLEN drops it. Read up to the end, or until `count` elements have
+-- some of the prefix. Return the revision to watch from, the changes, and how long no lease will end.
 function operations.watch(prefix, since, count)
     if tonumber(since) > revision then
         return {'reset', revision}
@@ -148,15 +148,18 @@ function operations.watch(prefix, since, count)
     if tonumber(since) + 1 < (oldest and tonumber(string.match(oldest[1], '^%d+')) or revision + 1) then
         return {'compacted', revision}
     end
-    local found, read, last = {}, 0, revision
-    for _, element in ipairs(call('XRANGE', HISTORY, '(' .. since .. '-0', '+', 'COUNT', count)) do
-        local fields = element[2]
-        read, last = read + 1, tonumber(string.match(element[1], '^%d+'))
-        if string.sub(fields[2], 1, #prefix) == prefix then
-            found[#found + 1] = {last, fields[2], fields[4] or false}
+    local found, last, page = {}, since, nil
+    repeat
+        page = call('XRANGE', HISTORY, '(' .. last .. '-0', '+', 'COUNT', count)
+        for _, element in ipairs(page) do
+            local fields = element[2]
+            last = string.match(element[1], '^%d+')
+            if string.sub(fields[2], 1, #prefix) == prefix then
+                found[#found + 1] = {tonumber(last), fields[2], fields[4] or false}
+            end
         end
-    end
-    return {'done', revision, last, found, read == tonumber(count) and 0 or until_next_end()}
+    until #page == 0 or #found > 0
+    return {'done', revision, tonumber(last), found, until_next_end()}
 end
 
 -- What each connection runs first. The first ever makes the state, in the place of what is left of one.

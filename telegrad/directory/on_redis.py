@@ -20,8 +20,8 @@ watches, so none sleeps past the end of a lease that it did not know.
 Clocks. All ends are by the server's TIME, so those of the clients do not matter. That clock is not a monotonic one, and
 Redis has no other: when it is set forward by J seconds, all leases end up to J early, and a holder may act for J
 seconds beside its successor, until receivers that have seen the successor's token refuse it. When it is set back by J,
-leases that are not renewed last J longer. Have the server's clock slewed, not stepped (chrony and ntpd do, after the
-start).
+leases that are not renewed last J longer, and a watch that waits at that moment raises DirectoryLost once, since Redis
+replies J too late. Have the server's clock slewed, not stepped (chrony and ntpd do so, but for the first minutes).
 
 A server that was started anew has had nobody renew: the first connection gives every lease its whole time again (`run`
 is INFO's `run_id`; each connection looks at it before anything else).
@@ -46,7 +46,6 @@ import hashlib
 import importlib.resources
 import math
 import secrets
-import threading
 import time
 from typing import Any
 
@@ -94,8 +93,7 @@ class RedisDirectory:
         self._address = parse(url)
         self._keys = [f"telegrad:{group}:{name}".encode() for name in _KEYS]
         self._slice = min(_SLICE, patience / 2)
-        self._lock = threading.Lock()  # guards _seen, which is read without it
-        self._seen = ABSENT  # the highest revision of a reply
+        self._seen = ABSENT  # a revision that the server has had; threads may put a lower one there than it was
         self._incarnation = b""  # set by the first connection, before other threads know this object
         self._connections = Connections(self._address, patience, self._attach)
         self._connections.run(lambda session: None, repeat=True)
@@ -181,8 +179,7 @@ class RedisDirectory:
                 "a backup was restored, or keys were deleted. Its fencing tokens may repeat: end this group, and start "
                 "it under another name"
             )
-        with self._lock:
-            self._seen = max(self._seen, revision)
+        self._seen = max(self._seen, revision)
         if status == b"lease lost":
             raise LeaseLost("the lease was revoked, or not renewed in time: begin a new one, and claim its keys again")
         if status == b"compacted":

@@ -12,8 +12,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
 from telegrad.directory.redis_settings import RIGHTS, Address, find_faults, parse_info
@@ -27,8 +28,6 @@ except ImportError as error:
 ScriptUnknown = exceptions.NoScriptError
 _BROKEN = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts to connect
-
-Result = TypeVar("Result")
 
 
 class Session:
@@ -65,8 +64,7 @@ class Connections:
         self._patience = patience
         self._attach = attach  # the first operation on each connection, given the server's `run_id`
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # guards _idle; nothing that waits is done under it
-        self._idle: list[redis.Connection] = []
+        self._idle: deque[redis.Connection] = deque()  # whose own methods threads may call at once
 
     def run(self, operation: Callable[[Session], Any], repeat: bool) -> Answer:
         """Run an operation on a connection, and wait for a server that is down, is started or cannot be reached.
@@ -93,17 +91,17 @@ class Connections:
             left = deadline - time.monotonic()
             if sent is not None and not repeat:
                 raise self._lost(f"was lost while it wrote, so the outcome is unknown ({failure})") from failure
-            if left <= 0 or self._closed.wait(min(left, pause * random.uniform(0.5, 1))):
+            if left <= 0:
                 raise self._lost(f"did not answer within {self._patience:g} s ({failure})") from failure
+            self._closed.wait(min(left, pause * random.uniform(0.5, 1)))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def close(self) -> None:
         """Close what is idle now, and the rest when its operation ends."""
         self._closed.set()
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.disconnect()
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
+                self._idle.pop().disconnect()
 
     def _lost(self, what: str) -> DirectoryLost:
         return DirectoryLost(
@@ -114,9 +112,9 @@ class Connections:
     def _take(self, deadline: float) -> redis.Connection:
         """Return a connection on which nothing waits to be read: one that the server has closed has its end to read."""
         while not self._closed.is_set():
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            if connection is None:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
                 return self._connect(deadline)
             with contextlib.suppress(*_BROKEN):
                 if connection.pid == os.getpid() and not connection.can_read():  # another process shares what it forked
@@ -125,19 +123,16 @@ class Connections:
         raise DirectoryLost(f"the connection to the directory on Redis at {self._address} was closed here")
 
     @contextlib.contextmanager
-    def _lend(self, connection: redis.Connection) -> Any:
+    def _lend(self, connection: redis.Connection) -> Iterator[None]:
         """Keep the connection for the next operation, unless this one fails."""
-        done = False
         try:
             yield
-            done = True
-        finally:
-            with self._lock:
-                keep = done and not self._closed.is_set()
-                if keep:
-                    self._idle.append(connection)
-            if not keep:
-                connection.disconnect()
+        except BaseException:
+            connection.disconnect()
+            raise
+        self._idle.append(connection)
+        if self._closed.is_set():  # perhaps since the operation began, and then perhaps before it was idle
+            self.close()
 
     def _connect(self, deadline: float) -> redis.Connection:
         """Make a connection and check the server: it may be another one than before, or have other settings."""
@@ -165,10 +160,10 @@ class Connections:
                 raise DirectoryRefused(
                     f"the Redis server at {address} refuses the login ({error}): give its user and password in the URL"
                 ) from error
-            if isinstance(error, exceptions.ResponseError):
+            if isinstance(error, exceptions.NoPermissionError) or "unknown command" in str(error):
                 raise DirectoryRefused(
                     f"the Redis server at {address} refuses what a directory needs ({error}): allow the user {RIGHTS} "
-                    "by ACL SETUSER. A service that has no CONFIG cannot be used, since it cannot be checked"
+                    "by ACL SETUSER. A server that has no CONFIG cannot be used, since it cannot be checked"
                 ) from error
             raise
         return connection

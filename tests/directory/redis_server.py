@@ -26,6 +26,7 @@ STARTS = 20.0  # seconds in which a server starts
 def running(folder: pathlib.Path, **settings: str) -> Iterator[Server]:
     server = Server(folder, **settings)
     try:
+        server.start()
         yield server
     finally:
         server.kill()
@@ -49,7 +50,6 @@ class Server:
             "appendfsync": "always",
             **{name.replace("_", "-"): value for name, value in settings.items()},
         }
-        self.start()
 
     @property
     def url(self) -> str:

@@ -25,6 +25,7 @@ from telegrad.directory.protocol import (
     LeaseLost,
     Swap,
 )
+from telegrad.directory.redis_connections import Session
 from tests.directory.contract import LONG, SOON, Contract, is_gone, read, wait_for, written
 from tests.directory.faults import Faults
 from tests.directory.programs import Programs, Replica
@@ -117,8 +118,9 @@ def test_a_watch_reads_more_changes_than_one_reply_has(shared: Server) -> None:
     for n in range(250):
         client.swap(f"{'seldom' if n == 240 else 'often'}/{n}", b"")
     assert [event.key for event in wait_for_all(client, 0, 250)][::240] == ["often/0", "seldom/240"]
-    since, events = client.watch("seldom/", ABSENT, SOON)
-    assert ([event.revision for event in events], since) == ([241], 250)
+    for timeout in (0.0, SOON):
+        since, events = client.watch("seldom/", ABSENT, timeout)
+        assert (since, [event.revision for event in events]) == (250, [241])
 
 
 def test_the_newest_changes_are_kept(shared: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +231,7 @@ def test_a_server_without_memory_changes_nothing_in_part(server: Server) -> None
         lambda: client.swap("a", b""),
         lambda: client.revoke(lease),
         lambda: client.list(""),
+        server.client,
     ):
         with pytest.raises(DirectoryLost, match=r"when used memory > 'maxmemory'.*memory and disk left"):
             act()
@@ -237,6 +240,29 @@ def test_a_server_without_memory_changes_nothing_in_part(server: Server) -> None
     assert [event.key for event in client.watch("", ABSENT, SOON)[1]] == ["kept", "short", "short"]
     client.revoke(lease)
     assert client.list("") == (4, ())
+
+
+def test_only_a_compare_and_set_is_not_sent_again(shared: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks when the server has the command, and before its reply is there."""
+    (client,) = clients_of(shared, "again", 1)
+    lease = client.grant(LONG)
+    ask, cut = Session.ask, threading.Event()
+
+    def ask_and_break(session: Session, *command: bytes | str | int) -> object:
+        reply = ask(session, *command)
+        if cut.is_set():
+            cut.clear()
+            raise ConnectionError("cut")
+        return reply
+
+    monkeypatch.setattr(Session, "ask", ask_and_break)
+    for act in (lambda: client.renew(lease), lambda: client.list(""), lambda: client.watch("", ABSENT, 0.0)):
+        cut.set()
+        act()
+    cut.set()
+    with pytest.raises(DirectoryLost, match="the outcome is unknown"):
+        client.swap("a", b"1")
+    assert read(client, "a") == ("a", b"1", 1, 1, 0)
 
 
 def test_a_forked_process_has_connections_of_its_own(shared: Server) -> None:

@@ -82,8 +82,16 @@ def test_a_user_needs_few_rights(tmp_path: pathlib.Path) -> None:
         with pytest.raises(DirectoryRefused, match=re.escape(RIGHTS)):
             RedisDirectory(url, "other")
         server.admin().execute_command("ACL", "SETUSER", "me", "-config")
-        with pytest.raises(DirectoryRefused, match="that has no CONFIG cannot be used"):
+        with pytest.raises(DirectoryRefused, match=re.escape(RIGHTS)):
             RedisDirectory(url, "mine")
+
+
+def test_a_server_without_config_cannot_be_checked(tmp_path: pathlib.Path) -> None:
+    with (
+        running(tmp_path, rename_command='CONFIG ""') as server,
+        pytest.raises(DirectoryRefused, match=r"unknown command 'CONFIG'.*has no CONFIG cannot be used"),
+    ):
+        server.client()
 
 
 def test_tls(tmp_path: pathlib.Path) -> None:
