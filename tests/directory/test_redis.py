@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -111,6 +112,14 @@ def test_a_new_entry_of_a_short_lease_wakes_a_watch_that_sleeps_longer(shared: S
         writer.swap("mine/a", b"", lease=lease)
         waiting.result(10)
     assert time.monotonic() - lease.ends < 0.5  # less than the second after which each watch asks anyway
+
+
+def test_a_lease_takes_no_key_of_one_whose_number_begins_alike(shared: Server) -> None:
+    (client,) = clients_of(shared, "alike", 1)
+    leases = [client.grant(LONG) for _ in range(12)]
+    entries = [written(client.swap(f"{lease.id:02}", b"", lease=lease)) for lease in leases]
+    client.revoke(leases[0])
+    assert client.list("").entries == tuple(entries[1:])
 
 
 def test_a_watch_reads_more_changes_than_one_reply_has(shared: Server) -> None:
@@ -289,13 +298,33 @@ def test_connections_are_kept(shared: Server) -> None:
 
 
 def test_a_close_lets_go_of_the_connections(shared: Server) -> None:
+    """Also of one that is in use."""
     number = int(shared.admin().info("clients")["connected_clients"])
     (client,) = clients_of(shared, "closed", 1)
-    client.list("")
-    client.close()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.watch, "", ABSENT, 20.0)
+        client.watch("", ABSENT, 0.1)
+        client.close()
+        assert isinstance(waiting.exception(2 * SOON), DirectoryLost)
     ends = time.monotonic() + 5
     while int(shared.admin().info("clients")["connected_clients"]) > number:
         assert time.monotonic() < ends
+
+
+def test_a_host_that_does_not_answer() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(3)]  # more than its queue has places for
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        started = time.monotonic()
+        with pytest.raises(DirectoryLost, match=r"did not answer within 0\.5 s"):
+            RedisDirectory(f"redis://127.0.0.1:{full.getsockname()[1]}", "group", patience=0.5)
+        assert time.monotonic() - started < 0.5 + SOON
+        for each in waiting:
+            each.close()
 
 
 def test_crashes_in_the_middle_of_writes(server: Server) -> None:
