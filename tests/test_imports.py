@@ -64,6 +64,7 @@ PURE = [
     "directory/service.py",
     "directory/messages.py",
     "directory/channel.py",
+    "directory/redis_settings.py",
     "group/members.py",
     "group/surroundings.py",
     "group/attendance.py",

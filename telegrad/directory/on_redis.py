@@ -61,6 +61,7 @@ from telegrad.directory.protocol import (
     Listing,
     Swap,
     check_key,
+    check_ttl,
     check_value,
 )
 from telegrad.directory.redis_connections import Answer, Connections, ScriptUnknown, Session
@@ -100,6 +101,7 @@ class RedisDirectory:
 
     def grant(self, ttl: float) -> Lease:
         """Begin a lease."""
+        check_ttl(ttl)
         sent, reply = self._run("grant", math.ceil(ttl * 1e6))
         return Lease(reply[2], ttl, sent + ttl)
 

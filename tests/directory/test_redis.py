@@ -27,8 +27,9 @@ from telegrad.directory.protocol import (
     Swap,
 )
 from telegrad.directory.redis_connections import Session
-from tests.directory.contract import LONG, SOON, Contract, is_gone, read, wait_for, written
+from tests.directory.contract import Contract
 from tests.directory.faults import Faults
+from tests.directory.harness import LONG, SOON, is_gone, read, wait_for, written
 from tests.directory.programs import Programs, Replica
 from tests.directory.redis_server import NEEDED, Server, running
 

@@ -17,7 +17,7 @@ from telegrad.directory.on_redis import RedisDirectory
 from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
 from telegrad.directory.redis_settings import RIGHTS
 from tests.cluster import free_port
-from tests.directory.contract import SOON, written
+from tests.directory.harness import SOON, written
 from tests.directory.redis_server import NEEDED, running
 
 pytestmark = NEEDED
