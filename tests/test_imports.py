@@ -64,6 +64,8 @@ PURE = [
     "directory/service.py",
     "directory/messages.py",
     "directory/channel.py",
+    "directory/etcd_messages.py",
+    "directory/http_responses.py",
     "group/members.py",
     "group/surroundings.py",
     "group/attendance.py",
