@@ -65,6 +65,8 @@ PURE = [
     "directory/messages.py",
     "directory/channel.py",
     "directory/redis_settings.py",
+    "directory/etcd_messages.py",
+    "directory/http_responses.py",
     "group/members.py",
     "group/surroundings.py",
     "group/attendance.py",
