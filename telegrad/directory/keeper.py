@@ -1,0 +1,106 @@
+"""Keeps the process that serves an embedded directory: starts it, and starts it again when it has ended.
+
+The keeper holds the socket that listens, and hands it to each process that it starts. So the address stays, and clients
+that connect while there is no server wait in the socket's queue. What the directory knows is in a file (`store.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+
+from telegrad.addresses import family_of
+from telegrad.directory.server import BACKLOG
+from telegrad.directory.store import remove
+from telegrad.directory.table import DEFAULT, Limits
+from telegrad.keyring import Keyring
+from telegrad.private_files import private_folder
+from telegrad.processes import SAFE_PATH, own_session
+
+PATIENCE = 5.0  # seconds for the process to end by itself
+
+
+class Keeper:
+    """The process that serves, and its address. One thread at a time."""
+
+    def __init__(
+        self, keys: Keyring, host: str = "127.0.0.1", port: int = 0, path: str = "", limits: Limits = DEFAULT
+    ) -> None:
+        """Start it. `path` is a file that stays behind `close`; without it, a private one is made, and removed.
+
+        Raises:
+            OSError: the port is taken, or the process cannot be started.
+        """
+        self._keys, self._limits = keys, limits
+        self._is_kept = bool(path)
+        self._path = path or _private_path()
+        self._listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        try:
+            self._process = self._start()
+        except BaseException:
+            self._listener.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process that serves now."""
+        return self._process.pid
+
+    def restart_if_ended(self) -> bool:
+        """Start the process again if it has ended; return True if it had. Call it now and then.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._process.poll() is None:
+            return False
+        self._close_pipe(self._process)
+        self._process = self._start()
+        return True
+
+    def close(self) -> None:
+        """End the process, and with it the directory."""
+        self._listener.close()
+        self._close_pipe(self._process)
+        self._process.terminate()  # other processes may hold the pipe: those that this one has forked
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if not self._is_kept:
+            remove(self._path)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        listener = self._listener.fileno()
+        process = subprocess.Popen(
+            [sys.executable, *SAFE_PATH, "-m", "telegrad.directory.server", "0"],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener],
+            **own_session(),
+        )
+        config = pickle.dumps((os.getpid(), listener, self._keys, self._path, self._is_kept, self._limits))
+        assert process.stdin is not None
+        try:
+            process.stdin.write(len(config).to_bytes(4, "little") + config)  # fits into the pipe
+            process.stdin.flush()
+        except BrokenPipeError:  # it has ended at once, as `restart_if_ended` will find
+            pass
+        return process
+
+    def _close_pipe(self, process: subprocess.Popen[bytes]) -> None:
+        """Close the pipe: a process that still runs ends."""
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _private_path() -> str:
+    with private_folder("directory") as folder:
+        name = f"{secrets.token_hex(8)}.sqlite"
+        folder.create(name).close()  # for this user alone; SQLite makes the others likewise
+        return os.path.join(folder.path, name)

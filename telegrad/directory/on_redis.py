@@ -1,0 +1,205 @@
+"""The directory of a group on a Redis server, 6.2 or newer, or one that speaks as it does.
+
+Every operation is one Lua script (on_redis.lua), which Redis runs alone and whole. A group has these keys, all under
+`telegrad:GROUP:`, and none has an expiry of Redis's own:
+
+    state     hash: `revision`, the number of leases so far, `incarnation` (drawn when this key was made), `run`
+    entries   hash: key to record; a record has the revision, the revision of the creation, the lease and the value
+    order     sorted set of the keys, for prefixes
+    ends      sorted set of the leases by their end, in microseconds of the server's clock
+    ttls      hash: lease to microseconds
+    held      sorted set of "LEASE\\0KEY": which keys a lease takes with it
+    history   stream of the changes, whose ids are revisions; the newest HISTORY are kept
+
+Ends of leases. Redis expires keys when it comes to them, tells nobody in order, and would give a deletion no revision.
+So each script first deletes what hangs on leases whose end is over, oldest end first, at one revision for each key: no
+reply shows an entry whose lease has ended. A watch waits in XREAD BLOCK until the next end at most, and runs the script
+again; whichever watch or operation comes first deletes, and all find the deletion in the stream. A new entry wakes all
+watches, so none sleeps past the end of a lease that it did not know.
+
+Clocks. All ends are by the server's TIME, so those of the clients do not matter. That clock is not a monotonic one, and
+Redis has no other: when it is set forward by J seconds, all leases end up to J early, and a holder may act for J
+seconds beside its successor, until receivers that have seen the successor's token refuse it. When it is set back by J,
+leases that are not renewed last J longer, and a watch that waits at that moment raises DirectoryLost once, since Redis
+replies J too late. Have the server's clock slewed, not stepped (chrony and ntpd do so, but for the first minutes).
+
+A server that was started anew has had nobody renew: the first connection gives every lease its whole time again (`run`
+is INFO's `run_id`; each connection looks at it before anything else).
+
+What must hold. Each new connection checks the settings by INFO and CONFIG GET (redis_settings.py says why), and refuses
+a server of which a crash would take acknowledged writes. Settings that are changed later are noticed by the next
+connection.
+
+What cannot be promised. Redis replicates after it has replied. When a replica takes the master's place (Sentinel, a
+service's failover), acknowledged writes may be missing there: a claim vanishes, a revision and with it a fencing token
+is given a second time, and for a while both may answer. The same holds for a backup that is restored and for FLUSHALL.
+A client notices this when the revision is lower than one it has seen or the incarnation is another (DirectoryReset);
+one that joins later cannot. Where that matters take a single server with a disk of its own, or etcd.
+
+The keys of a group stay when the group has ended, so that a later group of that name goes on counting. They may be
+deleted when no worker of that group runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import math
+import secrets
+import time
+from typing import Any
+
+from telegrad.directory.protocol import (
+    ABSENT,
+    Compacted,
+    DirectoryReset,
+    Entry,
+    Event,
+    Events,
+    Lease,
+    LeaseLost,
+    Listing,
+    Swap,
+    check_key,
+    check_ttl,
+    check_value,
+)
+from telegrad.directory.redis_connections import Answer, Connections, ScriptUnknown, Session
+from telegrad.directory.redis_settings import parse
+
+HISTORY = 10_000  # changes that watches can still get: 80 s of 25 joins a second with 5 writes each
+_BATCH = 100  # changes that one reply has at most
+_SLICE = 1.0  # seconds after which a watch notices that it was closed here
+_KEYS = ("state", "entries", "order", "ends", "ttls", "held", "history")
+_SCRIPT = importlib.resources.files(__package__).joinpath("on_redis.lua").read_bytes()
+_SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
+
+
+class RedisDirectory:
+    """A client of the directory that a group has on a Redis server: a `Directory`."""
+
+    def __init__(self, url: str, group: str, patience: float = 10.0) -> None:
+        """Connect and check the server.
+
+        Args:
+            url: `redis://[USER:PASSWORD@]HOST[:PORT][/DB]`, or `rediss://` for TLS.
+            group: Groups of different names see nothing of each other.
+            patience: Seconds that an operation waits for the server at most.
+
+        Raises:
+            InvalidArgument: the URL is wrong.
+            DirectoryRefused: the server's settings, its role or its version are not fit, or it refuses the login.
+            DirectoryLost: no server answers.
+        """
+        self._address = parse(url)
+        self._keys = [f"telegrad:{group}:{name}".encode() for name in _KEYS]
+        self._slice = min(_SLICE, patience / 2)
+        self._seen = ABSENT  # a revision that the server has had; threads may put a lower one there than it was
+        self._incarnation = b""  # set by the first connection, before other threads know this object
+        self._connections = Connections(self._address, patience, self._attach)
+        self._connections.run(lambda session: None, repeat=True)
+
+    def grant(self, ttl: float) -> Lease:
+        """Begin a lease."""
+        check_ttl(ttl)
+        sent, reply = self._run("grant", math.ceil(ttl * 1e6))
+        return Lease(reply[2], ttl, sent + ttl)
+
+    def renew(self, lease: Lease) -> Lease:
+        """Return the lease with a new end. Raises LeaseLost where it has ended."""
+        sent, _ = self._run("renew", lease.id)
+        return lease._replace(ends=sent + lease.ttl)
+
+    def revoke(self, lease: Lease) -> None:
+        """End a lease, and delete its keys. Does nothing where it has ended already."""
+        self._run("revoke", lease.id)
+
+    def swap(self, key: str, value: bytes | None, expected: int = ABSENT, lease: Lease | None = None) -> Swap:
+        """Write `value` where the key's revision is `expected`; None deletes it. Raises LeaseLost."""
+        check_value(key, value or b"")
+        what = (check_key(key), expected, lease.id if lease else 0)
+        operation = ("delete", *what) if value is None else ("write", *what, value)
+        _, (status, _, record) = self._run(*operation, repeat=False)
+        return Swap(status == b"done", _read_record(key, record) if record else None)
+
+    def list(self, prefix: str) -> Listing:
+        """Return all keys that begin with `prefix`, as they stood at one revision; linearizable."""
+        _, (_, revision, found) = self._run("list", _encode_prefix(prefix))
+        return Listing(revision, tuple(_read_record(key.decode(), record) for key, record in found))
+
+    def watch(self, prefix: str, since: int, timeout: float) -> tuple[int, Events]:
+        """Wait until a key under `prefix` changes after revision `since`, at most `timeout` seconds.
+
+        Return the revision to watch from next, and the changes in their order, none left out. Raises Compacted.
+        """
+        ends = time.monotonic() + timeout
+        while True:
+            _, (_, _, since, found, _) = self._run("watch", _encode_prefix(prefix), since, _BATCH, wait_until=ends)
+            if found or time.monotonic() >= ends:
+                return since, [_read_change(*change) for change in found]
+
+    def close(self) -> None:
+        """Let go of the connections; a lease of this client lives on until it ends. A watch raises within a second."""
+        self._connections.close()
+
+    def _run(self, *operation: bytes | str | int, repeat: bool = True, wait_until: float = 0.0) -> Answer:
+        """Run an operation of the script; raise what its reply says. Only a watch has a `wait_until`."""
+        answer = self._connections.run(lambda session: self._ask(session, operation, wait_until), repeat)
+        self._check(answer.reply)
+        return answer
+
+    def _ask(self, session: Session, operation: tuple[bytes | str | int, ...], wait_until: float) -> Any:
+        """Run an operation. Where it is a watch that found nothing, wait for the next change or end of a lease."""
+        name, *arguments = operation
+        command = (len(self._keys), *self._keys, name, self._incarnation, self._seen, HISTORY, *arguments)
+        try:
+            reply = session.ask("EVALSHA", _SHA, *command)
+        except ScriptUnknown:  # SCRIPT FLUSH; nothing was run
+            reply = session.ask("EVAL", _SCRIPT, *command)
+        if name == "watch" and reply[0] == b"done":
+            _, _, since, found, milliseconds = reply
+            left = min(wait_until - time.monotonic(), self._slice)
+            left = min(left, milliseconds / 1000) if milliseconds >= 0 else left
+            if not found and left > 0:
+                history = self._keys[_KEYS.index("history")]
+                session.ask("XREAD", "COUNT", 1, "BLOCK", math.ceil(left * 1000), "STREAMS", history, f"{since}-0")
+        return reply
+
+    def _attach(self, session: Session, run: str) -> None:
+        """Begin a connection to the server process `run`."""
+        reply = self._ask(session, ("attach", run, secrets.token_hex(8)), 0.0)
+        self._check(reply)
+        self._incarnation = reply[2]
+
+    def _check(self, reply: Any) -> None:
+        """Raise what the status of a reply says, and keep its revision."""
+        status, revision = reply[0], reply[1]
+        if status == b"reset":
+            raise DirectoryReset(
+                f"the Redis server at {self._address} has lost writes of this group that it had acknowledged: it is at "
+                f"revision {revision}, and this worker has seen {self._seen}. A replica has taken the master's place, "
+                "a backup was restored, or keys were deleted. Its fencing tokens may repeat: end this group, and start "
+                "it under another name"
+            )
+        self._seen = max(self._seen, revision)
+        if status == b"lease lost":
+            raise LeaseLost("the lease was revoked, or not renewed in time: begin a new one, and claim its keys again")
+        if status == b"compacted":
+            raise Compacted(
+                f"the directory on Redis keeps the newest {HISTORY} changes, and is at revision {revision}: list "
+                "again, and watch from there"
+            )
+
+
+def _encode_prefix(prefix: str) -> bytes:
+    return prefix.encode("utf-8", "surrogatepass")  # a prefix that UTF-8 cannot write is one of no key
+
+
+def _read_record(key: str, record: bytes) -> Entry:
+    """Read what on_redis.lua has made in write()."""
+    revision, created, lease, value = record.split(b" ", 3)
+    return Entry(key, value, int(revision), int(created), int(lease))
+
+
+def _read_change(revision: int, key: bytes, record: bytes | None = None) -> Event:
+    return Event(revision, key.decode(), None if record is None else _read_record(key.decode(), record))

@@ -1,0 +1,24 @@
+"""What several files of tests are given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from telegrad.directory import etcd
+from telegrad.directory.etcd import EtcdDirectory
+
+Connect = Callable[..., EtcdDirectory]
+
+
+@pytest.fixture
+def connected() -> Iterator[Connect]:
+    """Make a client of etcd that is closed behind the test."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(url: str, patience: float = 10.0) -> EtcdDirectory:
+            return stack.enter_context(contextlib.closing(etcd.connect(url, patience)))
+
+        yield connect

@@ -1,0 +1,106 @@
+"""The embedded directory, as its tests start it: a process that a keeper starts, or a thread of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from telegrad.directory import server
+from telegrad.directory.client import EmbeddedDirectory, _Link
+from telegrad.directory.keeper import Keeper
+from telegrad.directory.server import Server
+from telegrad.directory.table import DEFAULT, Limits
+from telegrad.keyring import Keyring
+from tests.cluster import KEYS
+from tests.directory.harness import PATIENCE, written
+
+CHANGES = 4000  # that the tests' server remembers
+
+
+class ProcessEngine:
+    """An engine of the contract: a process of its own."""
+
+    ttl, slack, survives = 0.3, 0.3, True
+
+    def __init__(self) -> None:
+        self.keeper = Keeper(KEYS, limits=Limits(changes=CHANGES))
+
+    def client(self, patience: float = 10.0) -> EmbeddedDirectory:
+        return EmbeddedDirectory(self.keeper.address, KEYS, patience)
+
+    def kill(self) -> None:
+        os.kill(self.keeper.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.keeper.pid, os.WEXITED | os.WNOWAIT)
+
+    def start(self) -> None:
+        assert self.keeper.restart_if_ended()
+
+    def pause(self) -> None:
+        os.kill(self.keeper.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.keeper.pid, signal.SIGCONT)
+
+    def forget(self) -> None:
+        client = self.client()
+        revision = 0
+        for _ in range(CHANGES + 1):
+            revision = client.swap("filler", b"", revision).entry.revision
+        client.swap("filler", None, revision)
+        client.close()
+
+
+class ThreadEngine:
+    """An engine of the contract: a thread of this process."""
+
+    ttl, slack, survives = 0.3, 0.3, False
+
+    def __init__(self, keys: Keyring = KEYS, limits: Limits = DEFAULT) -> None:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=server.BACKLOG)
+        self.address: tuple[str, int] = listener.getsockname()
+        self.server = Server(listener, keys, limits=limits)
+        self.limits = limits
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        self._thread.start()
+        self._clients: list[EmbeddedDirectory] = []
+
+    def client(self, patience: float = PATIENCE, keys: Keyring = KEYS) -> EmbeddedDirectory:
+        self._clients.append(EmbeddedDirectory(self.address, keys, patience))
+        return self._clients[-1]
+
+    def link(self) -> _Link:
+        """Return a connection behind its handshake, of which no thread reads."""
+        return self.client()._connect()
+
+    def connections(self) -> int:
+        return len(self.server._connections)
+
+    def forget(self) -> None:
+        client = self.client()
+        revision = 0
+        for _ in range(self.limits.changes + 1):
+            revision = written(client.swap("filler", b"", revision)).revision
+        client.swap("filler", None, revision)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.server.stop()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    start = pause = resume = kill
+
+
+def until(is_so: Callable[[], bool], limit: float = PATIENCE) -> None:
+    ends = time.monotonic() + limit
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.01)

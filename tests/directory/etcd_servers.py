@@ -1,0 +1,177 @@
+"""Real servers of etcd for tests, from Debian's package etcd-server: killed, started again, stopped, cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from telegrad.directory import etcd
+from telegrad.directory.etcd import EtcdDirectory
+
+ETCD = shutil.which("etcd") or ""
+needs_etcd = pytest.mark.skipif(not ETCD, reason="there is no etcd: apt-get install etcd-server")
+STARTING = 30.0  # seconds
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Node:
+    """One server of a cluster, whose data outlives its process."""
+
+    def __init__(self, name: str, folder: pathlib.Path, options: Sequence[str] = (), scheme: str = "http") -> None:
+        self.name, self.folder, self.options, self.scheme = name, folder, options, scheme
+        self.port, self.peer = free_port(), f"http://127.0.0.1:{free_port()}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    def start(self, cluster: str = "") -> None:
+        """Start the process; `Cluster.wait` waits until it answers."""
+        command = [ETCD, "--name", self.name, "--data-dir", str(self.folder / self.name)]
+        command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
+        command += ["--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer]
+        command += ["--initial-cluster", cluster or f"{self.name}={self.peer}", *self.options]
+        with open(self.folder / f"{self.name}.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def pause(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def post(self, path: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
+        """Ask the gateway by other means than the engine's."""
+        headers = {"Authorization": token} if token else {}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return dict(json.load(response))
+
+    def watchers(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as response:
+            lines = response.read().decode().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("etcd_debugging_mvcc_watcher_total "))
+
+
+class Cluster:
+    """Servers of one cluster: what the contract calls an engine."""
+
+    ttl, slack, survives = 2.0, 2.0, True
+
+    def __init__(self, folder: pathlib.Path, size: int = 1, options: Sequence[str] = (), scheme: str = "http") -> None:
+        self.nodes = [Node(f"n{n}", folder, options, scheme) for n in range(size)]
+        self.members = ",".join(f"{each.name}={each.peer}" for each in self.nodes)
+        self.start()
+
+    def address(self, nodes: Sequence[Node] | None = None) -> str:
+        return "etcd://" + ",".join(f"127.0.0.1:{each.port}" for each in nodes or self.nodes)
+
+    def client(self, patience: float = 10.0) -> EtcdDirectory:
+        return etcd.connect(f"{self.address()}/tests/group", patience)
+
+    def start(self) -> None:
+        for each in self.nodes:
+            if each.process is None:
+                each.start(self.members)
+
+    def kill(self) -> None:
+        for each in self.nodes:
+            each.kill()
+
+    def pause(self) -> None:
+        for each in self.nodes:
+            each.pause()
+
+    def resume(self) -> None:
+        for each in self.nodes:
+            each.resume()
+
+    def forget(self) -> None:
+        """Compact all that was written until now."""
+        revision = self.nodes[0].post("/v3/kv/range", {"key": "AA=="})["header"]["revision"]
+        self.nodes[0].post("/v3/kv/compaction", {"revision": revision, "physical": True})
+
+    def settle(self) -> None:
+        """Wait until all nodes follow a leader."""
+        ends = time.monotonic() + STARTING
+        for each in self.nodes:
+            while time.monotonic() < ends:
+                with contextlib.suppress(OSError):
+                    each.post("/v3/kv/range", {"key": "AA=="})
+                    break
+                time.sleep(0.05)
+
+    def leader(self, among: Sequence[Node] | None = None) -> Node:
+        """Wait until one of the nodes that answer is the leader, and return it."""
+        ends = time.monotonic() + STARTING
+        while time.monotonic() < ends:
+            for each in among or self.nodes:
+                try:
+                    status = each.post("/v3/maintenance/status", {})
+                except OSError:
+                    continue
+                if status.get("leader", "0") == status["header"]["member_id"]:
+                    return each
+            time.sleep(0.05)
+        raise AssertionError(f"no leader within {STARTING} s")
+
+    def close(self) -> None:
+        self.kill()
+
+
+class Balancer:
+    """A load balancer for TCP: passes each connection to the next node that runs or is stopped."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = itertools.cycle(nodes)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # at the end
+            while True:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(("127.0.0.1", next(self._nodes).port))
+                self._open += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()

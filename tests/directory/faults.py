@@ -1,0 +1,256 @@
+"""Servers that are killed, started again, and stopped, under clients that work."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from telegrad.directory.protocol import ABSENT, Directory, DirectoryLost, Event
+from tests.directory.harness import (
+    LONG,
+    PATIENCE,
+    SOON,
+    Engine,
+    Fixtures,
+    Make,
+    check_acts,
+    contend,
+    is_gone,
+    read,
+    wait_for,
+    written,
+)
+from tests.directory.programs import Replica
+
+PATIENT = 1.0  # seconds for which these clients wait where nobody shall answer
+
+
+def until_answered(ask: Callable[[], object]) -> None:
+    ends = time.monotonic() + PATIENCE
+    while True:
+        try:
+            ask()
+            return
+        except DirectoryLost:
+            assert time.monotonic() < ends
+
+
+def count(client: Directory, key: str, until: threading.Event) -> int:
+    """Count up at a key that nobody else writes, by one for each write, whatever errors come; return the last."""
+    number, revision = 0, ABSENT
+    while not until.is_set():
+        number += 1
+        value, is_first = b"%d" % number, True
+        while True:
+            try:
+                swap = client.swap(key, value, revision)
+                entry = swap.entry
+                assert swap.done or not is_first or (entry and entry.value) != value, "a compare-and-set was sent twice"
+            except DirectoryLost:
+                is_first = False
+                try:
+                    entry = read(client, key)
+                except DirectoryLost:
+                    continue
+            if entry and entry.value == value:
+                break
+            # It was not written yet: then what stands there is what was written before.
+            assert (int(entry.value) if entry else 0) == number - 1, "a write was lost, or was done twice"
+            assert (entry.revision if entry else ABSENT) == revision
+        assert entry.revision > revision
+        revision = entry.revision
+    return number
+
+
+class Faults(Fixtures):
+    """A server that fails. Each test leaves it running."""
+
+    @pytest.fixture(autouse=True)
+    def _runs_again(self, engine: Engine, make: Make) -> Iterator[None]:
+        yield
+        until_answered(lambda: make().list("runs"))
+
+    @pytest.fixture
+    def killed(self, engine: Engine) -> Iterator[Callable[[], None]]:
+        """Kill the server; it is started again at the end of the test."""
+        down: list[bool] = []
+
+        def kill() -> None:
+            engine.kill()
+            down.append(True)
+
+        yield kill
+        if down:
+            engine.start()
+
+    @pytest.fixture
+    def paused(self, engine: Engine) -> Iterator[None]:
+        engine.pause()
+        yield
+        engine.resume()
+
+    @pytest.mark.parametrize("how", ["killed", "paused"])
+    def test_a_server_that_does_not_answer_is_lost(
+        self, make: Make, place: str, request: pytest.FixtureRequest, how: str
+    ) -> None:
+        client = make(PATIENT)
+        lease, since = client.grant(LONG), client.list(place).revision
+        fault = request.getfixturevalue(how)
+        if how == "killed":
+            fault()
+        acts: list[Callable[[], object]] = [
+            lambda: client.swap(f"{place}a", b""),
+            lambda: client.list(place),
+            lambda: client.grant(LONG),
+            lambda: client.renew(lease),
+            lambda: client.revoke(lease),
+            lambda: client.watch(place, since, 0.5),
+        ]
+        started = time.monotonic()
+        with ThreadPoolExecutor(len(acts)) as pool:  # the patience is not spent by one thread behind another
+            errors = [each.exception(PATIENCE) for each in [pool.submit(act) for act in acts]]
+        assert time.monotonic() - started < PATIENT + 0.5 + 2 * SOON
+        assert [type(error) for error in errors] == [DirectoryLost] * len(acts)
+        assert min(len(str(error)) for error in errors) > 20
+
+    def test_a_close_ends_what_waits_for_a_lost_server(
+        self, make: Make, place: str, killed: Callable[[], None]
+    ) -> None:
+        client = make(PATIENCE)
+        since = client.list(place).revision
+        killed()
+        with ThreadPoolExecutor(2) as pool:
+            watching, listing = pool.submit(client.watch, place, since, PATIENCE), pool.submit(client.list, place)
+            time.sleep(0.3)  # until both have found out that nobody answers; without it the test passes as well
+            client.close()
+            assert isinstance(watching.exception(2 * SOON), DirectoryLost)
+            assert isinstance(listing.exception(2 * SOON), DirectoryLost)
+
+    def test_a_stopped_server_goes_on(self, make: Make, place: str, engine: Engine) -> None:
+        client = make(PATIENCE)
+        lease = client.grant(LONG)
+        with ThreadPoolExecutor(1) as pool:
+            engine.pause()
+            try:
+                swapping = pool.submit(client.swap, f"{place}a", b"1", ABSENT, lease)
+                time.sleep(0.3)  # so that the request lies in the server's socket; without it the test passes as well
+            finally:
+                engine.resume()
+            try:
+                entry = written(swapping.result(PATIENCE))
+            except DirectoryLost:  # an engine may say so as soon as a connection breaks
+                return
+        assert read(client, f"{place}a") == entry
+        client.renew(lease)
+
+    def test_a_server_that_was_started_again_has_its_state(self, make: Make, place: str, engine: Engine) -> None:
+        if not engine.survives:
+            pytest.skip("this engine loses its state with its server")
+        client = make()
+        lease = client.grant(LONG)
+        kept = written(client.swap(f"{place}a", b"1", lease=lease))
+        gone = written(client.swap(f"{place}b", b"1"))
+        client.swap(f"{place}b", None, gone.revision)
+        before = client.list(place)
+        for _ in range(2):
+            engine.kill()
+            engine.start()
+            until_answered(lambda: client.list(place))
+            listing = client.list(place)
+            assert listing.entries == (kept,)
+            assert listing.revision >= before.revision
+            until_answered(lambda: client.renew(lease))
+            before = listing
+        again = written(client.swap(f"{place}b", b"1"))
+        assert again.created == again.revision > before.revision
+        client.revoke(lease)
+        assert client.list(place).entries == (again,)
+
+    def test_a_lease_ends_also_when_its_server_was_started_again(self, make: Make, place: str, engine: Engine) -> None:
+        client = make()
+        lease = client.grant(engine.ttl)
+        entry = written(client.swap(f"{place}a", b"1", lease=lease))
+        engine.kill()
+        engine.start()
+        until_answered(lambda: client.list(place))
+        found: list[Event] = []
+        until_answered(
+            lambda: found.extend(wait_for(client, place, entry.revision, is_gone, lease.ttl + engine.slack + 5))
+        )
+        assert found[-1].key == f"{place}a"
+        assert time.monotonic() >= lease.ends
+
+    def test_a_watch_goes_on_with_the_server(self, make: Make, place: str, engine: Engine) -> None:
+        watcher, writer = make(), make()
+        since = watcher.list(place).revision
+        with ThreadPoolExecutor(1) as pool:
+            following = pool.submit(wait_for, watcher, place, since, lambda event: True, PATIENCE)
+            watcher.watch(place, since, 0.1)
+            engine.kill()
+            engine.start()
+            until_answered(lambda: writer.list(place))
+            entry = written(writer.swap(f"{place}a", b""))
+            try:
+                events = following.result(PATIENCE)
+            except DirectoryLost:  # an engine may say so as soon as a connection breaks
+                events = wait_for(watcher, place, since, lambda event: True, SOON)
+        assert events == [Event(entry.revision, f"{place}a", entry)]
+
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("outages", [3, pytest.param(25, marks=pytest.mark.nightly)])
+    @pytest.mark.parametrize("how", ["kill", "pause"])
+    def test_each_write_is_done_once_while_the_server_fails(
+        self, make: Make, place: str, engine: Engine, how: str, outages: int
+    ) -> None:
+        """Writers that read again after DirectoryLost count without a gap; a watcher sees each number once."""
+        if not engine.survives:
+            pytest.skip("this engine loses its state with its server")
+        clients = [make(2.0) for _ in range(3)]
+        watcher, chance, stop = make(), random.Random(1), threading.Event()
+        replica = Replica(watcher, place)
+        with ThreadPoolExecutor(4) as pool:
+            following = pool.submit(replica.follow, f"{place}end", 250.0)
+            try:
+                counting = [pool.submit(count, client, f"{place}{n}", stop) for n, client in enumerate(clients)]
+                for _ in range(outages):
+                    time.sleep(chance.uniform(0.1, 0.4))  # of work
+                    engine.kill() if how == "kill" else engine.pause()
+                    time.sleep(chance.uniform(0.0, 0.3))  # of an outage
+                    engine.start() if how == "kill" else engine.resume()
+                    until_answered(lambda: watcher.list(place))
+            finally:
+                stop.set()
+            numbers = [each.result(PATIENCE) for each in counting]
+            until_answered(lambda: watcher.swap(f"{place}end", b""))
+            following.result(PATIENCE)
+        for n, number in enumerate(numbers):
+            seen = [int(entry.value) for entry in replica.written if entry.key == f"{place}{n}"]
+            assert seen == list(range(1, number + 1))
+
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("how", ["kill", "pause"])
+    def test_owners_do_not_act_at_once_while_the_server_fails(
+        self, make: Make, place: str, engine: Engine, how: str
+    ) -> None:
+        if not engine.survives:
+            pytest.skip("this engine loses its state with its server")
+        chance, until = random.Random(1), threading.Event()
+        with ThreadPoolExecutor(4) as pool:
+            owning = [pool.submit(contend, make(2.0), f"{place}a", engine.ttl, n, until) for n in range(4)]
+            try:
+                for _ in range(4):
+                    time.sleep(2 * engine.ttl)  # of work
+                    engine.kill() if how == "kill" else engine.pause()
+                    time.sleep(chance.uniform(0.0, 2 * engine.ttl))  # of an outage
+                    engine.start() if how == "kill" else engine.resume()
+                    until_answered(lambda: make().list(place))
+            finally:
+                until.set()
+            acts = [act for each in owning for act in each.result(PATIENCE)]
+        assert len(acts) > 3
+        check_acts(acts)

@@ -1,0 +1,86 @@
+"""A real Redis server of a test, in a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from telegrad.directory.on_redis import RedisDirectory
+from tests.cluster import free_port
+
+PROGRAM = shutil.which("redis-server")
+NEEDED = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server: apt-get install redis-server")
+STARTS = 20.0  # seconds in which a server starts
+
+
+@contextlib.contextmanager
+def running(folder: pathlib.Path, **settings: str) -> Iterator[Server]:
+    server = Server(folder, **settings)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+class Server:
+    """`redis-server` with the settings that a directory needs, and others; an engine of the contract."""
+
+    ttl, slack, survives = 0.4, 0.3, True
+
+    def __init__(self, folder: pathlib.Path, **settings: str) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.group = f"group-{secrets.token_hex(4)}"
+        self.settings = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "dir": str(folder),
+            "save": '""',
+            "appendonly": "yes",
+            "appendfsync": "always",
+            **{name.replace("_", "-"): value for name, value in settings.items()},
+        }
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def client(self, patience: float = 10.0) -> RedisDirectory:
+        return RedisDirectory(self.url, self.group, patience)
+
+    def admin(self) -> redis.Redis:
+        return redis.Redis(port=self.port, password=self.settings.get("requirepass"), protocol=2, decode_responses=True)
+
+    def start(self) -> None:
+        log, file = self.folder / "log", self.folder / "redis.conf"
+        file.write_text("".join(f"{name} {value}\n" for name, value in self.settings.items()))
+        with log.open("wb") as output:
+            self.process = subprocess.Popen([str(PROGRAM), str(file)], stdout=output, stderr=subprocess.STDOUT)
+        ends = time.monotonic() + STARTS
+        while "Ready to accept connections" not in log.read_text():
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < ends, log.read_text()
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(STARTS)
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def forget(self) -> None:
+        self.admin().xtrim(f"telegrad:{self.group}:history", maxlen=0, approximate=False)

@@ -1,0 +1,247 @@
+"""A gateway that the test plays: servers that are no etcd, and answers that a real etcd gives once in a thousand."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.server
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, Entry, Lease, LeaseLost, Swap
+from telegrad.errors import NotInitialized
+from tests.directory.conftest import Connect
+from tests.directory.harness import LONG, SOON
+
+Answers = Callable[[str, dict[str, Any]], Any]
+
+
+class Played:
+    """A server whose answers come from a function, which may raise to close the connection without an answer."""
+
+    def __init__(self, answers: Answers) -> None:
+        asked = self.asked = list[tuple[str, dict[str, Any]]]()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                asked.append((self.path, body))
+                try:
+                    answer = answers(self.path, body)
+                except ConnectionError:
+                    self.close_connection = True
+                    return
+                status, answer = answer if isinstance(answer, tuple) else (200, answer)
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def played() -> Iterator[Callable[[Answers], Played]]:
+    servers: list[Played] = []
+
+    def play(answers: Answers) -> Played:
+        servers.append(Played(answers))
+        return servers[-1]
+
+    yield play
+    for each in servers:
+        each.close()
+
+
+Play = Callable[[Answers], Played]
+
+
+def header(term: int = 2, revision: int = 5) -> dict[str, Any]:
+    return {"header": {"cluster_id": "1", "revision": str(revision), "raft_term": str(term)}}
+
+
+def test_a_write_without_an_answer_is_sent_once(played: Play, connected: Connect) -> None:
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        raise ConnectionError
+
+    one, other = played(answer), played(answer)
+    client = connected(f"etcd://127.0.0.1:{one.port},127.0.0.1:{other.port}", 2.0)
+    with pytest.raises(DirectoryLost, match="read the key again"):
+        client.swap("a", b"")
+    assert len(one.asked) + len(other.asked) == 1
+    with pytest.raises(DirectoryLost, match="majority"):
+        client.list("")
+    assert len(one.asked) > 2
+    assert len(other.asked) > 2
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "is_sent_again"),
+    [
+        (14, "etcdserver: request timed out, possibly due to previous leader failure", False),
+        (2, "raft proposal dropped", False),
+        (14, "etcdserver: no leader", True),
+        (8, "etcdserver: too many requests", True),
+    ],
+)
+def test_a_write_is_sent_again_where_etcd_turned_it_away(
+    played: Play, connected: Connect, code: int, message: str, is_sent_again: bool
+) -> None:
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        if len(server.asked) == 1:
+            return 503, {"error": message, "message": message, "code": code}
+        return {**header(), "succeeded": True, "responses": [{"response_range": {}}]}
+
+    server = played(answer)
+    client = connected(f"etcd://127.0.0.1:{server.port}")
+    if is_sent_again:
+        assert client.swap("a", None) == Swap(True, None)
+    else:
+        with pytest.raises(DirectoryLost, match=message):
+            client.swap("a", None)
+    assert len(server.asked) == 1 + is_sent_again
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_renewal_by_a_former_leader_does_not_count(played: Play, connected: Connect, is_known: bool) -> None:
+    """The read shows that another leader was elected."""
+    terms = iter([2, 2, 2, 3, 3, 3])
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        term = next(terms)
+        if path != "/v3/lease/keepalive":
+            return header(term)
+        return {"result": {**header(term), "ID": body["ID"], **({"TTL": "9"} if term == 2 or is_known else {})}}
+
+    server = played(answer)
+    client = connected(f"etcd://127.0.0.1:{server.port}")
+    lease = Lease(7, 9.0, 0.0)
+    assert client.renew(lease).ttl == 9.0
+    if is_known:
+        assert client.renew(lease).ends > time.monotonic()
+    else:
+        with pytest.raises(LeaseLost):
+            client.renew(lease)
+    assert [path for path, _ in server.asked] == ["/v3/lease/keepalive", "/v3/kv/range"] * 3
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "text"),
+    [
+        (404, b"404 page not found", DirectoryRefused, "enable-grpc-gateway"),
+        (421, b"the Host header was unrecognized", DirectoryRefused, "Host header"),
+        (403, b'{"code": 7, "message": "etcdserver: permission denied"}', DirectoryRefused, "password_file"),
+        (400, b'{"code": 8, "message": "etcdserver: mvcc: database space exceeded"}', DirectoryRefused, "alarm disarm"),
+        (502, b"<html>Bad gateway</html>", DirectoryLost, "502"),
+        (200, b"[1]", DirectoryLost, "majority"),
+    ],
+)
+def test_answers_of_other_servers(
+    played: Play, connected: Connect, status: int, body: bytes, error: type[Exception], text: str
+) -> None:
+    server = played(lambda *_: (status, body))
+    with pytest.raises(error, match=text):
+        connected(f"etcd://127.0.0.1:{server.port}", 0.5).list("")
+
+
+@pytest.mark.parametrize("sends", [b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
+def test_a_server_that_does_not_answer_whole(connected: Connect, sends: bytes) -> None:
+    """It sends some bytes now and then, for ever."""
+    closed = threading.Event()
+
+    def serve() -> None:
+        sock = listener.accept()[0]
+        with sock, contextlib.suppress(OSError):
+            sock.sendall(sends)
+            while not closed.wait(0.05):
+                sock.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(DirectoryLost):
+            connected(f"etcd://127.0.0.1:{listener.getsockname()[1]}", 0.5).swap("a", b"")
+        assert time.monotonic() - began < 0.5 + SOON
+        closed.set()
+        thread.join()
+
+
+def test_a_watch_that_is_refused(played: Play, connected: Connect) -> None:
+    refusal = {"error": {"grpc_code": 7, "http_code": 403, "message": "etcdserver: permission denied"}}
+    server = played(lambda *_: json.dumps(refusal).encode() + b"\n")
+    with pytest.raises(DirectoryRefused, match="permission denied"):
+        connected(f"etcd://127.0.0.1:{server.port}").watch("", 0, LONG)
+
+
+def test_a_watch_that_ends_again_and_again_is_lost(played: Play, connected: Connect) -> None:
+    """With a pause between, that grows."""
+    created = json.dumps({"result": {**header(), "created": True}}).encode() + b"\n"
+    server = played(lambda *_: created)
+    began = time.monotonic()
+    with pytest.raises(DirectoryLost, match="closed"):
+        connected(f"etcd://127.0.0.1:{server.port}", 2.0).watch("", 0, LONG)
+    assert 1.0 < time.monotonic() - began < 2.0 + SOON
+    assert 3 < len(server.asked) < 20
+
+
+def test_a_version_that_ends_leases_is_told_once(
+    played: Play, connected: Connect, recwarn: pytest.WarningsRecorder
+) -> None:
+    server = played(lambda *_: {**header(), "ID": "7", "TTL": "9", "version": "3.4.30"})
+    for several in (False, True):
+        client = connected("etcd://" + ",".join([f"127.0.0.1:{server.port}"] * (1 + several)))
+        for _ in range(2):
+            assert client.grant(9.0).id == 7
+    assert [path for path, _ in server.asked].count("/v3/maintenance/status") == 1
+    assert ["install 3.4.31" in str(each.message) for each in recwarn] == [True]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+def test_a_forked_process_leaves_the_connections_alone(played: Play, connected: Connect) -> None:
+    server = played(lambda *_: header())
+    client = connected(f"etcd://127.0.0.1:{server.port}")
+    client.list("")
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            client.list("")
+        except NotInitialized:
+            client.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert next(iter(client._client._idle.values()))[0].is_usable()
+    client.list("")
+    assert len(server.asked) == 2
+
+
+def test_what_was_written_is_what_etcd_says(played: Play, connected: Connect) -> None:
+    found = {"key": base64.b64encode(b"telegrad/a").decode(), "mod_revision": "9", "create_revision": "4", "lease": "7"}
+    responses = [{"response_put": {}}, {"response_range": {"kvs": [found]}}]
+    server = played(lambda *_: {**header(), "succeeded": True, "responses": responses})
+    client = connected(f"etcd://127.0.0.1:{server.port}")
+    assert client.swap("a", b"") == Swap(True, Entry("a", b"", 9, 4, 7))

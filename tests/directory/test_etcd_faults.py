@@ -1,0 +1,248 @@
+"""A real etcd: whole seconds, prefixes, streams that are kept, lost data, users, TLS, restarts."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import ipaddress
+import pathlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from telegrad.directory import etcd
+from telegrad.directory.etcd import EtcdDirectory
+from telegrad.directory.protocol import DirectoryLost, DirectoryRefused, DirectoryReset
+from tests.directory.conftest import Connect
+from tests.directory.etcd_servers import Cluster, needs_etcd
+from tests.directory.harness import LONG, SOON, written
+
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def started(tmp_path: pathlib.Path) -> Iterator[Callable[..., Cluster]]:
+    """Start a cluster that ends with the test."""
+    clusters: list[Cluster] = []
+
+    def start(options: Sequence[str] = (), waits: bool = True) -> Cluster:
+        folder = tmp_path / f"cluster{len(clusters)}"
+        folder.mkdir()
+        clusters.append(Cluster(folder, options=options))
+        if waits:
+            clusters[-1].leader()
+        return clusters[-1]
+
+    yield start
+    for each in clusters:
+        each.close()
+
+
+Start = Callable[..., Cluster]
+
+
+@needs_etcd
+def test_ttls_are_whole_seconds(started: Start, connected: Connect) -> None:
+    client = connected(started().address())
+    for asked, granted in ((0.1, 2.0), (1.0, 2.0), (2.5, 3.0), (7.0, 7.0)):
+        began = time.monotonic()
+        lease = client.grant(asked)
+        assert lease.ttl == granted
+        assert began + granted <= lease.ends <= time.monotonic() + granted
+        renewed = client.renew(lease)
+        assert lease.ends < renewed.ends <= time.monotonic() + granted
+
+
+@needs_etcd
+def test_groups_with_other_prefixes_are_apart(started: Start, connected: Connect) -> None:
+    address = started().address()
+    one, other, longer = (connected(address + path) for path in ("", "/jobs/7", "/jobs/77"))
+    entries = [written(client.swap("a", b"%d" % n)) for n, client in enumerate((one, other, longer))]
+    for client, entry in zip((one, other, longer), entries, strict=True):
+        assert client.list("").entries == (entry,)
+        assert client.watch("", entries[0].revision - 1, SOON)[1][0].entry == entry
+    assert connected(address + "/telegrad/").list("").entries == (entries[0],)  # the prefix of an address without one
+
+
+@needs_etcd
+def test_watches_keep_their_stream(started: Start, connected: Connect) -> None:
+    cluster = started()
+    client = connected(cluster.address())
+    since, revision = client.list("").revision, 0
+    for _ in range(5):
+        revision = written(client.swap("a", b"", revision)).revision
+        since, events = client.watch("", since, SOON)
+        assert [event.revision for event in events] == [revision]
+        assert client.watch("", since, 0.0) == (since, [])
+    assert cluster.nodes[0].watchers() == 1
+    for n in range(2 * etcd.STREAMS):
+        client.watch(f"{n}", since, 0.0)
+    assert cluster.nodes[0].watchers() <= etcd.STREAMS + 2  # etcd needs a moment to see that a stream was closed
+    client.close()
+    ends = time.monotonic() + PATIENCE
+    while cluster.nodes[0].watchers():
+        assert time.monotonic() < ends
+
+
+@needs_etcd
+def test_data_that_was_lost(started: Start, connected: Connect) -> None:
+    """The tokens would be given a second time."""
+    cluster = started()
+    node = cluster.nodes[0]
+    client, watching = connected(cluster.address()), connected(cluster.address())
+    revision = 0
+    for _ in range(20):
+        revision = written(client.swap("a", b"", revision)).revision
+    assert watching.watch("", revision, 0.1)[1] == []
+    cluster.kill()
+    shutil.rmtree(node.folder / node.name)
+    cluster.start()
+    with pytest.raises(DirectoryReset, match=f"went back from revision {revision} to [12]: .* new group"):
+        client.swap("b", b"")
+    with pytest.raises(DirectoryReset, match="went back"):
+        client.list("")
+    with pytest.raises(DirectoryReset, match="went back"):
+        watching.watch("", revision, LONG)
+
+
+@needs_etcd
+def test_endpoints_of_two_clusters(started: Start, connected: Connect) -> None:
+    one, other = started(), started()
+    client = connected(f"{one.address()},{other.address().removeprefix('etcd://')}")
+    client.list("")
+    (one if client._client.current() == 0 else other).kill()
+    with pytest.raises(DirectoryReset, match="different clusters"):
+        client.list("")
+
+
+@needs_etcd
+def test_no_gateway(started: Start, connected: Connect) -> None:
+    cluster = started(options=["--enable-grpc-gateway=false"], waits=False)
+    with pytest.raises(DirectoryRefused, match="--enable-grpc-gateway"):
+        connected(cluster.address()).list("")
+
+
+@needs_etcd
+def test_users(started: Start, connected: Connect, tmp_path: pathlib.Path) -> None:
+    cluster = started(options=["--auth-token-ttl", "1"])
+    node, key = cluster.nodes[0], base64.b64encode(b"telegrad/").decode()
+    file = tmp_path / "password"
+    file.write_text("secret\n")
+    file.chmod(0o600)
+    user = connected(f"{cluster.address()}?user=worker&password_file={file}")
+    with pytest.raises(DirectoryRefused, match="not enabled"):
+        user.list("")
+    for name, password in (("root", "r"), ("worker", "secret")):
+        node.post("/v3/auth/user/add", {"name": name, "password": password})
+    node.post("/v3/auth/role/add", {"name": "root"})
+    node.post("/v3/auth/role/add", {"name": "group"})
+    permission = {"permType": "READWRITE", "key": key, "range_end": base64.b64encode(b"telegrad0").decode()}
+    node.post("/v3/auth/role/grant", {"name": "group", "perm": permission})
+    node.post("/v3/auth/user/grant", {"user": "root", "role": "root"})
+    node.post("/v3/auth/user/grant", {"user": "worker", "role": "group"})
+    node.post("/v3/auth/enable", {})
+
+    lease = user.grant(LONG)
+    entry = written(user.swap("a", b"1", lease=lease))
+    assert user.watch("", entry.revision - 1, SOON)[1][0].entry == entry
+    cluster.kill()  # its tokens are gone
+    cluster.start()
+    assert user.list("").entries == (entry,)
+    assert user.renew(lease).id == lease.id
+    second = written(user.swap("a", b"2", entry.revision, lease))
+    assert user.watch("", entry.revision, SOON)[1][0].entry == second
+
+    with pytest.raises(DirectoryRefused, match="user=NAME"):
+        connected(cluster.address()).list("")
+    with pytest.raises(DirectoryRefused, match="permission denied"):
+        connected(f"{cluster.address()}/elsewhere?user=worker&password_file={file}").list("")
+    file.write_text("wrong")
+    with pytest.raises(DirectoryRefused, match="authentication failed"):
+        connected(f"{cluster.address()}?user=worker&password_file={file}").list("")
+
+
+@needs_etcd
+def test_tls(connected: Connect, tmp_path: pathlib.Path) -> None:
+    authority, server, client = (make_certificate(tmp_path, name) for name in ("authority", "server", "client"))
+    del authority
+    options = ["--cert-file", server[0], "--key-file", server[1], "--client-cert-auth"]
+    cluster = Cluster(
+        tmp_path, options=[*options, "--trusted-ca-file", str(tmp_path / "authority.crt")], scheme="https"
+    )
+    query = f"?ca={tmp_path}/authority.crt&cert={client[0]}&key={client[1]}"
+    try:
+        directory = connected(cluster.address() + query)
+        entry = written(directory.swap("a", b"1" * 300_000))
+        assert directory.watch("", entry.revision - 1, SOON)[1][0].entry == entry
+        assert directory.watch("", entry.revision, 0.3)[1] == []
+        with pytest.raises(DirectoryLost, match=r"ca=FILE if it uses TLS"):
+            connected(cluster.address(), 1.0).list("")
+        with pytest.raises(DirectoryRefused, match="not accepted"):
+            connected(cluster.address() + "?ca=system").list("")
+        with pytest.raises(DirectoryLost):  # etcd asks for a certificate of the client
+            connected(cluster.address() + query.partition("&")[0], 1.0).list("")
+        closes_while_watching(directory, entry.revision)
+    finally:
+        cluster.close()
+
+
+@needs_etcd
+def test_a_close_wakes_a_watch(started: Start, connected: Connect) -> None:
+    directory = connected(started().address())
+    closes_while_watching(directory, written(directory.swap("a", b"")).revision)
+
+
+def closes_while_watching(directory: EtcdDirectory, revision: int) -> None:
+    waiting = threading.Timer(0.2, directory.close)
+    waiting.start()
+    began = time.monotonic()
+    with pytest.raises(DirectoryLost, match="closed"):
+        directory.watch("", revision, LONG)
+    assert time.monotonic() - began < etcd.SILENCE / 2  # before the watch would ask its member
+    waiting.join()
+
+
+@needs_etcd
+def test_a_write_behind_a_restart_has_an_outcome(started: Start, connected: Connect) -> None:
+    """Connections that the server has closed are not used for it."""
+    cluster = started()
+    directory = connected(cluster.address())
+    revision = 0
+    for _ in range(3):
+        revision = written(directory.swap("a", b"", revision)).revision
+        cluster.kill()
+        cluster.start()
+        cluster.leader()
+
+
+def make_certificate(folder: pathlib.Path, name: str) -> tuple[str, str]:
+    """Write NAME.crt and NAME.key, signed by `authority`, and return their paths."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    signer, issuer = key, name
+    if name != "authority":
+        loaded = serialization.load_pem_private_key((folder / "authority.key").read_bytes(), None)
+        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+        signer, issuer = loaded, "authority"
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=name == "authority", path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(signer, hashes.SHA256())
+    )
+    (folder / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (folder / f"{name}.key").write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+    return str(folder / f"{name}.crt"), str(folder / f"{name}.key")

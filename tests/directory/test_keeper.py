@@ -1,0 +1,168 @@
+"""The process that serves an embedded directory, and its keeper."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from telegrad.directory.client import EmbeddedDirectory
+from telegrad.directory.keeper import Keeper
+from telegrad.directory.protocol import DirectoryReset, LeaseLost
+from telegrad.directory.store import remove
+from tests.cluster import KEYS
+from tests.directory.engines import until
+from tests.directory.harness import PATIENCE, is_gone, wait_for, written
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    found = Keeper(KEYS)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def client(keeper: Keeper) -> Iterator[EmbeddedDirectory]:
+    found = EmbeddedDirectory(keeper.address, KEYS, PATIENCE)
+    yield found
+    found.close()
+
+
+def end(keeper: Keeper) -> None:
+    os.kill(keeper.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_the_process_has_one_thread_and_no_torch(keeper: Keeper, client: EmbeddedDirectory) -> None:
+    client.list("")
+    process = pathlib.Path(f"/proc/{keeper.pid}")
+    assert "Threads:\t1\n" in (process / "status").read_text()
+    assert "torch" not in (process / "maps").read_text()
+
+
+def test_a_keeper_starts_the_process_when_it_has_ended(keeper: Keeper, client: EmbeddedDirectory) -> None:
+    client.list("")
+    first = keeper.pid
+    assert not keeper.restart_if_ended()
+    end(keeper)
+    assert keeper.restart_if_ended()
+    assert keeper.pid != first
+    client.list("")
+
+
+def test_a_server_on_ipv6() -> None:
+    try:
+        keeper = Keeper(KEYS, "::1")
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    client = EmbeddedDirectory(keeper.address, KEYS)
+    client.list("")
+    client.close()
+    keeper.close()
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        Keeper(KEYS, port=taken.getsockname()[1])
+
+
+def test_a_directory_that_lost_its_state_is_another_one(keeper: Keeper, client: EmbeddedDirectory) -> None:
+    client.swap("a", b"")
+    end(keeper)
+    remove(keeper._path)
+    keeper.restart_if_ended()
+    with pytest.raises(DirectoryReset, match="started anew without what it knew"):
+        client.list("")
+    fresh = EmbeddedDirectory(keeper.address, KEYS)
+    assert fresh.list("").entries == ()
+    fresh.close()
+
+
+def test_a_lease_has_its_whole_ttl_from_the_restart(keeper: Keeper, client: EmbeddedDirectory) -> None:
+    lease = client.grant(1.0)
+    entry = written(client.swap("a", b"", lease=lease))
+    client.watch("nothing", entry.revision, 0.7)
+    end(keeper)
+    started = time.monotonic()
+    keeper.restart_if_ended()
+    wait_for(client, "a", entry.revision, is_gone, PATIENCE)
+    assert time.monotonic() >= started + 1.0
+
+
+def test_a_lease_does_not_end_while_the_server_is_stopped(keeper: Keeper, client: EmbeddedDirectory) -> None:
+    """Its holder could not renew it; it has stopped to act as an owner by its own clock, and may go on."""
+    lease = client.grant(1.0)
+    entry = written(client.swap("a", b"", lease=lease))
+    os.kill(keeper.pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(keeper.pid, signal.SIGCONT)
+    client.list("")
+    lease = client.renew(lease)
+    assert client.list("a").entries == (entry,)
+    wait_for(client, "a", entry.revision, is_gone, PATIENCE)
+    with pytest.raises(LeaseLost):
+        client.renew(lease)
+
+
+def test_a_directory_with_a_path_stays(tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "directory")
+    keeper = Keeper(KEYS, path=path)
+    client = EmbeddedDirectory(keeper.address, KEYS)
+    entry = written(client.swap("a", b"1"))
+    client.close()
+    keeper.close()
+    keeper = Keeper(KEYS, path=path)
+    client = EmbeddedDirectory(keeper.address, KEYS)
+    assert client.list("").entries == (entry,)
+    client.close()
+    keeper.close()
+
+
+PROGRAM = """
+import os, sys, time
+from telegrad.directory.keeper import Keeper
+from telegrad.keyring import Keyring
+keeper = Keeper(Keyring([b"tgk1-" + 43 * b"A"]))
+if not os.fork():  # a child that holds the pipe, too
+    sys.stdout.close()
+    time.sleep(600)
+    os._exit(0)
+print(keeper.pid, keeper.address[1], keeper._path, flush=True)
+time.sleep(600)
+"""
+
+
+def is_over(pid: int) -> bool:
+    try:
+        return "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def test_the_process_ends_with_its_keeper_and_leaves_nothing() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        pid, port, path = process.stdout.readline().split()
+        client = EmbeddedDirectory(("127.0.0.1", int(port)), KEYS, PATIENCE)
+        client.swap("a", b"")
+        client.close()
+        assert os.path.exists(path)
+        process.kill()
+        process.wait()
+        until(
+            lambda: not os.path.exists(f"/proc/{pid}") or "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
+        )
+        assert not os.path.exists(path)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()

@@ -1,0 +1,386 @@
+"""The directory on a real Redis server, which the tests start, kill and stop."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from telegrad.directory import on_redis
+from telegrad.directory.on_redis import RedisDirectory
+from telegrad.directory.protocol import (
+    ABSENT,
+    Compacted,
+    DirectoryLost,
+    DirectoryRefused,
+    DirectoryReset,
+    Event,
+    LeaseLost,
+    Swap,
+)
+from telegrad.directory.redis_connections import Session
+from tests.directory.contract import Contract
+from tests.directory.faults import Faults
+from tests.directory.harness import LONG, SOON, is_gone, read, wait_for, written
+from tests.directory.programs import Programs, Replica
+from tests.directory.redis_server import NEEDED, Server, running
+
+pytestmark = NEEDED
+
+
+class TestRedis(Contract, Programs, Faults):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        with running(tmp_path_factory.mktemp("redis")) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """For tests that leave a server as it was; each has a group of its own."""
+    with running(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path: pathlib.Path) -> Iterator[Server]:
+    with running(tmp_path) as server:
+        yield server
+
+
+def clients_of(server: Server, group: str, number: int) -> list[RedisDirectory]:
+    return [RedisDirectory(server.url, group) for _ in range(number)]
+
+
+# Groups
+
+
+def test_groups_see_nothing_of_each_other(shared: Server) -> None:
+    one, other = RedisDirectory(shared.url, "a"), RedisDirectory(shared.url, "a:history")
+    lease = one.grant(LONG)
+    entry = written(one.swap("key", b"1", lease=lease))
+    assert other.list("") == (ABSENT, ())
+    assert other.watch("", ABSENT, 0.0) == (ABSENT, [])
+    with pytest.raises(LeaseLost):
+        other.renew(lease)
+    other.revoke(lease)
+    assert written(other.swap("key", b"2")).revision == 1
+    assert one.list("").entries == (entry,)
+
+
+def test_a_group_in_another_database(shared: Server) -> None:
+    one, other = RedisDirectory(f"{shared.url}/0", "bases"), RedisDirectory(f"{shared.url}/3", "bases")
+    one.swap("key", b"1")
+    assert other.list("").entries == ()
+
+
+# Changes and leases
+
+
+def test_all_watches_see_each_deletion_once_and_in_one_order(shared: Server) -> None:
+    """All of them come to the end of the lease at once."""
+    clients = clients_of(shared, "many", 6)
+    replicas = [Replica(client, "") for client in clients]
+    leases = [clients[0].grant(0.5) for _ in range(5)]
+    for n in range(30):
+        clients[0].swap(f"{n}", b"", lease=leases[n % 5])
+    with ThreadPoolExecutor(len(clients)) as pool:
+        seen = list(pool.map(lambda each: wait_for_all(each.client, each.since, 60), replicas))
+    assert all(events == seen[0] for events in seen)
+    assert [event.revision for event in seen[0]] == list(range(1, 61))
+    assert sorted(event.key for event in seen[0] if is_gone(event)) == sorted(map(str, range(30)))
+
+
+def wait_for_all(client: RedisDirectory, since: int, number: int) -> list[Event]:
+    return wait_for(client, "", since, lambda event: event.revision == since + number, 20)
+
+
+def test_a_new_entry_of_a_short_lease_wakes_a_watch_that_sleeps_longer(shared: Server) -> None:
+    watcher, writer = clients_of(shared, "short", 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for, watcher, "mine/", ABSENT, is_gone, 10.0)
+        watcher.watch("", ABSENT, 0.1)
+        lease = writer.grant(0.1)
+        writer.swap("mine/a", b"", lease=lease)
+        waiting.result(10)
+    assert time.monotonic() - lease.ends < 0.5  # less than the second after which each watch asks anyway
+
+
+def test_a_lease_takes_no_key_of_one_whose_number_begins_alike(shared: Server) -> None:
+    (client,) = clients_of(shared, "alike", 1)
+    leases = [client.grant(LONG) for _ in range(12)]
+    entries = [written(client.swap(f"{lease.id:02}", b"", lease=lease)) for lease in leases]
+    client.revoke(leases[0])
+    assert client.list("") == (13, tuple(entries[1:]))
+
+
+def test_a_watch_reads_more_changes_than_one_reply_has(shared: Server) -> None:
+    (client,) = clients_of(shared, "pages", 1)
+    for n in range(250):
+        client.swap(f"{'seldom' if n == 240 else 'often'}/{n}", b"")
+    assert [event.key for event in wait_for_all(client, 0, 250)][::240] == ["often/0", "seldom/240"]
+    for timeout in (0.0, SOON):
+        since, events = client.watch("seldom/", ABSENT, timeout)
+        assert (since, [event.revision for event in events]) == (250, [241])
+
+
+def test_the_newest_changes_are_kept(shared: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_redis, "HISTORY", 5)
+    (client,) = clients_of(shared, "newest", 1)
+    for n in range(8):
+        client.swap(str(n), b"")
+    assert [event.key for event in client.watch("", 3, SOON)[1]] == list("34567")
+    with pytest.raises(Compacted, match="is at revision 8: list again"):
+        client.watch("", 2, SOON)
+
+
+def test_no_key_of_a_group_has_an_expiry(shared: Server) -> None:
+    """So `volatile-*` evicts none."""
+    (client,) = clients_of(shared, "expiry", 1)
+    client.swap("a", b"", lease=client.grant(LONG))
+    keys = {f"telegrad:expiry:{name}" for name in on_redis._KEYS}
+    assert set(shared.admin().keys("telegrad:expiry:*")) == keys
+    assert {shared.admin().ttl(key) for key in keys} == {-1}
+
+
+def test_a_server_that_forgot_the_script_gets_it_again(shared: Server) -> None:
+    (client,) = clients_of(shared, "flush", 1)
+    shared.admin().script_flush()
+    assert written(client.swap("a", b"1")).value == b"1"
+
+
+# Failures
+
+
+def test_leases_have_their_whole_time_again_when_the_server_is_started_anew(server: Server) -> None:
+    client = server.client()
+    lease = client.grant(0.5)
+    entry = written(client.swap("a", b"1", lease=lease))
+    server.kill()
+    time.sleep(max(0.0, lease.ends + 0.1 - time.monotonic()))
+    server.start()
+    assert client.list("").entries == (entry,)
+    lease = client.renew(lease)
+    wait_for(client, "", entry.revision, is_gone, 5)
+    assert time.monotonic() >= lease.ends
+    assert client.list("").entries == ()
+
+
+def test_a_client_waits_for_a_server_that_is_started(server: Server) -> None:
+    client = server.client()
+    server.kill()
+    with ThreadPoolExecutor(3) as pool:
+        swapping = pool.submit(client.swap, "a", b"1")
+        watching = pool.submit(client.watch, "a", ABSENT, 10.0)
+        joining = pool.submit(server.client)
+        time.sleep(0.2)  # until all have found no server; without it the test passes as well
+        server.start()
+        entry = written(swapping.result(10))
+        assert watching.result(10) == (entry.revision, [Event(entry.revision, "a", entry)])
+        assert joining.result(10).list("").entries == (entry,)
+
+
+@pytest.mark.parametrize("how", ["restored", "flushed", "state deleted"])
+def test_a_server_that_has_lost_writes_is_noticed(server: Server, how: str, tmp_path: pathlib.Path) -> None:
+    client = server.client()
+    client.swap("a", b"1")
+    server.kill()
+    shutil.copytree(tmp_path, tmp_path / "backup")
+    server.start()
+    client.swap("b", b"1")
+    if how == "restored":
+        server.kill()
+        for saved in (tmp_path / "backup").glob("appendonly*"):  # a folder; a file before Redis 7
+            subprocess.run(["rm", "-r", tmp_path / saved.name], check=True)
+            subprocess.run(["cp", "-r", saved, tmp_path], check=True)
+        server.start()
+    elif how == "flushed":
+        server.admin().flushall()
+    else:
+        server.admin().delete(f"telegrad:{server.group}:state")
+    later = server.client()
+    for n in range(how != "restored" and 5):
+        assert written(later.swap(f"new{n}", b"")).revision == n + 1
+    for _ in range(2):
+        with pytest.raises(DirectoryReset, match="start it under another name"):
+            client.swap("c", b"1")
+        with pytest.raises(DirectoryReset):
+            client.watch("", 2, SOON)
+    with pytest.raises(DirectoryReset):
+        later.watch("", 10, SOON)
+    assert later.list("c").entries == ()
+
+
+def test_a_master_that_becomes_a_replica(server: Server) -> None:
+    client = server.client()
+    server.admin().replicaof("127.0.0.1", "1")
+    with pytest.raises(DirectoryLost, match="read only replica"):
+        client.list("")  # which may be old there
+    with pytest.raises(DirectoryRefused, match=r"it is a replica: use the address of its master at 127\.0\.0\.1:1"):
+        client.list("")
+
+
+def test_a_server_without_memory_changes_nothing_in_part(server: Server) -> None:
+    client = server.client()
+    lease, short = client.grant(LONG), client.grant(0.2)
+    kept = written(client.swap("kept", b"1", lease=lease))
+    client.swap("short", b"1", lease=short)
+    server.admin().config_set("maxmemory", "1kb")
+    time.sleep(0.3)
+    for act in (
+        lambda: client.grant(1),
+        lambda: client.swap("a", b""),
+        lambda: client.revoke(lease),
+        lambda: client.list(""),
+        server.client,
+    ):
+        with pytest.raises(DirectoryLost, match=r"when used memory > 'maxmemory'.*memory and disk left"):
+            act()
+    server.admin().config_set("maxmemory", "0")
+    assert client.list("") == (3, (kept,))
+    assert [event.key for event in client.watch("", ABSENT, SOON)[1]] == ["kept", "short", "short"]
+    client.revoke(lease)
+    assert client.list("") == (4, ())
+
+
+def test_only_a_compare_and_set_is_not_sent_again(shared: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks when the server has the command, and before its reply is there."""
+    (client,) = clients_of(shared, "again", 1)
+    lease = client.grant(LONG)
+    ask, cut = Session.ask, threading.Event()
+
+    def ask_and_break(session: Session, *command: bytes | str | int) -> object:
+        reply = ask(session, *command)
+        if cut.is_set():
+            cut.clear()
+            raise ConnectionError("cut")
+        return reply
+
+    monkeypatch.setattr(Session, "ask", ask_and_break)
+    for act in (lambda: client.renew(lease), lambda: client.list(""), lambda: client.watch("", ABSENT, 0.0)):
+        cut.set()
+        act()
+    cut.set()
+    with pytest.raises(DirectoryLost, match="the outcome is unknown"):
+        client.swap("a", b"1")
+    assert read(client, "a") == ("a", b"1", 1, 1, 0)
+
+
+def test_a_forked_process_has_connections_of_its_own(shared: Server) -> None:
+    (client,) = clients_of(shared, "fork", 1)
+
+    def connection() -> int:
+        return client._connections.run(lambda session: session.ask("CLIENT", "ID"), repeat=False).reply
+
+    here = connection()
+    child = os.fork()
+    if not child:
+        os._exit(connection() == here)
+    assert os.waitpid(child, 0)[1] == 0
+    assert connection() == here
+
+
+def test_connections_are_kept(shared: Server) -> None:
+    (client,) = clients_of(shared, "kept", 1)
+    before = shared.admin().info("stats")["total_connections_received"]
+    for n in range(20):
+        client.swap(str(n), b"")
+    client.watch("", ABSENT, 1.0)
+    assert shared.admin().info("stats")["total_connections_received"] == before + 1  # that of the second question
+
+
+def test_a_close_lets_go_of_the_connections(shared: Server) -> None:
+    """Also of one that is in use."""
+    admin = shared.admin()
+
+    def connected() -> set[str]:
+        return {each["id"] for each in admin.client_list()}
+
+    before = connected()
+    (client,) = clients_of(shared, "closed", 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.watch, "", ABSENT, 20.0)
+        client.watch("", ABSENT, 0.1)
+        its = connected() - before
+        assert len(its) == 2
+        client.close()
+        assert isinstance(waiting.exception(2 * SOON), DirectoryLost)
+    ends = time.monotonic() + 5
+    while connected() & its:
+        assert time.monotonic() < ends
+
+
+def test_a_host_that_does_not_answer() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(3)]  # more than its queue has places for
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        started = time.monotonic()
+        with pytest.raises(DirectoryLost, match=r"did not answer within 0\.5 s"):
+            RedisDirectory(f"redis://127.0.0.1:{full.getsockname()[1]}", "group", patience=0.5)
+        assert time.monotonic() - started < 0.5 + SOON
+        for each in waiting:
+            each.close()
+
+
+def test_crashes_in_the_middle_of_writes(server: Server) -> None:
+    """What was acknowledged is there after each crash, and no token is given twice."""
+    tokens: dict[int, str] = {}
+    stop = threading.Event()
+
+    def claim(thread: int) -> None:
+        client = server.client()
+        for n in range(100_000):
+            if stop.is_set():
+                return
+            key = f"{thread}/{n}"
+            try:
+                entry = client.swap(key, b"").entry
+            except DirectoryLost:
+                continue
+            assert tokens.setdefault(entry.created, key) == key
+
+    with ThreadPoolExecutor(4) as pool:
+        claiming = [pool.submit(claim, thread) for thread in range(4)]
+        try:
+            for _ in range(4):
+                time.sleep(0.2)  # of work
+                server.kill()
+                known = dict(tokens)
+                server.start()
+                found = {entry.created: entry.key for entry in server.client().list("").entries}
+                assert known.items() <= found.items()
+                assert known
+        finally:
+            stop.set()
+        for each in claiming:
+            each.result(20)
+    assert len(server.client().list("").entries) >= len(tokens)
+
+
+def test_a_second_owner_needs_the_end_of_the_first(shared: Server) -> None:
+    """Also where nobody watches, and where the one that asks has made the state see the end."""
+    first, second = clients_of(shared, "owners", 2)
+    lease = first.grant(0.3)
+    entry = written(first.swap("owner", b"first", lease=lease))
+    assert second.swap("owner", b"second") == Swap(False, entry)
+    while (swap := second.swap("owner", b"second")).entry == entry:
+        assert time.monotonic() < lease.ends + SOON
+    assert time.monotonic() >= lease.ends
+    assert swap.done
+    assert written(swap).created == entry.created + 2  # the deletion is the revision between
+    with pytest.raises(LeaseLost, match="begin a new one"):
+        first.swap("owner", b"first", entry.revision, lease)
+    assert read(first, "owner") == swap.entry

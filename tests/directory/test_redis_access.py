@@ -1,0 +1,133 @@
+"""Which Redis servers a directory refuses, and how clients log in."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import pathlib
+import re
+import time
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from telegrad.directory.on_redis import RedisDirectory
+from telegrad.directory.protocol import DirectoryLost, DirectoryRefused
+from telegrad.directory.redis_settings import RIGHTS
+from tests.cluster import free_port
+from tests.directory.harness import SOON, written
+from tests.directory.redis_server import NEEDED, running
+
+pytestmark = NEEDED
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("appendonly", "no", r"\(appendonly is no\): set `appendonly yes` in redis\.conf, or by CONFIG SET"),
+        ("appendfsync", "everysec", r"\(appendfsync is everysec\): set `appendfsync always` in"),
+        ("no_appendfsync_on_rewrite", "yes", "set `no-appendfsync-on-rewrite no` in"),
+        ("maxmemory_policy", "allkeys-lfu", "deletes keys when memory is full .*set `maxmemory-policy noeviction`"),
+        ("replicaof", "127.0.0.1 1", r"it is a replica: use the address of its master at 127\.0\.0\.1:1"),
+        ("cluster_enabled", "yes", "Redis Cluster: use a server that runs alone"),
+    ],
+)
+def test_a_server_that_cannot_hold_a_directory(tmp_path: pathlib.Path, setting: str, value: str, says: str) -> None:
+    with running(tmp_path, **{setting: value}) as server:
+        started = time.monotonic()
+        with pytest.raises(DirectoryRefused, match=f"redis://127.0.0.1:{server.port}/0 cannot hold.*{says}"):
+            server.client()
+        assert time.monotonic() - started < SOON
+        assert server.admin().keys("*") == []
+
+
+def test_settings_that_were_changed_are_noticed_by_the_next_connection(tmp_path: pathlib.Path) -> None:
+    with running(tmp_path) as server:
+        client = server.client()
+        server.admin().config_set("appendfsync", "no")
+        client.swap("a", b"")
+        server.kill()
+        server.settings["appendfsync"] = "no"
+        server.start()
+        with pytest.raises(DirectoryRefused, match="appendfsync is no"):
+            client.list("")
+        server.admin().config_set("appendfsync", "always")
+        assert len(client.list("").entries) == 1
+
+
+def test_a_password(tmp_path: pathlib.Path) -> None:
+    with running(tmp_path, requirepass="right/word") as server:
+        place = f"127.0.0.1:{server.port}"
+        for login in ("", ":wrong@", "default:wrong@", "nobody:right%2Fword@"):
+            with pytest.raises(DirectoryRefused, match=r"refuses the login .*in the URL") as caught:
+                RedisDirectory(f"redis://{login}{place}", "group")
+            assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
+        for login in (":right%2Fword@", "default:right%2Fword@"):
+            assert RedisDirectory(f"redis://{login}{place}/2", "group").swap(login, b"").done
+
+
+def test_a_user_needs_few_rights(tmp_path: pathlib.Path) -> None:
+    with running(tmp_path) as server:
+        rights = RIGHTS.replace("telegrad:*", "telegrad:mine:*").split()
+        server.admin().execute_command("ACL", "SETUSER", "me", "on", ">word", *rights)
+        url = f"redis://me:word@127.0.0.1:{server.port}/1"
+        client = RedisDirectory(url, "mine")
+        lease = client.grant(10)
+        entry = written(client.swap("a", b"", lease=lease))
+        assert client.watch("", 0, SOON)[1][0].entry == entry
+        client.revoke(lease)
+        assert client.watch("b", 2, 0.1) == (2, [])
+        with pytest.raises(DirectoryRefused, match=re.escape(RIGHTS)):
+            RedisDirectory(url, "other")
+        server.admin().execute_command("ACL", "SETUSER", "me", "-config")
+        with pytest.raises(DirectoryRefused, match=re.escape(RIGHTS)):
+            RedisDirectory(url, "mine")
+
+
+def test_a_server_without_config_cannot_be_checked(tmp_path: pathlib.Path) -> None:
+    with (
+        running(tmp_path, rename_command='CONFIG ""') as server,
+        pytest.raises(DirectoryRefused, match=r"unknown command 'CONFIG'.*has no CONFIG cannot be used"),
+    ):
+        server.client()
+
+
+def test_tls(tmp_path: pathlib.Path) -> None:
+    for name in ("server", "stranger"):
+        write_certificate(tmp_path, name)
+    files = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "tls_ca_cert_file": "server.crt"}
+    paths = {name: str(tmp_path / file) for name, file in files.items()}
+    port = str(free_port())
+    with running(tmp_path, port="0", tls_port=port, tls_auth_clients="no", **paths) as server:
+        url = f"rediss://127.0.0.1:{port}"
+        client = RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}", "group")
+        assert client.swap("a", b"x" * 100_000).done
+        assert client.watch("b", 1, 0.2) == (1, [])
+        for ca in ("?ssl_ca_certs=" + str(tmp_path / "stranger.crt"), ""):
+            with pytest.raises(DirectoryLost, match="certificate verify failed"):
+                RedisDirectory(url + ca, "group", patience=0.5)
+        server.pause()
+        started = time.monotonic()
+        with pytest.raises(DirectoryLost):
+            RedisDirectory(f"{url}?ssl_ca_certs={tmp_path / 'server.crt'}", "group", patience=0.5)
+        assert time.monotonic() - started < 0.5 + SOON
+
+
+def write_certificate(folder: pathlib.Path, name: str) -> None:
+    """Write a certificate for 127.0.0.1 that its own key has signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    form = serialization.PrivateFormat.PKCS8
+    pem = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    (folder / f"{name}.key").write_bytes(pem)

@@ -1,0 +1,335 @@
+"""The server of an embedded directory: clients that misbehave, strangers, and keys."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from telegrad.directory import messages, server
+from telegrad.directory.client import EmbeddedDirectory
+from telegrad.directory.messages import Request, write_request
+from telegrad.directory.protocol import Directory, DirectoryLost, LeaseLost
+from telegrad.directory.server import QUEUED, Server
+from telegrad.errors import AuthenticationFailed, InvalidArgument, NotInitialized
+from telegrad.keyring import Keyring, open_ring
+from tests.cluster import KEYS
+from tests.directory.engines import ThreadEngine, until
+from tests.directory.harness import PATIENCE, SOON, written
+
+OTHER = b"tgk1-" + 43 * b"B"
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadEngine]:
+    found = ThreadEngine()
+    yield found
+    found.close()
+
+
+def slowest(client: Directory, count: int = 20) -> float:
+    """Return the longest time that one of a few writes takes."""
+    times, revision = [], client.list("measured").entries[0].revision if client.list("measured").entries else 0
+    for _ in range(count):
+        started = time.monotonic()
+        revision = written(client.swap("measured", b"", revision)).revision
+        times.append(time.monotonic() - started)
+    return max(times)
+
+
+# Clients
+
+
+def test_a_client_has_one_connection(thread: ThreadEngine) -> None:
+    client = thread.client()
+    watching = [threading.Thread(target=client.watch, args=(f"{n}", 0, PATIENCE)) for n in range(4)]
+    for each in watching:
+        each.start()
+    for n in range(4):
+        client.swap(f"{n}", b"")
+    assert thread.connections() == 1
+    for each in watching:
+        each.join(PATIENCE)
+    client.close()
+    until(lambda: thread.connections() == 0)
+
+
+def test_a_client_that_does_not_read_waits_alone(thread: ThreadEngine) -> None:
+    client, link = thread.client(), thread.link()
+    for n in range(8):
+        client.swap(f"large/{n}", bytes(100_000))
+    for n in range(500):
+        link.send(write_request(n, Request(messages.LIST, "large/")))
+    until(lambda: any(len(each.unsent) > QUEUED for each in thread.server._connections.values()))
+    assert slowest(client) < SOON
+    assert max(len(each.unsent) for each in thread.server._connections.values()) < QUEUED + 2_000_000
+    found = 0
+    while found < 500:  # once it reads, it gets all
+        found += len(link.receive(threading.Lock()))
+    link.close()
+
+
+def test_a_client_that_floods_is_answered_in_turn(thread: ThreadEngine) -> None:
+    client, link = thread.client(), thread.link()
+    slowest(client)
+    flood = threading.Event()
+
+    def send() -> None:
+        lock, found = threading.Lock(), 0
+        for n in range(20_000):
+            link.send(write_request(n, Request(messages.LIST, "")))
+        flood.set()
+        while found < 20_000:
+            found += len(link.receive(lock))
+
+    flooding = threading.Thread(target=send, daemon=True)
+    flooding.start()
+    assert flood.wait(PATIENCE)
+    assert slowest(client) < SOON
+    flooding.join(2 * PATIENCE)
+    assert not flooding.is_alive()
+    link.close()
+
+
+def test_a_request_that_is_none_ends_its_connection_alone(thread: ThreadEngine) -> None:
+    client, link = thread.client(), thread.link()
+    client.list("")
+    link.send(b"no request")
+    with pytest.raises(OSError, match="closed"):
+        link.receive(threading.Lock())
+    link.close()
+    client.list("")
+    assert thread.connections() == 1
+
+
+def test_the_oldest_of_many_connections_of_one_client_ends(thread: ThreadEngine) -> None:
+    client = thread.client()
+    links = [client._connect() for _ in range(server.MOST_OF_ONE + 1)]
+    with pytest.raises(OSError, match="closed"):
+        links[0].receive(threading.Lock())
+    assert thread.connections() == server.MOST_OF_ONE
+    for link in links:
+        link.close()
+
+
+def test_arguments_that_there_are_none_of(thread: ThreadEngine) -> None:
+    """They raise in the thread that gave them, and the client goes on."""
+    client = thread.client()
+    for ask in (
+        lambda: client.swap("a", b"", -1),
+        lambda: client.list("\ud800"),
+        lambda: client.watch("x" * 70_000, 0, 1.0),
+        lambda: client.watch("a", 2**70, 1.0),
+        lambda: client.grant(float("inf")),
+    ):
+        with pytest.raises(InvalidArgument):
+            ask()
+    client.list("")
+
+
+def test_limits_are_told(thread: ThreadEngine) -> None:
+    link = thread.link()
+    for n in range(100):
+        link.send(write_request(n, Request(messages.WATCH, "nothing", seconds=100.0)))
+    lock = threading.Lock()
+    found: list[bytes] = []
+    while len(found) < 36:
+        found += link.receive(lock)
+    assert {messages.read_reply(each)[1].outcome for each in found} == {messages.FULL}
+    link.close()
+
+
+def test_an_address_that_is_none() -> None:
+    client = EmbeddedDirectory(("a" * 300, 1), KEYS, 0.5)
+    with pytest.raises(DirectoryLost, match="no connection could be made"):
+        client.list("")
+    client.close()
+
+
+def test_a_client_connects_again_with_longer_and_longer_delays() -> None:
+    """A server that accepts and closes at once: as one behind a proxy does that has no server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        count = 0
+
+        def refuse() -> None:
+            nonlocal count
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+                    count += 1
+
+        threading.Thread(target=refuse, daemon=True).start()
+        client = EmbeddedDirectory(listener.getsockname(), KEYS, 2.0)
+        with pytest.raises(DirectoryLost, match="no connection could be made"):
+            client.list("")
+        assert 2 <= count < 30
+        client.close()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_is_done_where_a_reply_was_lost(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compare-and-set is not sent again, since its outcome would be another; all else is."""
+    client = thread.client()
+    client.list("")
+
+    def lose_reply() -> None:
+        def drop(connection: server._Connection) -> None:
+            monkeypatch.undo()
+            thread.server._drop(connection)
+
+        monkeypatch.setattr(thread.server, "_send", drop)
+
+    lose_reply()
+    with pytest.raises(DirectoryLost, match="read it again"):
+        client.swap("a", b"1")
+    [entry] = client.list("").entries
+    assert entry.value == b"1"
+    lose_reply()
+    lease = client.grant(10.0)
+    lose_reply()
+    client.renew(lease)
+    lose_reply()
+    assert client.list("").entries == (entry,)
+    lose_reply()
+    client.revoke(lease)
+    with pytest.raises(LeaseLost):
+        client.renew(lease)
+
+
+def test_a_client_belongs_to_the_process_that_made_it(thread: ThreadEngine) -> None:
+    client = thread.client()
+    client.list("")
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            client.list("")
+        except NotInitialized:
+            code = 0
+        finally:
+            client.close()
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    client.list("")
+    assert thread.connections() == 1
+
+
+def test_nothing_is_answered_that_could_not_be_stored() -> None:
+    """A server whose disk is full ends; what it did is neither stored nor told."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    found, errors = Server(listener, KEYS), []
+
+    def save(journal: object, revision: int, compacted: int) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def run() -> None:
+        try:
+            found.run()
+        except sqlite3.OperationalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    client = EmbeddedDirectory(address, KEYS, 1.0)
+    client.list("")
+    found._store.save = save
+    with pytest.raises(DirectoryLost, match="read it again"):
+        client.swap("a", b"")
+    thread.join(PATIENCE)
+    assert len(errors) == 1
+    client.close()
+
+
+# Keys and strangers
+
+
+def test_a_client_with_another_key_is_refused(thread: ThreadEngine) -> None:
+    for keys in (Keyring([OTHER]), open_ring(), KEYS.within("another group")):
+        with pytest.raises(AuthenticationFailed, match=r"the directory at .* same key"):
+            thread.client(keys=keys).list("")
+    thread.client().list("")
+
+
+def test_a_server_with_another_key_is_not_believed() -> None:
+    found = ThreadEngine(open_ring())
+    with pytest.raises(AuthenticationFailed):
+        found.client().list("")
+    found.client(keys=open_ring()).list("")
+    found.close()
+
+
+def test_keys_are_replaced() -> None:
+    old = b"tgk1-" + 43 * b"A"
+    found = ThreadEngine(Keyring([old, OTHER]))
+    found.client(keys=Keyring([old])).list("")
+    found.client(keys=Keyring([OTHER])).list("")
+    found.client(keys=Keyring([OTHER, old])).list("")
+    found.close()
+    found = ThreadEngine(Keyring([old]))
+    found.client(keys=Keyring([OTHER, old])).list("")
+    found.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b"\x00\x00", b"\xff" * 5000]
+)
+def test_a_stranger_is_sent_away(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    monkeypatch.setattr(server, "INTRODUCTION", 0.2)
+    with socket.create_connection(thread.address, PATIENCE) as sock:
+        sock.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+    thread.client().list("")
+
+
+def test_many_strangers_do_not_keep_a_client_out(thread: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_STRANGERS", 8)
+    strangers = [socket.create_connection(thread.address) for _ in range(20)]
+    thread.client().list("")
+    until(lambda: thread.connections() == 8)
+    for each in strangers:
+        each.close()
+
+
+def test_there_is_a_limit_of_connections(thread: ThreadEngine) -> None:
+    client = thread.client()
+    client.list("")
+    thread.server._most = 1
+    with pytest.raises(DirectoryLost):
+        thread.client(0.5).list("")
+    client.list("")
+    thread.server._most = 2
+    thread.client().list("")
+
+
+def test_no_descriptor_is_left(thread: ThreadEngine) -> None:
+    """The server accepts again once there is one."""
+    client = thread.client()
+    client.list("")
+    real = thread.server._listener
+
+    class Full:
+        def fileno(self) -> int:
+            return real.fileno()
+
+        def accept(self) -> None:
+            raise OSError(24, "Too many open files")
+
+        def close(self) -> None:
+            real.close()
+
+    thread.server._listener = Full()  # type: ignore[assignment]
+    second = thread.client(0.3)
+    with pytest.raises(DirectoryLost):
+        second.list("")
+    client.list("")
+    thread.server._listener = real
+    thread.client().list("")

@@ -1,0 +1,253 @@
+"""The state of the embedded directory, beside the naive model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from telegrad.directory.protocol import ABSENT, Compacted, Event, LeaseLost, Swap
+from telegrad.directory.table import OVERHEAD, Ended, Granted, Limits, Saved, Table, Written
+from telegrad.errors import LimitReached
+from tests.directory.naive import Naive
+
+KEYS = st.sampled_from(["a", "a/b", "b", "ba", "é", "z"])
+KEPT = 12  # changes
+
+
+class Beside(RuleBasedStateMachine):
+    """The table, and the model; and what was saved, of which the table is made anew now and then."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.model = Naive()
+        self.table = Table(Limits(changes=KEPT))
+        self.saved = Saved()
+
+    @rule(target=leases, ttl=st.sampled_from([1.0, 2.0, 5.0]))
+    def grant(self, ttl: float) -> int:
+        lease = self.table.grant(ttl, self.now)
+        assert lease == self.model.grant(ttl, self.now)
+        return lease
+
+    @rule(lease=leases)
+    def renew(self, lease: int) -> None:
+        if self.model.renew(lease, self.now):
+            self.table.renew(lease, self.now)
+        else:
+            with pytest.raises(LeaseLost):
+                self.table.renew(lease, self.now)
+
+    @rule(lease=leases)
+    def revoke(self, lease: int) -> None:
+        self.table.revoke(lease)
+        self.model.revoke(lease)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.table.expire(self.now)
+        self.model.expire(self.now)
+
+    @rule(seconds=st.sampled_from([1.0, 10.0]))
+    def stop(self, seconds: float) -> None:
+        """The server did not run for a while."""
+        self.now += seconds
+        self.table.postpone(seconds)
+        self.model.postpone(seconds)
+
+    @rule(
+        key=KEYS,
+        value=st.none() | st.binary(max_size=3),
+        back=st.sampled_from([0, 0, 0, 0, 1]),
+        lease=st.none() | leases,
+    )
+    def swap(self, key: str, value: bytes | None, back: int, lease: int | None) -> None:
+        found = self.model.entries.get(key)
+        expected = (found.revision if found else ABSENT) - back
+        wanted = self.model.swap(key, value, expected, lease or 0)
+        if wanted is None:
+            with pytest.raises(LeaseLost):
+                self.table.swap(key, value, expected, lease or 0)
+        else:
+            assert self.table.swap(key, value, expected, lease or 0) == wanted
+
+    @rule()
+    def start_again(self) -> None:
+        """All leases get their whole ttl."""
+        self.store()
+        self.table = Table(Limits(changes=KEPT), self.saved, self.now)
+        for lease in self.model.leases:
+            self.model.renew(lease, self.now)
+
+    @rule(
+        back=st.integers(0, 2 * KEPT),
+        prefix=st.sampled_from(["", "a", "b", "é"]),
+        most=st.sampled_from([0, 500, 1 << 20]),
+    )
+    def look_back(self, back: int, prefix: str, most: int) -> None:
+        """All changes since some revision, in as many answers as it takes."""
+        since = max(0, self.model.revision - back)
+        wanted = self.model.changes(prefix, since)
+        if since < self.table.compacted:
+            with pytest.raises(Compacted):
+                self.table.changes(prefix, since, most)
+            return
+        found: list[Event] = []
+        while since < self.table.revision:
+            since, events = self.table.changes(prefix, since, most)
+            assert len(found) == 0 or len(events) == 0 or events[0].revision > found[-1].revision
+            found += events
+        assert found == wanted
+        assert self.table.changes(prefix, since, most) == (since, [])
+
+    def store(self) -> None:
+        """What `store.py` does."""
+        entries = {entry.key: (entry, client) for entry, client in self.saved.entries}
+        leases = {each.lease: each for each in self.saved.leases}
+        changes = list(self.saved.changes)
+        for change in self.table.journal:
+            match change:
+                case Granted():
+                    leases[change.lease] = change
+                case Ended(lease):
+                    del leases[lease]
+                case Written(Event(_, key, entry) as event, client):
+                    changes.append(event)
+                    entries.pop(key, None)
+                    if entry is not None:
+                        entries[key] = entry, client
+        self.table.journal.clear()
+        kept = tuple(event for event in changes if event.revision > self.table.compacted)
+        self.saved = Saved(
+            self.table.revision, self.table.compacted, tuple(entries.values()), tuple(leases.values()), kept
+        )
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.table.revision == self.model.revision
+        for prefix in ("", "a", "b", "é", "nothing"):
+            assert self.table.list(prefix) == self.model.list(prefix)
+
+    @invariant()
+    def keeps_little(self) -> None:
+        assert len(self.table.changes("", self.table.compacted)[1]) <= KEPT + len(self.model.entries)
+        if len(self.model.events) <= KEPT:
+            assert self.table.compacted == 0
+
+    @invariant()
+    def knows_when_a_lease_ends(self) -> None:
+        ends = [held.ends for held in self.model.leases.values()]
+        next_ = self.table.next_end()
+        assert not ends or (next_ is not None and next_ <= min(ends))
+
+    @invariant()
+    def counts_what_is_used(self) -> None:
+        total = self.table._total
+        entries = self.model.entries.values()
+        assert (total.keys, total.leases) == (len(entries), len(self.model.leases))
+        values = sum(OVERHEAD + len(entry.key) + len(entry.value) for entry in entries)
+        assert total.bytes == values + OVERHEAD * len(self.model.leases)
+
+
+TestBeside = Beside.TestCase
+TestBeside.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_a_table_that_is_empty() -> None:
+    table = Table()
+    assert (table.revision, table.list("").entries, table.next_end()) == (0, (), None)
+    assert table.changes("", 0) == (0, [])
+
+
+def test_a_revision_of_another_directory() -> None:
+    table = Table()
+    table.swap("a", b"")
+    with pytest.raises(Compacted, match="list again"):
+        table.changes("", 2)
+
+
+def test_the_keys_that_have_changed() -> None:
+    table = Table()
+    for n, key in enumerate("abca", 1):
+        table.swap(key, b"", 1 if n == 4 else ABSENT)
+    assert [table.changed(since) for since in range(5)] == [{*"abc"}, {*"abc"}, {*"ac"}, {"a"}, set()]
+
+
+def test_the_changes_of_one_revision_are_forgotten_together() -> None:
+    table = Table(Limits(changes=8))
+    lease = table.grant(1.0, 0.0)
+    for n in range(8):
+        table.swap(f"{n}", b"", lease=lease)
+    table.revoke(lease)
+    ended = table.revision
+    assert [event.revision for event in table.changes("", table.compacted)[1]] == [ended] * 8
+    for n in range(8):
+        table.swap(f"{n}", b"")
+    assert table.compacted >= ended
+    assert len(table.changes("", table.compacted)[1]) <= 8
+
+
+def test_large_changes_are_forgotten_sooner() -> None:
+    table = Table(Limits(change_bytes=10_000))
+    for _ in range(20):
+        table.swap("a", bytes(1000), table.revision)
+    assert 5 <= len(table.changes("", table.compacted)[1]) <= 10
+
+
+@pytest.mark.parametrize(
+    ("limits", "what"),
+    [
+        (Limits(keys=16), "keys"),
+        (Limits(bytes=16 * (OVERHEAD + 1)), "bytes"),  # each key has one
+    ],
+)
+def test_one_client_does_not_fill_the_table(limits: Limits, what: str) -> None:
+    table = Table(limits)
+    for key in "ab":
+        table.swap(key, b"", client="one")
+    with pytest.raises(LimitReached, match=f"this client has .* {what}"):
+        table.swap("c", b"", client="one")
+    assert table.revision == 2
+    assert table.swap("c", b"", client="two").done
+    assert table.swap("a", b"", 1, client="one").done  # no more than before
+    assert table.swap("b", b"", 2, client="two").done  # whose it is from now on
+    assert table.swap("d", b"", client="one").done
+    assert table.swap("d", None, table.revision, client="one") == Swap(True, None)
+    assert table.swap("e", b"", client="one").done
+    for key in "fghijklmnopq":
+        table.swap(key, b"", client=key)
+    assert len(table.list("").entries) == 16
+    with pytest.raises(LimitReached, match="all clients together"):
+        table.swap("r", b"", client="three")
+    assert table.swap(
+        "a", b"", table.list("a").entries[0].revision, client="three"
+    ).done  # there are no more than before
+
+
+def test_one_client_does_not_have_all_leases() -> None:
+    table = Table(Limits(leases=16))
+    first, _ = table.grant(1.0, 0.0, "one"), table.grant(1.0, 0.0, "one")
+    with pytest.raises(LimitReached, match="leases"):
+        table.grant(1.0, 0.0, "one")
+    table.grant(1.0, 0.0, "two")
+    table.revoke(first)
+    assert table.grant(1.0, 0.0, "one")
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0])))
+def test_renewals_never_shorten_a_lease(times: list[float]) -> None:
+    """However the clock goes."""
+    table = Table()
+    lease, latest = table.grant(2.0, 0.0), 0.0
+    for now in times:
+        latest = max(latest, now)
+        table.renew(lease, now)
+        table.expire(latest + 1.9)
+    table.expire(latest + 2.0)
+    with pytest.raises(LeaseLost):
+        table.renew(lease, latest)
